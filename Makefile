@@ -1,0 +1,27 @@
+# Two commands are enough for a newcomer: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip
+
+.PHONY: demo test check lint clean
+
+demo: $(VENV)/.installed  ## train a masked autoencoder on 1,939 real near-infrared spectra
+	$(BIN)/treadle train spectra --out runs/demo
+
+test: $(VENV)/.installed check  ## all that CI runs on the CPU
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade -c constraints.txt pip
+	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs
