@@ -1,0 +1,69 @@
+"""Learning-rate schedules as pure functions from a step to a factor of the base rate.
+
+Nothing here knows an optimizer: a face binds the keyword arguments and hands the function to the scheduler
+that it builds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+logger = logging.getLogger("treadle.schedules")
+
+
+def warmup_cosine_factor(step: int, *, warmup_steps: int, total_steps: int, min_scale: float) -> float:
+    """Linear warm-up to 1, then half a cosine down to ``min_scale``.
+
+    With W = warm-up, S = total and a = ``min_scale``: (s + 1) / W while s < W, then
+    a + (1 - a) / 2 * (1 + cos(pi * min(1, (s - W) / (S - W)))). The first update uses 1/W, the factor is 1 at
+    W - 1 and at W, and a is reached at s = S, after the last update. W = 0 starts at 1. When W >= S there is
+    no room for the cosine and the factor stays at 1 once the warm-up is over.
+
+    Args:
+        step: Index s of the update, 0 for the first.
+        warmup_steps: W, at least 0.
+        total_steps: S, all updates of the run, warm-up included.
+        min_scale: a, 0 to 1.
+
+    Returns:
+        The factor, between 0 and 1.
+
+    Example:
+        >>> [warmup_cosine_factor(s, warmup_steps=2, total_steps=4, min_scale=0.2) for s in (0, 1, 2, 4)]
+        [0.5, 1.0, 1.0, 0.2]
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if total_steps <= warmup_steps:
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
+    return min_scale + (1.0 - min_scale) / 2.0 * (1.0 + math.cos(math.pi * progress))
+
+
+def check_warmup(warmup_steps: int, *, total_steps: int, min_scale: float) -> None:
+    """Check the numbers of a warm-up schedule, once, where it is built.
+
+    A warm-up at least as long as the run is legal: it warns on the logger ``treadle.schedules``.
+
+    Raises:
+        ValueError: When ``warmup_steps`` is negative, ``total_steps`` below 1 or ``min_scale`` outside 0 … 1.
+
+    Example:
+        >>> check_warmup(5, total_steps=20, min_scale=0.1)
+    """
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps={warmup_steps} must be 0 or more; 0 starts at the full learning rate")
+    if total_steps < 1:
+        raise ValueError(f"total_steps={total_steps} must be 1 or more; pass all updates, warm-up included")
+    if not 0.0 <= min_scale <= 1.0:
+        raise ValueError(
+            f"min_scale={min_scale} must lie between 0 and 1; it is a fraction of the base learning rate"
+        )
+    if warmup_steps >= total_steps:
+        logger.warning(
+            "warm-up of %d updates fills the whole run of %d: the learning rate never decays; "
+            "shorten the warm-up or lengthen the run if that is not meant",
+            warmup_steps,
+            total_steps,
+        )
