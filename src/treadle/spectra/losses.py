@@ -1,0 +1,84 @@
+"""Squared errors over the hidden channels of a spectrum.
+
+Shapes: B = rows, L = channels. ``mask`` is True where a channel is hidden, and there the error counts.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["mean", "batch_mean", "sum"]
+
+
+def masked_mse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "mean") -> Tensor:
+    """Squared error at the True positions of ``mask``, by default per masked element.
+
+    With D the squared errors at the True positions: ``"mean"`` = sum(D) / #True, ``"batch_mean"`` =
+    sum(D) / B, ``"sum"`` = sum(D). Values outside the mask are selected away, so NaN or infinity there
+    reaches neither the loss nor its gradient. An empty mask gives 0, still attached to the graph.
+
+    Args:
+        x_recon: (B, L) floating, the reconstruction.
+        x: (B, L), the target.
+        mask: (B, L) bool, True = hidden = counted.
+        reduction: ``"mean"``, ``"batch_mean"`` or ``"sum"``.
+
+    Returns:
+        A 0-d float32 tensor; the arithmetic is float32 also under autocast.
+
+    Raises:
+        ValueError: When the shapes differ, ``mask`` is not bool or ``reduction`` has another name.
+
+    Example:
+        >>> import torch
+        >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.0, 0.0, 0.0, 0.0]])
+        >>> x_recon = torch.tensor([[0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0]])
+        >>> mask = torch.tensor([[True, True, False, False], [True, False, False, False]])
+        >>> masked_mse(x_recon, x, mask).item()
+        3.0
+    """
+    return _masked_squared_error(x_recon, x, mask, reduction)
+
+
+def masked_sse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "batch_mean") -> Tensor:
+    """Squared error at the True positions of ``mask``, by default summed per row of the batch.
+
+    The same function as `masked_mse` with another default reduction; arguments, result and errors are
+    described there.
+
+    Example:
+        >>> import torch
+        >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.0, 0.0, 0.0, 0.0]])
+        >>> x_recon = torch.tensor([[0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0]])
+        >>> mask = torch.tensor([[True, True, False, False], [True, False, False, False]])
+        >>> masked_sse(x_recon, x, mask).item()
+        4.5
+    """
+    return _masked_squared_error(x_recon, x, mask, reduction)
+
+
+def _masked_squared_error(x_recon: Tensor, x: Tensor, mask: Tensor, reduction: str) -> Tensor:
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction={reduction!r} must be one of {', '.join(get_args(Reduction))}")
+    if x_recon.shape != x.shape or mask.shape != x.shape or x.dim() == 0:
+        raise ValueError(
+            f"x_recon, x and mask must have one shape (B, L), got {tuple(x_recon.shape)}, "
+            f"{tuple(x.shape)} and {tuple(mask.shape)}; broadcast them first if that is meant"
+        )
+    if mask.dtype != torch.bool:
+        raise ValueError(
+            f"mask has dtype {mask.dtype} but must be bool, True = hidden = counted; pass mask.bool(), "
+            "or ~visible_mask for the mask that the model returns"
+        )
+    # where() before the square: a zero times NaN would be NaN, and so would its gradient. Indexing with
+    # the mask would select as well, but it makes the host wait for the device to count.
+    error_BL = torch.where(mask, x_recon.float() - x.float(), 0.0)
+    total = error_BL.square().sum()
+    if reduction == "sum":
+        return total
+    if reduction == "batch_mean":
+        return total / max(x.shape[0], 1)
+    return total / mask.sum().clamp(min=1)

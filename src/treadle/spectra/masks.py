@@ -1,0 +1,83 @@
+"""Block masks over the channels of a spectrum.
+
+Shapes: B = rows, L = channels, N = blocks of L/N channels each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def make_block_mask(
+    batch_size: int,
+    seq_len: int,
+    n_blocks: int,
+    n_mask: int,
+    *,
+    device: torch.device | str | int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draw a mask that hides ``n_mask`` of ``n_blocks`` equal blocks in every row.
+
+    The draw is made on the CPU and then moved, so one seed gives the same mask on every device.
+
+    Args:
+        batch_size: Number of rows B, at least 0.
+        seq_len: Number of channels L, a multiple of ``n_blocks``.
+        n_blocks: Number of equal blocks, at least 1.
+        n_mask: Blocks to hide in each row, 0 to ``n_blocks``.
+        device: Where the result lies; None means the CPU.
+        generator: A CPU generator; None draws from torch's global CPU generator.
+
+    Returns:
+        (B, L) bool, **True = hidden**. Each row holds exactly ``n_mask * L / n_blocks`` True; the hidden
+        blocks are drawn uniformly without replacement, independently in each row.
+
+    Raises:
+        ValueError: For sizes outside these ranges, or a generator that does not live on the CPU.
+
+    Example:
+        >>> mask = make_block_mask(2, 12, 4, 1)
+        >>> mask.shape, mask.sum(dim=1).tolist()
+        (torch.Size([2, 12]), [3, 3])
+    """
+    if batch_size < 0:
+        raise ValueError(f"batch_size={batch_size} must be 0 or more; pass the number of rows")
+    check_blocks(seq_len, n_blocks)
+    check_mask_count(n_mask, n_blocks)
+    if generator is not None and generator.device.type != "cpu":
+        raise ValueError(
+            f"generator lives on {generator.device}, but masks are drawn on the CPU so that one seed gives "
+            "the same mask on every device; pass torch.Generator() (a CPU generator) or None"
+        )
+    # float64: two equal draws in a row, which would bias the choice, are out of the question.
+    draw_BN = torch.rand(batch_size, n_blocks, generator=generator, dtype=torch.float64)
+    hidden_BN = torch.zeros(batch_size, n_blocks, dtype=torch.bool)
+    hidden_BN.scatter_(1, draw_BN.argsort(dim=1)[:, :n_mask], True)
+    if device is not None:
+        # Only the block choice travels: 1/block-length of the bytes of the mask.
+        hidden_BN = hidden_BN.to(device, non_blocking=True)
+    return hidden_BN.repeat_interleave(seq_len // n_blocks, dim=1)
+
+
+def check_blocks(seq_len: int, n_blocks: int) -> None:
+    """Raise ValueError unless ``seq_len`` channels can be cut into ``n_blocks`` equal blocks."""
+    if seq_len < 1:
+        raise ValueError(f"seq_len={seq_len} must be 1 or more; pass the number of channels of a spectrum")
+    if n_blocks < 1:
+        raise ValueError(f"n_blocks={n_blocks} must be 1 or more; pass the number of equal blocks")
+    if seq_len % n_blocks != 0:
+        raise ValueError(
+            f"seq_len={seq_len} must be a multiple of n_blocks={n_blocks}, as all blocks are equally long; "
+            f"choose n_blocks among the divisors of {seq_len}"
+        )
+
+
+def check_mask_count(n_mask: int, n_blocks: int) -> None:
+    """Raise ValueError unless ``n_mask`` of ``n_blocks`` blocks can be hidden."""
+    if not 0 <= n_mask <= n_blocks:
+        raise ValueError(
+            f"n_mask={n_mask} must lie between 0 and n_blocks={n_blocks}; it is a number of blocks, "
+            "not of channels or a fraction"
+        )
