@@ -1,0 +1,171 @@
+"""ChemoMAE: a masked autoencoder for 1-D spectra.
+
+Shapes: B = rows, L = channels (``seq_len``), Z = latent width. ``visible_mask`` is True where the encoder
+sees a channel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from treadle.spectra.encoder import SpectrumEncoder, check_input
+from treadle.spectra.masks import check_blocks, check_mask_count, make_block_mask
+
+
+class ChemoMAE(nn.Module):
+    """Masked autoencoder of spectra whose latent lies on the unit sphere.
+
+    The encoder sees the visible channels only (one token each, a CLS token in front); the decoder is one
+    linear map of the latent. Hidden values therefore influence neither ``z`` nor ``x_recon``. Given a
+    ``visible_mask``, the output in eval mode is deterministic, and a row does not depend on the others.
+
+    Args:
+        seq_len: Channels L of a spectrum, a multiple of ``n_blocks``.
+        d_model: Width of the tokens, a multiple of ``nhead``; even or odd.
+        nhead: Attention heads.
+        num_layers: Transformer layers, at least 1.
+        dim_feedforward: Width of the feed-forward part of a layer.
+        dropout: Dropout probability, 0 to 1.
+        use_learnable_pos: Learned positions; False takes fixed sine/cosine positions.
+        latent_dim: Width Z of the latent.
+        n_blocks: Equal blocks that masks are drawn over.
+        n_mask: Blocks hidden by default, 0 to ``n_blocks``.
+
+    Raises:
+        ValueError: When an argument breaks one of these rules.
+
+    Example:
+        >>> import torch
+        >>> model = ChemoMAE(seq_len=64, d_model=16, nhead=2, num_layers=1, n_blocks=8, n_mask=4).eval()
+        >>> x_recon, z, visible_mask = model(torch.randn(5, 64))
+        >>> x_recon.shape, z.shape, visible_mask.sum(dim=1).tolist()
+        (torch.Size([5, 64]), torch.Size([5, 64]), [32, 32, 32, 32, 32])
+    """
+
+    def __init__(
+        self,
+        *,
+        seq_len: int,
+        d_model: int = 256,
+        nhead: int = 4,
+        num_layers: int = 4,
+        dim_feedforward: int = 1024,
+        dropout: float = 0.1,
+        use_learnable_pos: bool = True,
+        latent_dim: int = 64,
+        n_blocks: int = 32,
+        n_mask: int = 16,
+    ) -> None:
+        super().__init__()
+        check_blocks(seq_len, n_blocks)
+        check_mask_count(n_mask, n_blocks)
+        sizes = {"d_model": d_model, "nhead": nhead, "num_layers": num_layers}
+        sizes |= {"dim_feedforward": dim_feedforward, "latent_dim": latent_dim}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}={size} must be 1 or more; it is a size")
+        if d_model % nhead != 0:
+            raise ValueError(
+                f"d_model={d_model} must be a multiple of nhead={nhead}, as every head gets an equal share; "
+                "change one of the two"
+            )
+        self.seq_len = seq_len
+        self.latent_dim = latent_dim
+        self.n_blocks = n_blocks
+        self.n_mask = n_mask
+        self.encoder = SpectrumEncoder(
+            seq_len=seq_len,
+            d_model=d_model,
+            nhead=nhead,
+            num_layers=num_layers,
+            dim_feedforward=dim_feedforward,
+            dropout=dropout,
+            use_learnable_pos=use_learnable_pos,
+            latent_dim=latent_dim,
+        )
+        self.decoder = nn.Linear(latent_dim, seq_len, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        visible_mask: Tensor | None = None,
+        *,
+        n_mask: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Encode the visible channels of ``x`` and reconstruct all of them.
+
+        Args:
+            x: (B, L) spectra.
+            visible_mask: (B, L) bool, True = seen; a row may be all False. None draws one, which needs no
+                read of the device by the host; a given mask is counted once.
+            n_mask: Blocks to hide in the drawn mask, 0 to ``n_blocks``; None means the model's ``n_mask``.
+                Not used when ``visible_mask`` is given.
+            generator: CPU generator of the draw; None takes torch's global CPU generator.
+
+        Returns:
+            ``x_recon`` (B, L), ``z`` (B, Z) with rows of norm 1, and the ``visible_mask`` (B, L) that was
+            used. Under autocast ``x_recon`` has the lower precision and ``z`` stays float32.
+
+        Raises:
+            ValueError: When a shape, the mask's dtype or ``n_mask`` is wrong.
+        """
+        check_input(x, visible_mask, self.seq_len)
+        visible_count = None
+        if visible_mask is None:
+            hidden = self.n_mask if n_mask is None else n_mask
+            visible_mask = self.make_visible(x.shape[0], n_mask=hidden, device=x.device, generator=generator)
+            visible_count = (self.n_blocks - hidden) * (self.seq_len // self.n_blocks)
+        z = self.encoder(x, visible_mask, visible_count=visible_count)
+        x_recon = self.decoder(z.to(self.decoder.weight.dtype))
+        return x_recon, z, visible_mask
+
+    def reconstruct(
+        self,
+        x: Tensor,
+        visible_mask: Tensor | None = None,
+        *,
+        n_mask: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Return only ``x_recon`` (B, L) of the forward pass; arguments and errors as there."""
+        x_recon, _, _ = self(x, visible_mask, n_mask=n_mask, generator=generator)
+        assert isinstance(x_recon, Tensor)
+        return x_recon
+
+    def make_visible(
+        self,
+        batch_size: int,
+        *,
+        n_mask: int | None = None,
+        device: torch.device | str | int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Draw which channels are visible: the complement of `make_block_mask`.
+
+        Args:
+            batch_size: Number of rows B.
+            n_mask: Blocks to hide, 0 to ``n_blocks``; None means the model's ``n_mask``.
+            device: Where the mask lies; None means the device of the model.
+            generator: CPU generator of the draw; None takes torch's global CPU generator.
+
+        Returns:
+            (B, L) bool, **True = seen**.
+
+        Raises:
+            ValueError: When ``n_mask`` is outside 0 … ``n_blocks`` or the generator is not on the CPU.
+
+        Example:
+            >>> model = ChemoMAE(seq_len=8, d_model=8, nhead=2, num_layers=1, n_blocks=4, n_mask=1)
+            >>> model.make_visible(2).sum(dim=1).tolist()
+            [6, 6]
+        """
+        return ~make_block_mask(
+            batch_size,
+            self.seq_len,
+            self.n_blocks,
+            self.n_mask if n_mask is None else n_mask,
+            device=self.decoder.weight.device if device is None else device,
+            generator=generator,
+        )
