@@ -1,0 +1,96 @@
+"""Spectra as NumPy arrays or tensors: into float64 for the arithmetic, and back into what they were.
+
+Shapes: N = rows, L = channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Spectra = TypeVar("Spectra", NDArray[Any], Tensor)
+
+
+def as_float64(X: object, name: str) -> Tensor:
+    """A float64 tensor with the values of ``X``; a tensor stays on its device where float64 exists there."""
+    if isinstance(X, Tensor):
+        if X.is_complex():
+            raise ValueError(f"{name} has dtype {X.dtype} but must hold real numbers; pass its modulus")
+        # Apple's GPU has no float64.
+        return (X.cpu() if X.device.type == "mps" else X).to(torch.float64)
+    if isinstance(X, np.ndarray):
+        if X.dtype.kind not in "fiub":
+            raise ValueError(f"{name} has dtype {X.dtype} but must hold real numbers; convert it with astype")
+        # A copy: torch takes neither read-only memory nor foreign byte order (FITS files have both).
+        return torch.from_numpy(np.array(X, dtype=np.float64))
+    raise TypeError(
+        f"{name} is a {type(X).__name__} but must be a NumPy array or a tensor; convert it with numpy.asarray"
+    )
+
+
+def like(values: Tensor, X: Spectra) -> Spectra:
+    """``values`` in the container, device and floating dtype of ``X``; integers give float32."""
+    if isinstance(X, Tensor):
+        return values.to(X.dtype if X.is_floating_point() else torch.float32).to(X.device)
+    array: NDArray[Any] = values.numpy().astype(X.dtype if X.dtype.kind == "f" else np.float32)
+    return array
+
+
+def write_into(X: Spectra, values: Spectra) -> Spectra:
+    """Overwrite ``X`` with ``values`` and return it."""
+    if isinstance(X, Tensor):
+        with torch.no_grad():
+            return X.copy_(values)
+    X[...] = values
+    return X
+
+
+def device_of(X: object) -> torch.device:
+    """The device of a tensor; the CPU for anything else."""
+    return X.device if isinstance(X, Tensor) else torch.device("cpu")
+
+
+def take(X: NDArray[Any] | Tensor, indices_K: Tensor, *, as_numpy: bool) -> NDArray[Any] | Tensor:
+    """The rows of ``X`` at ``indices_K``, as NumPy or as a tensor."""
+    if isinstance(X, Tensor):
+        rows = X[indices_K]
+        if not as_numpy:
+            return rows
+        rows = rows.detach().cpu()
+        # NumPy has no bfloat16.
+        return (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
+    array: NDArray[Any] = X[indices_K.numpy()]
+    if as_numpy:
+        return array
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
+
+
+def per_row(stat: Any, name: str, work: Tensor) -> Tensor:
+    """A statistic of the rows of ``work``, shaped to broadcast along its channels."""
+    column = as_float64(stat if isinstance(stat, Tensor) else np.asarray(stat), name).to(work.device)
+    if column.numel() == 1:
+        return column.reshape(())
+    if work.dim() == 2 and column.shape in ((work.shape[0],), (work.shape[0], 1)):
+        return column.reshape(-1, 1)
+    raise ValueError(
+        f"{name} has shape {tuple(column.shape)} but must hold one number for each row of Y, whose shape is "
+        f"{tuple(work.shape)}; pass it as transform() returned it"
+    )
+
+
+def centre(work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Take the mean of each row away; constant rows become exact zeros.
+
+    Returns:
+        The centred rows, the means with a last axis of length 1, and a bool tensor of that shape, True
+        where a row is constant.
+    """
+    low, high = work.aminmax(dim=-1, keepdim=True)
+    constant = high - low == 0.0  # False for a row of infinities
+    # The mean of L equal numbers can miss that number by an ulp, which a division by eps would blow up.
+    mean = torch.where(constant, low, work.mean(dim=-1, keepdim=True))
+    return work - mean, mean, constant

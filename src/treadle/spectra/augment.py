@@ -1,0 +1,117 @@
+"""Augmentation of spectra on the sphere that SNV puts them on.
+
+Shapes: B = rows, L = channels. After SNV every row has mean 0 and norm sqrt(L - 1).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from treadle.spectra.arrays import centre
+
+
+class SpectraAugmenter:
+    """Shift and rotate spectra a little, staying on the sphere that SNV puts them on.
+
+    Each row is shifted by a uniform fraction of channels (linear interpolation, edge values held; a positive
+    shift moves features to higher channels), turned by a uniform angle towards a random direction of the
+    tangent space, then centred and rescaled to norm sqrt(L - 1). Constant rows become zeros. The augmented
+    rows are meant as the model's input, the original rows as its target.
+
+    Args:
+        max_shift: Largest shift in channels, either way, at least 0.
+        max_angle: Largest rotation in radians, 0 to pi.
+        generator: CPU generator of the draws; None takes torch's global CPU generator, the one whose state a
+            checkpoint stores. All draws are made on the CPU, so one seed gives the same rows on every device.
+
+    Raises:
+        ValueError: When an argument breaks one of these rules.
+
+    Example:
+        >>> import torch
+        >>> augment = SpectraAugmenter(max_shift=0.5, max_angle=0.1)
+        >>> round(augment(torch.randn(4, 17)).norm(dim=1).mean().item(), 4)
+        4.0
+    """
+
+    def __init__(
+        self, *, max_shift: float = 0.0, max_angle: float = 0.0, generator: torch.Generator | None = None
+    ) -> None:
+        if not 0.0 <= max_shift < math.inf:
+            raise ValueError(f"max_shift={max_shift} must be 0 or more and finite; it is counted in channels")
+        if not 0.0 <= max_angle <= math.pi:
+            raise ValueError(f"max_angle={max_angle} must lie between 0 and pi; it is an angle in radians")
+        if generator is not None and generator.device.type != "cpu":
+            raise ValueError(
+                f"generator lives on {generator.device}, but draws are made on the CPU so that one seed "
+                "gives the same rows on every device; pass torch.Generator() (a CPU generator) or None"
+            )
+        self.max_shift = max_shift
+        self.max_angle = max_angle
+        self.generator = generator
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Augment every row on its own.
+
+        Args:
+            x: (B, L) floating, L of at least 2 (3 with rotation); not changed.
+
+        Returns:
+            (B, L) of the dtype and device of ``x``.
+
+        Raises:
+            ValueError: When the shape or dtype of ``x`` is wrong.
+        """
+        least = 3 if self.max_angle > 0.0 else 2
+        if x.dim() != 2 or x.shape[1] < least or not x.is_floating_point():
+            raise ValueError(
+                f"x has shape {tuple(x.shape)} and dtype {x.dtype} but must be floating (B, L) with L of at "
+                f"least {least}; shorter rows have no room for the change asked for"
+            )
+        work_BL = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.max_shift > 0.0:
+            shift_B1 = self._uniform(work_BL, low=-self.max_shift, high=self.max_shift)
+            work_BL = _shift_channels(work_BL, shift_B1)
+        unit_BL = _unit(centre(work_BL)[0])
+        if self.max_angle > 0.0:
+            unit_BL = self._rotate(unit_BL)
+        # Centred once more: rounding in the rotation would otherwise leave a mean of about 1e-8.
+        return (_unit(centre(unit_BL)[0]) * math.sqrt(x.shape[1] - 1)).to(x.dtype)
+
+    def _rotate(self, unit_BL: Tensor) -> Tensor:
+        noise_BL = torch.randn(unit_BL.shape, generator=self.generator, dtype=unit_BL.dtype).to(
+            unit_BL.device
+        )
+        tangent_BL = noise_BL - noise_BL.mean(dim=1, keepdim=True)
+        tangent_BL = _unit(tangent_BL - (tangent_BL * unit_BL).sum(dim=1, keepdim=True) * unit_BL)
+        angle_B1 = self._uniform(unit_BL, low=0.0, high=self.max_angle)
+        turned_BL = angle_B1.cos() * unit_BL + angle_B1.sin() * tangent_BL
+        # A constant row has no direction to turn away from: it stays zero.
+        return torch.where((unit_BL != 0).any(dim=1, keepdim=True), turned_BL, unit_BL)
+
+    def _uniform(self, like_BL: Tensor, *, low: float, high: float) -> Tensor:
+        draw_B1 = torch.rand(like_BL.shape[0], 1, generator=self.generator, dtype=like_BL.dtype)
+        return (low + (high - low) * draw_B1).to(like_BL.device)
+
+
+def _unit(x_BL: Tensor) -> Tensor:
+    """Rows scaled to norm 1; zero rows stay zero."""
+    norm_B1 = torch.linalg.vector_norm(x_BL, dim=1, keepdim=True)
+    unit_BL: Tensor = x_BL / norm_B1.clamp(min=torch.finfo(x_BL.dtype).tiny)
+    return unit_BL
+
+
+def _shift_channels(x_BL: Tensor, shift_B1: Tensor) -> Tensor:
+    """Value at channel i becomes the value at i - shift; positions beyond an edge read the edge."""
+    last = x_BL.shape[1] - 1
+    channels_L = torch.arange(last + 1, device=x_BL.device, dtype=x_BL.dtype)
+    position_BL = (channels_L - shift_B1).clamp(0, last)
+    left_BL = position_BL.long().clamp(max=last - 1)
+    # lerp, as it returns a constant row unchanged to the bit.
+    shifted_BL: Tensor = torch.lerp(
+        x_BL.gather(1, left_BL), x_BL.gather(1, left_BL + 1), position_BL - left_BL
+    )
+    return shifted_BL

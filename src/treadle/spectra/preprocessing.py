@@ -1,0 +1,193 @@
+"""Preparing spectra: SNV scaling and farthest-point subsets (and the augmenter of `treadle.spectra.augment`).
+
+Shapes: N (or B) = rows, L = channels, K = chosen rows. After SNV every row has mean 0 and norm sqrt(L - 1),
+so everything here that compares rows does so by angle.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from treadle.spectra.arrays import Spectra, as_float64, centre, device_of, like, per_row, take, write_into
+from treadle.spectra.augment import SpectraAugmenter
+
+__all__ = ["SNVScaler", "SpectraAugmenter", "cosine_fps_downsample"]
+
+
+class SNVScaler:
+    """Standard normal variate: each row minus its mean, over its standard deviation.
+
+    y = (x - mean) / (std + eps) per row, with ddof 1 (0 for length 1), computed in float64 (Barnes, Dhanoa &
+    Lister 1989). Container, device and floating dtype of the input come out again; integers give float32.
+    Constant rows become exact zeros. Nothing is learned from the data.
+
+    Args:
+        eps: Added to the standard deviation, at least 0.
+        copy: False writes the result into a floating input instead of a new array.
+        transform_stats: True makes `transform` return ``(Y, mu, sd)``.
+
+    Raises:
+        ValueError: When ``eps`` is negative or NaN.
+
+    Example:
+        >>> import numpy as np
+        >>> SNVScaler().transform(np.array([1.0, 2.0, 3.0]))
+        array([-1.,  0.,  1.])
+    """
+
+    def __init__(self, eps: float = 1e-12, copy: bool = True, transform_stats: bool = False) -> None:
+        if not eps >= 0.0:
+            raise ValueError(f"eps={eps} must be 0 or more; it is added to the standard deviation")
+        self.eps = eps
+        self.copy = copy
+        self.transform_stats = transform_stats
+
+    def fit(self, X: object = None, y: object = None) -> SNVScaler:
+        """Return self; there is nothing to fit (for pipelines)."""
+        return self
+
+    def fit_transform(self, X: Spectra, y: object = None) -> Any:
+        """The same as `transform`."""
+        return self.transform(X)
+
+    # Any, not a union: the constructor decides which of the two comes back, and no overload sees that.
+    def transform(self, X: Spectra) -> Any:
+        """Scale every row.
+
+        Args:
+            X: (L,) or (N, L), NumPy or torch, real numbers. NaN stays within its row.
+
+        Returns:
+            Y like ``X``; with ``transform_stats`` the tuple ``(Y, mu, sd)`` in the same container and dtype,
+            mu and sd of shape (N, 1), or 0-d for one spectrum, sd = std + eps.
+
+        Raises:
+            TypeError: When ``X`` is neither a NumPy array nor a tensor.
+            ValueError: When ``X`` is not real, has other than 1 or 2 dimensions, or rows without channels.
+        """
+        work = as_float64(X, "X")
+        if work.dim() not in (1, 2) or work.shape[-1] == 0:
+            raise ValueError(
+                f"X has shape {tuple(work.shape)} but must be (L,) or (N, L) with L of at least 1; "
+                "reshape it to rows"
+            )
+        centred, mu, constant = centre(work)
+        # Not Tensor.std: it warns on an empty batch, and its gradient at a constant row is NaN.
+        norm = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)
+        std = norm / math.sqrt(max(work.shape[-1] - 1, 1))
+        sd = torch.where(constant, 0.0, std) + self.eps
+        # With eps = 0 a constant row would be 0 / 0.
+        Y = like(torch.where(constant, 0.0, centred / sd), X)
+        if not self.copy and Y.dtype == X.dtype:
+            Y = write_into(X, Y)
+        if not self.transform_stats:
+            return Y
+        if work.dim() == 1:
+            mu, sd = mu.squeeze(-1), sd.squeeze(-1)
+        return Y, like(mu, X), like(sd, X)
+
+    def inverse_transform(self, Y: Spectra, *, mu: Any, sd: Any) -> Spectra:
+        """Undo `transform`: Y * sd + mu per row, in float64, out in the dtype of ``Y``.
+
+        Args:
+            Y: (L,) or (N, L) scaled spectra.
+            mu: Means of the rows as `transform` returned them; (N, 1), (N,) or a number.
+            sd: Standard deviations with eps included, as `transform` returned them.
+
+        Returns:
+            The spectra in their original scale, like ``Y``.
+
+        Raises:
+            ValueError: When mu or sd do not hold one number per row.
+
+        Example:
+            >>> import numpy as np
+            >>> scaler = SNVScaler(transform_stats=True)
+            >>> Y, mu, sd = scaler.transform(np.array([[1.0, 2.0, 3.0], [4.0, 6.0, 8.0]]))
+            >>> scaler.inverse_transform(Y, mu=mu, sd=sd)
+            array([[1., 2., 3.],
+                   [4., 6., 8.]])
+        """
+        work = as_float64(Y, "Y")
+        mu_column = per_row(mu, "mu", work)
+        return like(work * per_row(sd, "sd", work) + mu_column, Y)
+
+
+def cosine_fps_downsample(
+    X: NDArray[Any] | Tensor,
+    *,
+    ratio: float = 0.1,
+    seed: int | None = None,
+    init_index: int | None = None,
+    return_numpy: bool = True,
+    return_indices: bool = False,
+    eps: float = 1e-12,
+) -> Any:
+    """Choose rows that lie far apart in angle: greedy farthest-point sampling.
+
+    From the first row on, each next one is the row whose smallest cosine distance to those already chosen is
+    largest (Gonzalez 1985). k = min(max(1, round(N * ratio)), N), with Python's rounding of halves to even.
+
+    Args:
+        X: (N, L) finite rows, NumPy or torch; for spectra after SNV the distance is one of shape alone.
+        ratio: Share of rows to keep, above 0.
+        seed: Seeds the draw of the first row; None draws it from torch's global CPU generator.
+        init_index: The first row, 0 to N - 1; None draws it.
+        return_numpy: NumPy out; False gives tensors (on the device of ``X``).
+        return_indices: Return ``(rows, indices)``.
+        eps: Floor of a row's norm, so that a zero row has distance 1 from all others.
+
+    Returns:
+        (k, L) rows in their original scale and order of choice; with ``return_indices`` also their (k,)
+        int64 indices, all distinct.
+
+    Raises:
+        TypeError: When ``X`` is neither a NumPy array nor a tensor.
+        ValueError: When ``X`` is not 2-D with at least one row, is not finite, or a number is out of range.
+
+    Example:
+        >>> import numpy as np
+        >>> X = np.array([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]])
+        >>> cosine_fps_downsample(X, ratio=0.7, init_index=0, return_indices=True)[1].tolist()
+        [0, 2]
+    """
+    work_NL = as_float64(X, "X").detach()
+    if work_NL.dim() != 2 or work_NL.shape[0] == 0:
+        raise ValueError(f"X has shape {tuple(work_NL.shape)} but must be (N, L) with at least one row")
+    if not bool(torch.isfinite(work_NL).all()):
+        raise ValueError("X holds NaN or infinity, which have no distance; drop or repair those rows first")
+    if not 0.0 < ratio < math.inf:
+        raise ValueError(f"ratio={ratio} must be above 0 and finite; it is the share of rows to keep")
+    n_rows = work_NL.shape[0]
+    if init_index is None:
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        init_index = int(torch.randint(n_rows, (1,), generator=generator))
+    elif not 0 <= init_index < n_rows:
+        raise ValueError(f"init_index={init_index} must lie between 0 and {n_rows - 1}, the last row of X")
+    count = min(max(1, round(n_rows * ratio)), n_rows)
+    unit_NL = work_NL / torch.linalg.vector_norm(work_NL, dim=1, keepdim=True).clamp(min=eps)
+    indices_K = _farthest_points(unit_NL, count=count, first=init_index).to(device_of(X))
+    rows = take(X, indices_K, as_numpy=return_numpy)
+    if not return_indices:
+        return rows
+    return rows, (indices_K.cpu().numpy() if return_numpy else indices_K)
+
+
+def _farthest_points(unit_NL: Tensor, *, count: int, first: int) -> Tensor:
+    """The greedy loop; the chosen indices stay on the device, so the host waits for nothing."""
+    chosen_K = torch.empty(count, dtype=torch.int64, device=unit_NL.device)
+    chosen_K[0] = first
+    nearest_N = torch.full_like(unit_NL[:, 0], math.inf)
+    for position in range(1, count):
+        last_1 = chosen_K[position - 1 : position]
+        distance_N = 1.0 - unit_NL @ unit_NL.index_select(0, last_1)[0]
+        nearest_N = torch.minimum(nearest_N, distance_N)
+        # A chosen row must not win again, even when all that is left are copies at distance 0.
+        nearest_N.index_fill_(0, last_1, -math.inf)
+        chosen_K[position] = nearest_N.argmax()
+    return chosen_K
