@@ -165,3 +165,21 @@ def project_to_2d(
     first_two = first_two * np.where(largest < 0, -1.0, 1.0)
     total = max(float(variances.sum()), np.finfo(np.float64).tiny)
     return centred @ first_two, (float(variances[-1] / total), float(variances[-2] / total))
+
+
+def spread_apart(
+    places: npt.NDArray[np.float64], *, distance: float = 0.07, num_rounds: int = 50
+) -> npt.NDArray[np.float64]:
+    """Pushes places closer than `distance` (in sizes of the map) apart, so that numbers do not overlap."""
+    places = places.copy()
+    for _ in range(num_rounds):
+        for first in range(len(places)):
+            for second in range(first):
+                gap = places[first] - places[second]
+                length = float(np.hypot(*gap))
+                if length < distance:
+                    # Two equal places have no direction between them: they part sideways.
+                    push = gap / length if length > 0 else np.array([1.0, 0.0])
+                    places[first] += push * (distance - length) / 2
+                    places[second] -= push * (distance - length) / 2
+    return places

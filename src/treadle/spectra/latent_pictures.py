@@ -20,6 +20,7 @@ from treadle.spectra.figures import (
     new_figure,
     project_to_2d,
     save_figure,
+    spread_apart,
     style_axes,
 )
 from treadle.spectra.spectral_types import CLASS_START, spectral_class_letter, spectral_type_number
@@ -75,32 +76,30 @@ def plot_latent_map(
     grey = f"{'no subtype known' if types else 'unknown'} ({int((~known).sum())})"
     axes.scatter(xy[~known, 0], xy[~known, 1], s=16, color=PALE, linewidths=0, zorder=2, label=grey)
     if known.any():
-        # Rare types last, so that the crowd of common ones does not bury them.
-        order = np.flatnonzero(known)[np.argsort(values[known], kind="stable")]
-        points = axes.scatter(
-            xy[order, 0],
-            xy[order, 1],
-            c=values[order],
-            cmap=_scale(),
-            s=18,
-            alpha=0.85,
-            linewidths=0,
-            zorder=3,
-        )
-        if not types:
-            # A few far values would otherwise take most of the scale; the pointed ends say that it is cut.
-            points.set_clim(*np.percentile(values[known], [1, 99]))
-        bar = figure.colorbar(points, ax=axes, pad=0.02, aspect=32, extend="neither" if types else "both")
-        bar.outline.set_visible(False)
-        bar.ax.tick_params(labelsize=9, color=MUTED, labelcolor=INK)
-        bar.set_label(label_name, fontsize=10, color=INK)
-        if types:
-            ticks = _type_ticks(float(values[known].min()), float(values[known].max()))
-            bar.set_ticks(list(ticks), labels=list(ticks.values()))
+        _draw_coloured(axes, xy[known], values[known], types=types, label_name=label_name)
     if not known.all():
         axes.legend(frameon=False, fontsize=9, loc="best")
     _label_map(axes, shares, title or f"Latent of {len(xy):,} spectra, coloured by {label_name}")
     return save_figure(figure, path)
+
+
+def _draw_coloured(axes: Axes, xy: _Float, values: _Float, *, types: bool, label_name: str) -> None:
+    """Points of known label, with their colour scale beside the axes."""
+    # Rare types last, so that the crowd of common ones does not bury them.
+    order = np.argsort(values, kind="stable")
+    points = axes.scatter(
+        xy[order, 0], xy[order, 1], c=values[order], cmap=_scale(), s=18, alpha=0.85, linewidths=0, zorder=3
+    )
+    if not types:
+        # A few far values would otherwise take most of the scale; the pointed ends say that it is cut.
+        points.set_clim(*np.percentile(values, [1, 99]))
+    bar = axes.figure.colorbar(points, ax=axes, pad=0.02, aspect=32, extend="neither" if types else "both")
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=9, color=MUTED, labelcolor=INK)
+    bar.set_label(label_name, fontsize=10, color=INK)
+    if types:
+        ticks = _type_ticks(float(values.min()), float(values.max()))
+        bar.set_ticks(list(ticks), labels=list(ticks.values()))
 
 
 def _scale() -> Colormap:
@@ -152,7 +151,7 @@ def plot_cluster_map(
         wavelength_unit: written on the axis.
 
     Returns:
-        The path. Mean spectra stand above each other, each shifted by a fixed amount.
+        The path. Mean spectra hang below each other, shifted so that no two cross.
 
     Raises:
         ValueError: shapes disagree, numbers are not finite, or the path is no `.png`.
@@ -173,18 +172,16 @@ def plot_cluster_map(
             f"{xy.shape} and spectra {rows.shape}: they must be (N,) whole numbers and (L,)"
         )
     names = np.unique(members)
-    wide = labels is not None
-    figure = new_figure(14.5 if wide else 11.0, max(5.6, 0.42 * len(names) + 2.0))
-    panels = figure.add_gridspec(1, 3 if wide else 2, width_ratios=(1.25, 1.0, 0.62)[: 3 if wide else 2])
+    ratios = (1.25, 1.0) if labels is None else (1.25, 1.0, 0.62)
+    figure = new_figure(5.0 * sum(ratios), max(5.6, 0.42 * len(names) + 2.0))
+    panels = figure.add_gridspec(1, len(ratios), width_ratios=ratios)
     axes = figure.add_subplot(panels[0])
     style_axes(axes)
     axes.set_aspect("equal", adjustable="datalim")
     for index, name in enumerate(names):
         colour, marker = category_style(index)
-        points = xy[members == name]
-        axes.scatter(
-            points[:, 0], points[:, 1], s=16, color=colour, marker=marker, alpha=0.75, linewidths=0, zorder=2
-        )
+        x, y = xy[members == name].T
+        axes.scatter(x, y, s=16, color=colour, marker=marker, alpha=0.75, linewidths=0, zorder=2)
     _name_clusters(axes, xy, members, names)
     _label_map(axes, shares, f"{len(names)} clusters of {len(xy):,} spectra")
     _draw_means(figure.add_subplot(panels[1]), grid, rows, members, names, wavelength_unit)
@@ -198,7 +195,7 @@ def _name_clusters(
 ) -> None:
     """Writes each cluster's number at its median, so that a map can be read without its colours."""
     size = np.maximum(np.ptp(xy, axis=0), np.finfo(np.float64).tiny)
-    places = _spread(np.array([np.median(xy[members == name], axis=0) for name in names]) / size) * size
+    places = spread_apart(np.array([np.median(xy[members == name], axis=0) for name in names]) / size) * size
     for index, (name, place) in enumerate(zip(names, places, strict=True)):
         colour = category_style(index)[0]
         axes.text(
@@ -213,22 +210,6 @@ def _name_clusters(
             zorder=5,
             bbox={"boxstyle": "circle,pad=0.25", "facecolor": "white", "edgecolor": colour, "linewidth": 2},
         )
-
-
-def _spread(places: _Float, *, distance: float = 0.07, num_rounds: int = 50) -> _Float:
-    """Pushes places closer than `distance` (in sizes of the map) apart, so that numbers do not overlap."""
-    places = places.copy()
-    for _ in range(num_rounds):
-        for first in range(len(places)):
-            for second in range(first):
-                gap = places[first] - places[second]
-                length = float(np.hypot(*gap))
-                if length < distance:
-                    # Two equal places have no direction between them: they part sideways.
-                    push = gap / length if length > 0 else np.array([1.0, 0.0])
-                    places[first] += push * (distance - length) / 2
-                    places[second] -= push * (distance - length) / 2
-    return places
 
 
 def _draw_means(

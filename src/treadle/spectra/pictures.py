@@ -30,6 +30,7 @@ from treadle.spectra.latent_pictures import plot_cluster_map, plot_latent_map
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["plot_cluster_map", "plot_latent_map", "plot_reconstructions", "plot_training_curves"]
 
@@ -157,10 +158,9 @@ def plot_reconstructions(
 
     Args:
         wavelengths: (L,) increasing, in `wavelength_unit`.
-        spectra: (N, L) in SNV units (each row of mean 0 and standard deviation 1); about 8 fill a page.
-        reconstructions: (N, L) in the same units.
+        spectra, reconstructions: (N, L) in SNV units (rows of mean 0 and deviation 1); about 8 fill a page.
         visible_masks: (N, L) bool, True where the model saw the spectrum.
-        titles: N short texts, such as name and spectral type.
+        titles: N short texts, such as name and spectral type; long ones lose their middle.
         path: where to write, ending in `.png`.
         wavelength_unit: written on the axis.
 
@@ -190,20 +190,29 @@ def plot_reconstructions(
     columns = min(_PANELS_PER_ROW, len(rows))
     num_lines = math.ceil(len(rows) / columns)
     figure = new_figure(5.2 * columns, 2.15 * num_lines + 0.9)
-    panels = figure.subplots(num_lines, columns, squeeze=False, sharex=True)
-    for index, axes in enumerate(panels.ravel()):
-        if index >= len(rows):
-            axes.set_visible(False)
-            continue
+    panels = figure.subplots(num_lines, columns, squeeze=False, sharex=True).ravel()
+    for axes in panels[len(rows) :]:
+        axes.set_visible(False)
+    for index, axes in enumerate(panels[: len(rows)]):
         _draw_reconstruction(axes, grid, rows[index], fits[index], seen[index])
-        # The lowest panel of each column carries the wavelength, also where the last line is not full.
         lowest = index + columns >= len(rows)
         axes.tick_params(labelbottom=lowest)
         label_axes(axes, x=f"wavelength ({wavelength_unit})" if lowest else "", title=_shorten(titles[index]))
     figure.supylabel("flux (SNV units)", fontsize=10, color=INK)
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False, fontsize=10)
+    _shared_legend(figure, panels)
     return save_figure(figure, path)
+
+
+def _shared_legend(figure: Figure, panels: Sequence[Axes]) -> None:
+    """One legend for all panels, since one whose spectrum was fully visible has no shade to explain."""
+    entries: dict[str, Any] = {}
+    for axes in panels:
+        entries.update(
+            {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        )
+    figure.legend(
+        list(entries.values()), list(entries), loc="outside upper center", ncols=3, frameon=False, fontsize=10
+    )
 
 
 def _shorten(title: str) -> str:

@@ -66,8 +66,7 @@ def probe_features(
         features: (N, D) finite numbers.
         j_minus_k: (N,) magnitudes, NaN where unknown.
         spectral_class: (N,) strings such as "M", "L", "T"; empty where unknown.
-        groups: (N,) anything comparable, such as names of objects: rows of one group share a fold. None:
-            every row is its own group.
+        groups: (N,) such as names of objects: rows of one group share a fold. None: each row stands alone.
         num_folds: at least 2.
         seed: decides the folds; the same seed, labels and groups give the same folds for any features.
 
@@ -96,9 +95,8 @@ def probe_features(
             )
     if num_folds < 2:
         raise ValueError(f"num_folds is {num_folds}, it must be at least 2: the default is 5")
-    known = np.isfinite(colour)
+    known, typed = np.isfinite(colour), classes != ""
     r2 = _colour_scores(x[known], colour[known], group_ids[known], num_folds=num_folds, seed=seed)
-    typed = classes != ""
     accuracy = _class_scores(x[typed], classes[typed], group_ids[typed], num_folds=num_folds, seed=seed)
     return ProbeResult(
         j_minus_k_r2=_score(r2, known),

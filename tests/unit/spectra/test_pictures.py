@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from treadle.spectra import figures
-from treadle.spectra.latent_pictures import _spread
 from treadle.spectra.pictures import (
     plot_cluster_map,
     plot_latent_map,
@@ -145,7 +144,7 @@ def test_one_cluster_of_equal_points_is_drawn(tmp_path):
 
 def test_numbers_of_clusters_are_pushed_apart_and_far_ones_stay():
     places = np.array([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
-    moved = _spread(places)
+    moved = figures.spread_apart(places)
     assert np.hypot(*(moved[0] - moved[1])) >= 0.0699
     assert moved[2].tolist() == [1, 1]
     assert places[0].tolist() == [0, 0]
