@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,7 +203,7 @@ def plot_reconstructions(
     return save_figure(figure, path)
 
 
-def _shared_legend(figure: Figure, panels: Sequence[Axes]) -> None:
+def _shared_legend(figure: Figure, panels: Iterable[Axes]) -> None:
     """One legend for all panels, since one whose spectrum was fully visible has no shade to explain."""
     entries: dict[str, Any] = {}
     for axes in panels:
