@@ -57,9 +57,7 @@ def check_warmup(warmup_steps: int, *, total_steps: int, min_scale: float) -> No
     if total_steps < 1:
         raise ValueError(f"total_steps={total_steps} must be 1 or more; pass all updates, warm-up included")
     if not 0.0 <= min_scale <= 1.0:
-        raise ValueError(
-            f"min_scale={min_scale} must lie between 0 and 1; it is a fraction of the base learning rate"
-        )
+        raise ValueError(f"min_scale={min_scale} must lie between 0 and 1; it is a fraction of the base learning rate")
     if warmup_steps >= total_steps:
         logger.warning(
             "warm-up of %d updates fills the whole run of %d: the learning rate never decays; "

@@ -1,0 +1,136 @@
+"""The best rule: when is a metric better, which epoch was best, and when to stop."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from treadle.errors import ConfigError
+
+Mode = Literal["min", "max"]
+
+_MIN = {"mse", "mae", "rmse", "sse", "nll", "bic", "aic", "error", "err", "ppl", "perplexity"}
+_MAX = {
+    "accuracy", "acc", "f1", "f1_macro", "f1_micro", "auc", "roc_auc", "ap", "map", "recall", "precision", "r2", "iou",
+    "psnr", "ssim", "loglik",
+}  # fmt: skip
+
+
+def resolve_mode(metric: str, mode: Mode | None = None) -> Mode:
+    """Returns the direction of a metric: as given, or by the last part of its name.
+
+    Args:
+        metric: for example ``"val_loss"`` or ``"eval/accuracy"``.
+        mode: ``"min"``, ``"max"`` or None.
+
+    Raises:
+        ConfigError: another mode, or a name whose direction is not known.
+
+    Example:
+        >>> resolve_mode("val_loss"), resolve_mode("eval/precision@5")
+        ('min', 'max')
+    """
+    if mode is not None:
+        if mode not in ("min", "max"):
+            raise ConfigError(f"mode={mode!r}: must be 'min', 'max' or None")
+        return mode
+    name = re.sub(r"^(train|val|eval|test)_", "", metric.rsplit("/", 1)[-1]).lower()
+    if name.endswith("loss") or name in _MIN:
+        return "min"
+    if name in _MAX or re.fullmatch(r"precision@\d+", name):
+        return "max"
+    raise ConfigError(f"metric={metric!r}: its direction cannot be told from its name; pass mode='min' or mode='max'")
+
+
+class BestRule:
+    """Keeps the best value of one metric and counts epochs without improvement.
+
+    Improved (min) means value < best - min_delta, (max) value > best + min_delta. NaN and infinities never improve.
+
+    Args:
+        metric: the name in the epoch record.
+        mode: ``"min"``, ``"max"`` or None for the direction of the name.
+        min_delta: smallest change that counts, >= 0.
+        patience: non-improving epochs until ``should_stop``, >= 1; None never stops.
+        start_epoch: non-improving epochs before this one are not counted.
+
+    Raises:
+        ConfigError: a value is outside its range, or the direction is unknown.
+
+    Example:
+        >>> rule = BestRule("val_loss", patience=2)
+        >>> [rule.update(epoch, value) for epoch, value in enumerate([1.0, 0.5, 0.6, 0.7], start=1)]
+        [True, True, False, False]
+        >>> rule.best, rule.best_epoch, rule.should_stop
+        (0.5, 2, True)
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        mode: Mode | None = None,
+        min_delta: float = 0.0,
+        patience: int | None = None,
+        start_epoch: int = 1,
+    ):
+        if not min_delta >= 0:
+            raise ConfigError(f"min_delta={min_delta!r}: must be >= 0")
+        if patience is not None and patience < 1:
+            raise ConfigError(f"patience={patience!r}: must be at least 1 epoch, or None to never stop early")
+        self.metric = metric
+        self.mode = resolve_mode(metric, mode)
+        self.min_delta = min_delta
+        self.patience = patience
+        self.start_epoch = start_epoch
+        self.best = math.inf if self.mode == "min" else -math.inf
+        self.best_epoch: int | None = None
+        self.count = 0
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether ``patience`` epochs passed without an improvement."""
+        return self.patience is not None and self.count >= self.patience
+
+    def update(self, epoch: int, value: float) -> bool:
+        """Takes the value of an epoch (1-based) and returns whether it is an improvement."""
+        gain = self.best - value if self.mode == "min" else value - self.best
+        if math.isfinite(value) and gain > self.min_delta:
+            self.best, self.best_epoch, self.count = value, epoch, 0
+            return True
+        if epoch >= self.start_epoch:
+            self.count += 1
+        return False
+
+    def value_in(self, record: Mapping[str, Any]) -> float:
+        """Returns the metric's value in an epoch record.
+
+        Raises:
+            ConfigError: the record has no such key; the keys present are listed.
+        """
+        if self.metric not in record:
+            raise ConfigError(f"best metric {self.metric!r} is not in the epoch's record; it has {', '.join(record)}")
+        return float(record[self.metric])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the rule's state as plain values."""
+        return {
+            "metric": self.metric, "mode": self.mode, "best": self.best, "best_epoch": self.best_epoch,
+            "count": self.count,
+        }  # fmt: skip
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores what :meth:`state_dict` returned.
+
+        Raises:
+            ConfigError: it belongs to another metric or direction.
+        """
+        if (state_dict["metric"], state_dict["mode"]) != (self.metric, self.mode):
+            raise ConfigError(
+                f"best metric: the checkpoint selects by {state_dict['metric']!r} ({state_dict['mode']}), this run by "
+                f"{self.metric!r} ({self.mode}); keep the metric, or start a new run"
+            )
+        self.best = float(state_dict["best"])
+        self.best_epoch = state_dict["best_epoch"]
+        self.count = int(state_dict["count"])

@@ -1,0 +1,21 @@
+"""Checkpoints: one schema, written whole or not at all, verified when read."""
+
+from __future__ import annotations
+
+from treadle.checkpoint.store import (
+    Retention,
+    find_latest,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+    verify_checkpoint,
+)
+
+__all__ = [
+    "Retention",
+    "find_latest",
+    "load_checkpoint",
+    "load_weights",
+    "save_checkpoint",
+    "verify_checkpoint",
+]

@@ -1,0 +1,153 @@
+"""The one table that every checkpoint holds, and the rule of what may lie in it.
+
+A checkpoint is a dict with these keys, in this order. It holds tensors, numbers, strings, bools, None, lists and
+dicts only, so ``torch.load(path, weights_only=True)`` reads it with no allow-list.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treadle.errors import CheckpointError
+
+FORMAT_NAME = "treadle"
+FORMAT_VERSION = 1
+
+KEYS: dict[str, str] = {
+    "format": "{name, version, face, scored}: what wrote the file, and which weights were validated",
+    "model": "raw weights, names without module. or _orig_mod. prefixes",
+    "optimizer": "the optimizer's state dict with param_names in each group",
+    "scheduler": "the scheduler's state dict, or None",
+    "scaler": "the gradient scaler's state dict, or None",
+    "ema": "{name: {decay, update_interval, num_updates, shadow}}, or None",
+    "epoch": "epochs completed",
+    "global_step": "optimizer steps attempted",
+    "progress": "{applied_steps, micro_steps, epoch_means, ...}",
+    "best_metric": "best value of the selection metric, or None",
+    "best_epoch": "its 1-based epoch, or None",
+    "selection": "state of the best rule, or None",
+    "metrics": "last evaluation, or None",
+    "history": "list of epoch records",
+    "rng": "one entry per rank: python, numpy, torch, accelerators",
+    "data": "epoch, micro-batches consumed, RNG at the epoch's opening, generator and loader states",
+    "hooks": "{state key: state}",
+    "config": "the settings of the face as plain values",
+    "versions": "{treadle, python, torch, numpy}",
+}
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that are written into every checkpoint."""
+    try:
+        own = metadata.version("treadle")
+    except metadata.PackageNotFoundError:  # used from a source tree that is not installed
+        own = "unknown"
+    return {
+        "treadle": own,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": str(np.__version__),
+    }
+
+
+def to_plain(tree: Any, path: str = "", *, copies: dict[Any, Tensor] | None = None) -> Any:
+    """Returns a copy of a state tree that is safe to save later: tensors cloned to the CPU, tuples as lists.
+
+    Tensors that share memory (tied weights) share it in the copy too.
+
+    Args:
+        tree: nesting of dicts, lists and tuples.
+        path: where the tree hangs, for error messages.
+        copies: clones made so far; for the recursion.
+
+    Raises:
+        CheckpointError: a value that ``weights_only=True`` could not load, naming its path.
+
+    Example:
+        >>> to_plain({"betas": (0.9, 0.95), "n": np.int64(3)})
+        {'betas': [0.9, 0.95], 'n': 3}
+    """
+    copies = {} if copies is None else copies
+    if tree is None or isinstance(tree, (bool, str)):
+        return tree
+    if isinstance(tree, Tensor):
+        return _clone(tree, copies)
+    if isinstance(tree, (int, float)) and type(tree) in (int, float):
+        return tree
+    if isinstance(tree, np.generic) and not isinstance(tree, (np.void, np.object_)):
+        return tree.item()
+    if isinstance(tree, Mapping):
+        for key in tree:
+            if type(key) not in (str, int):
+                raise _not_plain(f"{path}[{key!r}]", key, "a key must be a str or an int")
+        return {
+            key: to_plain(value, f"{path}.{key}" if path else str(key), copies=copies) for key, value in tree.items()
+        }
+    if type(tree) in (list, tuple) or (isinstance(tree, tuple) and hasattr(tree, "_fields")):
+        return [to_plain(value, f"{path}[{index}]", copies=copies) for index, value in enumerate(tree)]
+    raise _not_plain(path, tree, "checkpoints hold tensors, numbers, strings, bools, None, lists and dicts only")
+
+
+def _clone(tensor: Tensor, copies: dict[Any, Tensor]) -> Tensor:
+    tensor = tensor.detach()
+    try:
+        identity = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+    except NotImplementedError:  # sparse tensors have no storage of their own
+        return tensor.cpu().clone()
+    if identity not in copies:
+        copies[identity] = tensor.to("cpu", copy=True)
+    return copies[identity]
+
+
+def _not_plain(path: str, value: Any, rule: str) -> CheckpointError:
+    return CheckpointError(
+        f"state at {path!r} is a {type(value).__module__}.{type(value).__qualname__}: {rule}. "
+        "Convert it in state_dict(), for example Path to str, ndarray to a tensor, Enum to its value"
+    )
+
+
+def check_format(tree: Any, source: str) -> None:
+    """Raises CheckpointError if the tree is no checkpoint this version can read.
+
+    Args:
+        tree: what was loaded.
+        source: names it in the message.
+    """
+    if not isinstance(tree, Mapping) or not tree:
+        raise CheckpointError(f"{source}: holds a {type(tree).__name__}, not a checkpoint dict")
+    described = tree.get("format")
+    if not isinstance(described, Mapping) or described.get("name") != FORMAT_NAME:
+        return  # a file with a seed document's keys; the loader says what starts fresh
+    if int(described.get("version", 0)) > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{source}: checkpoint format {described['version']} is newer than this treadle reads "
+            f"({FORMAT_VERSION}); update treadle"
+        )
+
+
+def non_finite_names(tree: Mapping[str, Any]) -> list[str]:
+    """Returns the names of model and EMA tensors that hold a NaN or an infinity."""
+    groups: list[tuple[str, Any]] = [("model", tree.get("model"))]
+    for name, entry in (tree.get("ema") or {}).items():
+        groups.append((f"ema.{name}", entry.get("shadow") if isinstance(entry, Mapping) else None))
+    bad = []
+    for prefix, weights in groups:
+        if isinstance(weights, Mapping):
+            bad += [f"{prefix}.{name}" for name, value in weights.items() if not _finite(value)]
+    return bad
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        if not (value.is_floating_point() or value.is_complex()):
+            return True
+        return bool(torch.isfinite(value).all())
+    return not isinstance(value, float) or math.isfinite(value)

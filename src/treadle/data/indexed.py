@@ -1,0 +1,198 @@
+"""Map-style datasets behind any DataLoader: the index lists are known, so a resume passes over lists, not data.
+
+The loader made here runs the user's own dataset, batch sampler and collate function. It differs in two ways:
+
+* consumed index lists are passed over in the batch sampler, so nothing is read for them;
+* with workers, each index list carries a seed of its own and the worker seeds python, numpy and torch with it before
+  reading. So random augmentation depends on neither the number of workers nor prefetching nor ``persistent_workers``.
+  With 0 workers items draw from the main RNG, as in a plain loop.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from treadle.seed import RngState, mix_seed
+
+# These draw from the global RNG when they are opened, and never again while they run.
+_DRAW_AT_OPENING = (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+
+class _SeededIndex:
+    """What the batch sampler hands to a worker: an index (list) and the seed of its random draws."""
+
+    def __init__(self, index: Any, seed: int):
+        self.index = index
+        self.seed = seed
+
+
+class _SeededDataset(Dataset[Any]):
+    """Reads from the user's dataset under the seed that came with the index; used in workers only."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __getitem__(self, index: _SeededIndex) -> Any:
+        _seed_worker(index.seed)
+        return self.dataset[index.index]
+
+    def __getitems__(self, index: _SeededIndex) -> Any:
+        _seed_worker(index.seed)
+        getitems = getattr(self.dataset, "__getitems__", None)
+        return getitems(index.index) if getitems else [self.dataset[i] for i in index.index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def _seed_worker(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
+class _WorkerInit:
+    """Runs the user's ``worker_init_fn`` with the user's own dataset in ``get_worker_info()``."""
+
+    def __init__(self, user_fn: Callable[[int], None] | None):
+        self.user_fn = user_fn
+
+    def __call__(self, worker_id: int) -> None:
+        info: Any = get_worker_info()
+        # WorkerInfo refuses setattr, but user code must find its dataset here, not the seeding wrapper.
+        info.__dict__["dataset"] = info.dataset.dataset
+        if self.user_fn is not None:
+            self.user_fn(worker_id)
+
+
+class _Feed:
+    """The iterator over index lists of one epoch."""
+
+    def __init__(self, lists: Iterable[Any], *, skip: int, seed: int | None, watch: bool):
+        # Opened at once: a sampler may draw here, and in a plain loop this comes before the loader's own draw.
+        self._lists = iter(lists)
+        self._skip = skip
+        self._number = 0
+        self._seed = seed
+        self._watch = watch
+        self.draws_while_running = False
+
+    def __iter__(self) -> _Feed:
+        return self
+
+    def prime(self) -> None:
+        """Passes over the consumed lists; must run under the RNG of the epoch's opening."""
+        while self._number < self._skip:
+            next(self._lists)
+            self._number += 1
+
+    def __next__(self) -> Any:
+        self.prime()
+        before = RngState.capture() if self._watch and self._number > 0 else None
+        index = next(self._lists)
+        if before is not None and _moved(before):
+            self.draws_while_running, self._watch = True, False
+        number = self._number
+        self._number += 1
+        return index if self._seed is None else _SeededIndex(index, mix_seed(self._seed, number))
+
+
+def _moved(before: RngState) -> bool:
+    after = RngState.capture()
+    same_numpy = before.numpy[2] == after.numpy[2] and np.array_equal(before.numpy[1], after.numpy[1])
+    return not (before.python == after.python and same_numpy and torch.equal(before.torch, after.torch))
+
+
+class _IndexFeed:
+    """The user's batch sampler (or sampler, without batching), able to start in the middle."""
+
+    def __init__(self, lists: Any, *, seeded: bool, watch: bool):
+        self.lists = lists
+        self.seeded = seeded
+        self.watch = watch
+        self.skip = 0
+        self.seed = 0
+        self.current: _Feed | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self.current = _Feed(self.lists, skip=self.skip, seed=self.seed if self.seeded else None, watch=self.watch)
+        return self.current
+
+    def __len__(self) -> int:
+        return len(self.lists)
+
+
+class IndexedReader:
+    """Opens the epochs of a map-style DataLoader at any position.
+
+    Args:
+        loader: the user's loader; it is not changed and not iterated.
+    """
+
+    def __init__(self, loader: DataLoader[Any]):
+        batched = loader.batch_sampler is not None
+        lists = loader.batch_sampler if batched else loader.sampler
+        self.seeded = loader.num_workers > 0
+        known = isinstance(loader.sampler, _DRAW_AT_OPENING) and type(lists) in (
+            BatchSampler,
+            *_DRAW_AT_OPENING,
+        )
+        self.feed = _IndexFeed(lists, seeded=self.seeded, watch=not known and not self.seeded)
+        self.loader = self._remake(loader, batched=batched)
+
+    def _remake(self, loader: DataLoader[Any], *, batched: bool) -> DataLoader[Any]:
+        dataset: Any = _SeededDataset(loader.dataset) if self.seeded else loader.dataset
+        settings: dict[str, Any] = (
+            {"batch_sampler": self.feed} if batched else {"sampler": self.feed, "batch_size": None}
+        )
+        if self.seeded:
+            settings["prefetch_factor"] = loader.prefetch_factor
+            settings["persistent_workers"] = loader.persistent_workers
+            settings["multiprocessing_context"] = loader.multiprocessing_context
+            settings["in_order"] = loader.in_order
+        return DataLoader(
+            dataset,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=_WorkerInit(loader.worker_init_fn) if self.seeded else loader.worker_init_fn,
+            generator=loader.generator,
+            pin_memory_device=loader.pin_memory_device,
+            **settings,
+        )
+
+    def open(self, *, skip: int, seed: int) -> Iterator[Any]:
+        """Opens an epoch after ``skip`` micro-batches, under the RNG of the epoch's opening."""
+        self.feed.skip, self.feed.seed = skip, seed
+        iterator = iter(self.loader)
+        if skip and self.feed.current is not None:
+            self.feed.current.prime()
+        return iterator
+
+    @property
+    def draws_while_running(self) -> bool:
+        """Whether the sampler was seen drawing from the global RNG between batches."""
+        return self.feed.current is not None and self.feed.current.draws_while_running

@@ -1,0 +1,174 @@
+"""Three kinds of loaders behind one small interface: index lists known, state of its own, or replay."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from treadle.data.indexed import IndexedReader
+from treadle.errors import ConfigError
+
+
+class Source(Protocol):
+    """Opens the epochs of a loader at any position.
+
+    Attributes:
+        kind: ``"indexed"``, ``"stateful"`` or ``"replayed"``; written into checkpoints.
+        length: micro-batches in an epoch where that is certain, else None.
+    """
+
+    kind: str
+    length: int | None
+
+    def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
+        """Opens an epoch after ``skip`` micro-batches; ``state`` is what :meth:`state` returned then."""
+        ...
+
+    def state(self) -> Any:
+        """Returns the loader's own state as plain values, or None."""
+        ...
+
+    def warnings(self, *, resuming: bool) -> list[str]:
+        """Returns what the user must know about exact resume with this loader."""
+        ...
+
+
+class _Indexed:
+    kind = "indexed"
+
+    def __init__(self, loader: DataLoader[Any]):
+        self.reader = IndexedReader(loader)
+        self.length = _length(loader)
+
+    def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
+        return self.reader.open(skip=skip, seed=seed)
+
+    def state(self) -> Any:
+        return {"seeded": self.reader.seeded}
+
+    def warnings(self, *, resuming: bool) -> list[str]:
+        sentences = []
+        if not self.reader.loader.in_order:
+            sentences.append("in_order=False: batches come as workers finish them, so no run can be repeated exactly")
+        if self.reader.draws_while_running:
+            sentences.append(
+                "the sampler draws from the global RNG between batches, so a resume inside an epoch cannot repeat "
+                "its order; give the sampler a generator of its own"
+            )
+        return sentences
+
+
+class _Stateful:
+    kind = "stateful"
+
+    def __init__(self, loader: Any):
+        self.loader = loader
+        # Only these are known to yield exactly len(loader) items.
+        certain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        self.length = _length(loader) if certain or getattr(loader, "exact_length", False) else None
+
+    def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
+        if skip and state is not None:
+            self.loader.load_state_dict(state)
+        return iter(self.loader)
+
+    def state(self) -> Any:
+        return self.loader.state_dict()
+
+    def warnings(self, *, resuming: bool) -> list[str]:
+        if resuming and getattr(self.loader, "num_workers", 0) > 0:
+            return [
+                f"{type(self.loader).__name__} restores its position but not the random state of its workers: "
+                "random augmentation in workers is not exact after a resume; a plain DataLoader is"
+            ]
+        return []
+
+
+class _Replayed:
+    kind = "replayed"
+    length: int | None = None
+
+    def __init__(self, loader: Iterable[Any]):
+        self.loader = loader
+        self.one_shot = isinstance(loader, Iterator)
+
+    def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
+        iterator = iter(self.loader)
+        for _ in itertools.islice(iterator, skip):
+            pass
+        return iterator
+
+    def state(self) -> Any:
+        return None
+
+    def warnings(self, *, resuming: bool) -> list[str]:
+        name = type(self.loader).__name__
+        if self.one_shot:
+            return [
+                f"the data comes from a one-shot {name}: it cannot be opened a second time, so there is one epoch and "
+                "no exact resume; pass an iterable that makes a fresh iterator each time"
+            ]
+        if resuming:
+            return [
+                f"a {name} cannot be entered in the middle: its epoch is replayed from the start and the consumed "
+                "batches are read again and dropped. That is exact only if what it yields depends on the RNG at its "
+                "opening alone"
+            ]
+        return []
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def open_source(loader: Any) -> Source:
+    """Chooses how a loader is read.
+
+    Args:
+        loader: a DataLoader, a loader with ``state_dict``/``load_state_dict``, or any iterable.
+
+    Raises:
+        ConfigError: it is not iterable.
+
+    Example:
+        >>> open_source([1, 2]).kind
+        'replayed'
+    """
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return _Stateful(loader)
+    map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if map_style and type(loader).__iter__ is DataLoader.__iter__ and hasattr(loader.dataset, "__getitem__"):
+        return _Indexed(loader)
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise ConfigError(
+            f"loader: a {type(loader).__name__} is not iterable; pass a DataLoader or another iterable of batches"
+        )
+    return _Replayed(loader)
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """Returns the samplers of a loader, outermost first."""
+    found: list[Any] = []
+    for owner in (loader, getattr(loader, "batch_sampler", None)):
+        for name in ("batch_sampler", "sampler"):
+            sampler = getattr(owner, name, None)
+            if sampler is not None and all(sampler is not other for other in found):
+                found.append(sampler)
+    return found
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Returns the torch generators that belong to a loader and its samplers, each once."""
+    found: list[torch.Generator] = []
+    for owner in (loader, *samplers_of(loader)):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
+            found.append(generator)
+    return found

@@ -1,0 +1,79 @@
+"""Devices: resolve one from what the user wrote, never falling back in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from treadle.errors import ConfigError
+from treadle.nested import map_nested_tensor
+
+
+def get_device(device: torch.device | str | int | None = None) -> torch.device:
+    """Returns the device to train on.
+
+    Args:
+        device: None takes CUDA, then MPS, then the CPU. ``"cuda"``, ``"cuda:0"``, ``0`` and
+            ``torch.device("cuda", 0)`` are equal spellings.
+
+    Returns:
+        The device; an accelerator always carries its index, except MPS.
+
+    Raises:
+        ConfigError: an explicit device is not there, or the name is unknown.
+
+    Example:
+        >>> get_device("cpu")
+        device(type='cpu')
+    """
+    if device is None:
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r} is not a device name; available: {_available()}") from error
+    if resolved.type in ("cpu", "meta"):
+        return resolved
+    if not _is_there(resolved):
+        raise ConfigError(
+            f"device={device!r} is not available here; available: {_available()}. "
+            "Pass one of these, or None to choose automatically"
+        )
+    if resolved.index is None and resolved.type != "mps":
+        index = torch.get_device_module(resolved.type).current_device()
+        return torch.device(resolved.type, index)
+    return resolved
+
+
+def _is_there(device: torch.device) -> bool:
+    if device.type == "mps":
+        return torch.backends.mps.is_available()
+    try:
+        module: Any = torch.get_device_module(device.type)
+    except RuntimeError:
+        return False
+    if not module.is_available():
+        return False
+    return device.index is None or bool(device.index < module.device_count())
+
+
+def _available() -> str:
+    names = ["cpu"]
+    names += [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    names += ["mps"] if torch.backends.mps.is_available() else []
+    return ", ".join(names)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Moves every tensor of a batch to ``device`` in new containers; the caller's batch is not changed.
+
+    Copies from pinned memory do not wait for the device.
+
+    Example:
+        >>> to_device([torch.zeros(1)], torch.device("cpu"))
+        [tensor([0.])]
+    """
+    return map_nested_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch)

@@ -1,0 +1,142 @@
+"""The averaged model: one implementation on ``torch.optim.swa_utils.AveragedModel``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from treadle.distributed import unwrap
+from treadle.errors import ConfigError
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Ema(AveragedModel):
+    """Exponential moving average of a model's weights: s = d·s + (1 - d)·w.
+
+    The shadow starts as a copy of the weights it is given, so there is no first-update copy. Half-precision
+    weights are averaged in float32: in bfloat16 a step of 1e-4 of the difference would round to nothing.
+
+    Args:
+        model: the model to average, wrapped or not.
+        decay: d in [0, 1].
+        update_interval: applied steps between updates, >= 1.
+        use_buffers: average floating buffers; False copies them. Integer buffers are always copied.
+        device: where the shadow lives; None puts it beside the model.
+
+    Raises:
+        ConfigError: a value is outside its range.
+
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False); _ = nn.init.ones_(model.weight)
+        >>> ema = Ema(model, decay=0.9)
+        >>> _ = nn.init.constant_(model.weight, 2.0); ema.update(model, applied_steps=1)
+        >>> round(ema.module.weight.item(), 4)
+        1.1
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float,
+        *,
+        update_interval: int = 1,
+        use_buffers: bool = False,
+        device: torch.device | str | int | None = None,
+    ):
+        if not 0.0 <= decay <= 1.0:
+            raise ConfigError(f"decay={decay!r}: the average needs 0 <= decay <= 1, for example 0.999")
+        if update_interval < 1:
+            raise ConfigError(f"update_interval={update_interval!r}: must be at least 1 applied step")
+        super().__init__(unwrap(model), device=torch.device(device) if device is not None else None)
+        self.decay = decay
+        self.update_interval = update_interval
+        self.use_buffers = use_buffers
+        self.num_updates = 0
+        self.n_averaged.fill_(1)  # 0 would make torch replace the shadow by the first weights it sees
+        _widen_halves(self.module)
+        self.module.requires_grad_(False)
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, *, applied_steps: int) -> None:
+        """Moves the shadow towards the model's weights if ``applied_steps`` is due; reads nothing on the host."""
+        if applied_steps % self.update_interval:
+            return
+        source = unwrap(model)
+        averaged: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for shadow, live, is_buffer in self._pairs(source):
+            if shadow.is_floating_point() and (self.use_buffers or not is_buffer):
+                averaged[0].append(shadow)
+                averaged[1].append(live.to(device=shadow.device, dtype=shadow.dtype))
+            else:
+                shadow.copy_(live)
+        if averaged[0]:
+            torch._foreach_lerp_(averaged[0], averaged[1], 1.0 - self.decay)
+        self.num_updates += 1
+
+    def _pairs(self, source: nn.Module) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        for shadow, live in zip(self.module.parameters(), source.parameters(), strict=True):
+            yield shadow, live.detach(), False
+        for shadow_buffer, live_buffer in zip(self.module.buffers(), source.buffers(), strict=True):
+            yield shadow_buffer, live_buffer.detach(), True
+
+    @torch.no_grad()
+    def restart_from(self, model: nn.Module) -> None:
+        """Makes the shadow a copy of the model's present weights, with no update counted."""
+        for shadow, live, _ in self._pairs(unwrap(model)):
+            shadow.copy_(live)
+        self.num_updates = 0
+
+    @contextlib.contextmanager
+    def swapped_into(self, model: nn.Module) -> Iterator[None]:
+        """Puts the averaged weights into ``model`` inside the block and the raw ones back afterwards, to the bit."""
+        target = unwrap(model)
+        raw = [live.clone() for _, live, _ in self._pairs(target)]
+        with torch.no_grad():
+            for shadow, live, _ in self._pairs(target):
+                live.copy_(shadow)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (_, live, _), saved in zip(self._pairs(target), raw, strict=True):
+                    live.copy_(saved)
+
+    def export(self, model: nn.Module) -> dict[str, Tensor]:
+        """Returns the averaged weights in the model's own dtypes and names: what an evaluation scored."""
+        live = unwrap(model).state_dict()
+        return {
+            name: value.detach().to(live[name].dtype) if isinstance(value, Tensor) else value
+            for name, value in self.module.state_dict().items()
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns the checkpoint entry: decay, update_interval, num_updates, shadow."""
+        return {
+            "decay": self.decay,
+            "update_interval": self.update_interval,
+            "num_updates": self.num_updates,
+            "shadow": dict(self.module.state_dict()),
+        }
+
+    def restore(self, entry: Mapping[str, Any]) -> None:
+        """Restores what :meth:`snapshot` returned, in place."""
+        self.module.load_state_dict(entry["shadow"])
+        self.num_updates = int(entry["num_updates"])
+
+
+def _widen_halves(module: nn.Module) -> None:
+    widened: dict[int, nn.Parameter] = {}  # by identity, so that tied parameters stay tied
+    for child in module.modules():
+        for name, parameter in child.named_parameters(recurse=False):
+            if parameter.dtype in _HALF:
+                wide = widened.setdefault(id(parameter), nn.Parameter(parameter.detach().float(), requires_grad=False))
+                setattr(child, name, wide)
+        for name, buffer in child.named_buffers(recurse=False):
+            if buffer.dtype in _HALF:
+                setattr(child, name, buffer.float())

@@ -1,0 +1,82 @@
+"""The errors that treadle raises on purpose.
+
+::
+
+    TreadleError
+    ├── ConfigError         (also ValueError)    a setting, argument or input is wrong
+    ├── CheckpointError     (also RuntimeError)  a file cannot be read, written or used
+    ├── DataExhaustedError  (also RuntimeError)  the data ended before the training did
+    └── NonFiniteError      (also RuntimeError)  a gradient or loss is NaN or infinite
+
+Every message names the argument, the value, the rule and the fix. Errors from user code
+(the model, the loss, the data set, a hook) are never wrapped: they leave as they were raised.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TreadleError(Exception):
+    """Base of all errors that treadle raises on purpose."""
+
+
+class ConfigError(TreadleError, ValueError):
+    """A setting, an argument or an input breaks a rule; raised before any work is lost."""
+
+
+class CheckpointError(TreadleError, RuntimeError):
+    """A checkpoint cannot be read, written, or used for this model."""
+
+
+class DataExhaustedError(TreadleError, RuntimeError):
+    """The loader has no more data although the target is not reached."""
+
+
+class NonFiniteError(TreadleError, RuntimeError):
+    """The gradient of a step is NaN or infinite and the retries are used up.
+
+    The weights are those of the last applied step.
+
+    Attributes:
+        step: the step that was refused (1-based).
+        norm: the total gradient norm that was measured (NaN or infinity).
+        epoch: epochs completed when it happened.
+        batch_index: micro-batches of the epoch that were consumed, the refused ones included.
+        tries: how often a group of data was tried for this step.
+    """
+
+    def __init__(self, message: str, *, step: int, norm: float, epoch: int, batch_index: int, tries: int):
+        super().__init__(message)
+        self.step = step
+        self.norm = norm
+        self.epoch = epoch
+        self.batch_index = batch_index
+        self.tries = tries
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns a sentence that names the known word nearest to ``name``, and all of them if none is near.
+
+    Example:
+        >>> nearest("max_grad_nrom", ["max_grad_norm", "seed"])
+        "did you mean 'max_grad_norm'?"
+    """
+    options = sorted(known)
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"known: {', '.join(options)}"
+
+
+def refuse_unknown(where: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ConfigError for the first key of ``given`` that is not in ``known``, naming the nearest.
+
+    Example:
+        >>> refuse_unknown("TrainerConfig", ["amp"], ["amp", "device"])
+    """
+    options = set(known)
+    for key in given:
+        if key not in options:
+            raise ConfigError(f"{where}: unknown key {key!r}; {nearest(str(key), options)}")

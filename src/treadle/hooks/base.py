@@ -1,0 +1,122 @@
+"""The base of all hooks, and the one place where the loop and its events are written down.
+
+The loop, with every event at its place::
+
+    run(max_steps= | epochs=):                      # absolute targets
+        load what a hook's `checkpoint_to_resume` names
+        finished already -> log one line, return
+        on_before_train
+        while step < max_steps / epoch < epochs and no stop:
+            open the epoch, or reopen it at the stored position
+            while a group of 1..k micro-batches remains in this epoch:
+                step += 1
+                on_before_step
+                repeat:
+                    zero gradients
+                    for each micro-batch: no_sync unless last; autocast(forward); scaled backward
+                    no loss on any rank -> not applied; leave
+                    unscale; normalise once by the total weight; measure the norm
+                    on_before_optimizer_step        # gradients are final but for clipping
+                    finite on every rank -> clip; optimizer.step; scheduler; EMA; leave
+                    otherwise -> zero gradients; lower the fp16 scale (leave) | fresh group | NonFiniteError
+                on_after_step
+                write the requested checkpoints; leave if max_steps or a signal says so
+            epoch complete: evaluate; best rule; scheduler; epoch += 1; append the record
+            on_after_epoch
+            write epoch checkpoints; user callbacks; then act on early stop
+        on_after_train
+    finally: on_close(error), hooks in reverse order
+
+`on_log`, `on_log_images`, `on_state_dict` and `on_load_state_dict` fire when asked for.
+
+A hook sees the engine as ``trainer``. Besides the eleven events it may *declare* three values, which the engine asks
+for and acts on itself: the averages it keeps, the checkpoint to resume from, and what to do at a signal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from treadle.ema import Ema
+    from treadle.engine import Engine
+    from treadle.signals import ExitPlan
+
+EVENTS = (
+    "on_before_train",
+    "on_before_step",
+    "on_before_optimizer_step",
+    "on_after_step",
+    "on_after_epoch",
+    "on_after_train",
+    "on_close",
+    "on_log",
+    "on_log_images",
+    "on_state_dict",
+    "on_load_state_dict",
+)
+
+
+class BaseHook:
+    """Does nothing at every event; subclass it and override what you need.
+
+    Example:
+        >>> class CountSteps(BaseHook):
+        ...     def on_after_step(self, trainer):
+        ...         print(trainer.step)
+    """
+
+    @property
+    def state_key(self) -> str:
+        """The key of this hook's state in a checkpoint; two hooks of one trainer must not share it."""
+        return type(self).__name__
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Called once before the first step, after a checkpoint was loaded."""
+
+    def on_before_step(self, trainer: Engine) -> None:
+        """Called before each step; ``trainer.step`` counts it already."""
+
+    def on_before_optimizer_step(self, trainer: Engine) -> None:
+        """Called when the gradients are final but for clipping."""
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Called after each step, applied or not; ``trainer.step_info`` says what happened."""
+
+    def on_after_epoch(self, trainer: Engine) -> None:
+        """Called after an epoch was evaluated and counted."""
+
+    def on_after_train(self, trainer: Engine) -> None:
+        """Called once when training ended without an error."""
+
+    def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
+        """Called at the very end, in reverse order, with the error that ended training, if any."""
+
+    def on_log(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
+        """Called with aggregated records; ``dry_run`` does all but the writing."""
+
+    def on_log_images(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
+        """Called with nested images."""
+
+    def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
+        """Called when a checkpoint is made; may set ``state_dict["hooks"][self.state_key]`` or a new key."""
+
+    def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
+        """Called when a checkpoint is loaded, with the whole tree."""
+
+    # -- declarations ---------------------------------------------------------------------------------------------
+
+    def averages(self, trainer: Engine) -> Mapping[str, Ema]:
+        """Returns the averaged models this hook keeps, by name; asked for once, before any load."""
+        return {}
+
+    def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
+        """Returns the checkpoint to start from, or None; asked for before any event of a fresh run."""
+        return None
+
+    def exit_plan(self, trainer: Engine) -> ExitPlan | None:
+        """Returns what to do at a signal, or None; asked for when training starts."""
+        return None

@@ -1,0 +1,220 @@
+"""Weighted means and totals of records, kept on the device until somebody reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treadle.nested import as_number, flatten_nested_dict, unflatten
+
+# Tensors are folded into the sum in blocks of this many. The block edges depend on the number of
+# additions alone, never on when somebody reads, so reading or saving cannot change a bit of the sum.
+_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A mean together with how many things it was taken over.
+
+    Attributes:
+        value: the mean; a number or a 0-d tensor.
+        weight: what it counts in the mean of a report or an epoch; a number or a 0-d tensor, >= 0.
+    """
+
+    value: float | Tensor
+    weight: float | Tensor
+
+
+@dataclass(frozen=True)
+class Total:
+    """A quantity that is summed over micro-batches, not averaged.
+
+    Attributes:
+        value: a number or a 0-d tensor.
+    """
+
+    value: float | Tensor
+
+
+@dataclass
+class _Sum:
+    """Σ w·value and Σ w of one record name: a number part and a part on the device."""
+
+    is_total: bool
+    value: float = 0.0
+    weight: float = 0.0
+    device_value: Tensor | None = None
+    device_weight: Tensor | None = None
+    pending: list[tuple[Tensor, float | Tensor]] = field(default_factory=list)
+
+    def add(self, value: float | Tensor, weight: float | Tensor) -> None:
+        if not isinstance(weight, Tensor):
+            if weight == 0:
+                return  # the NaN of a mean over nothing must not reach the sum
+            self.weight += weight
+            if not isinstance(value, Tensor):
+                self.value += value * weight
+                return
+        elif not isinstance(value, Tensor):
+            value = torch.full_like(weight, value, dtype=torch.float32)
+        self.pending.append((value, weight))
+        if len(self.pending) == _BLOCK:
+            self.device_value, self.device_weight = self._folded()
+            self.pending = []
+
+    def _folded(self) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the device part with the pending block added, changing nothing."""
+        if not self.pending:
+            return self.device_value, self.device_weight
+        values = torch.stack([_widen(value) for value, _ in self.pending])
+        weights = [weight for _, weight in self.pending]
+        numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
+        if len(numbers) < len(weights):
+            counts = torch.stack([_like(weight, values) for weight in weights])
+            block_value = torch.where(counts > 0, values * counts, torch.zeros_like(values)).sum()
+            on_device = [_like(weight, values) for weight in weights if isinstance(weight, Tensor)]
+            block_weight: Tensor | None = torch.stack(on_device).sum()
+        else:
+            block_value = torch.stack(torch._foreach_mul(list(values.unbind()), numbers)).sum()
+            block_weight = None
+        return _plus(self.device_value, block_value), _plus(self.device_weight, block_weight)
+
+    def parts(self) -> list[float | Tensor]:
+        """Returns [value, device value, weight, device weight]; reading them changes nothing."""
+        value, weight = self._folded()
+        return [self.value, 0.0 if value is None else value, self.weight, 0.0 if weight is None else weight]
+
+
+class RunningMeans:
+    """Weighted means and totals of nested records.
+
+    Adding never waits for the device and, for tensors, launches work only once per 64 additions.
+    Reading moves everything in one transfer per device.
+
+    Example:
+        >>> means = RunningMeans()
+        >>> means.add({"loss": torch.tensor(1.0)}, weight=4)
+        >>> means.add({"loss": torch.tensor(4.0)}, weight=2)
+        >>> means.compute()
+        {'loss': 2.0}
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, ...], _Sum] = {}
+
+    def add(self, record: Mapping[str, Any], weight: float | Tensor = 1.0) -> None:
+        """Adds one nested record.
+
+        Args:
+            record: nested dict of numbers, 0-d tensors, :class:`Weighted` or :class:`Total`.
+            weight: the weight of the plain values.
+
+        Raises:
+            TypeError: a value is not numeric, or a name is used for a mean and for a total.
+        """
+        for path, value in flatten_nested_dict(record).items():
+            if isinstance(value, Total):
+                self._entry(path, is_total=True).add(as_number(path, value.value), 1.0)
+            elif isinstance(value, Weighted):
+                self._entry(path, is_total=False).add(as_number(path, value.value), as_number(path, value.weight))
+            else:
+                self._entry(path, is_total=False).add(as_number(path, value), weight)
+
+    def _entry(self, path: tuple[str, ...], *, is_total: bool) -> _Sum:
+        entry = self._sums.get(path)
+        if entry is None:
+            entry = self._sums[path] = _Sum(is_total)
+        if entry.is_total != is_total:
+            raise TypeError(f"record {'/'.join(path)!r} is a mean in one record and a Total in another; use two names")
+        return entry
+
+    def compute(self, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
+        """Returns the nested means and totals as floats; a mean with total weight 0 is NaN.
+
+        Args:
+            reduce: sums a float64 CPU tensor over ranks, on which every rank has the same names; by default nothing.
+        """
+        if not self._sums:
+            return {}
+        table = read_scalars(part for entry in self._sums.values() for part in entry.parts()).reshape(-1, 2, 2).sum(-1)
+        if reduce is not None:
+            table = reduce(table)
+        flat = {}
+        for (path, entry), (value, weight) in zip(self._sums.items(), table.tolist(), strict=True):
+            flat[path] = value if entry.is_total else (value / weight if weight > 0 else math.nan)
+        return unflatten(flat)
+
+    def reset(self) -> None:
+        """Forgets everything that was added."""
+        self._sums = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the sums as plain values; restoring them continues to the bit."""
+        return {
+            "entries": [
+                {
+                    "path": list(path),
+                    "is_total": entry.is_total,
+                    "numbers": [entry.value, entry.weight],
+                    "device": [entry.device_value, entry.device_weight],
+                    "pending": [list(pair) for pair in entry.pending],
+                }
+                for path, entry in self._sums.items()
+            ]
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, device: torch.device | None = None) -> None:
+        """Restores what :meth:`state_dict` returned, tensors on ``device``."""
+
+        def place(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        self.reset()
+        for saved in state_dict["entries"]:
+            entry = self._entry(tuple(saved["path"]), is_total=saved["is_total"])
+            entry.value, entry.weight = saved["numbers"]
+            entry.device_value, entry.device_weight = (place(value) for value in saved["device"])
+            entry.pending = [(place(value), place(weight)) for value, weight in saved["pending"]]
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    # MPS has no float64; everywhere else a sum over a million steps should not lose digits.
+    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+
+
+def _like(number: float | Tensor, reference: Tensor) -> Tensor:
+    if isinstance(number, Tensor):
+        return number.to(device=reference.device, dtype=reference.dtype)
+    return torch.full((), number, dtype=reference.dtype, device=reference.device)
+
+
+def _plus(total: Tensor | None, value: Tensor | None) -> Tensor | None:
+    if total is None or value is None:
+        return value if total is None else total
+    return total + value
+
+
+def read_scalars(values: Iterable[float | Tensor]) -> Tensor:
+    """Reads numbers and 0-d tensors into one float64 CPU tensor, with one transfer per device.
+
+    Example:
+        >>> read_scalars([1.0, torch.tensor(2)])
+        tensor([1., 2.], dtype=torch.float64)
+    """
+    items = list(values)
+    result = torch.zeros(len(items), dtype=torch.float64)
+    by_device: dict[torch.device, list[int]] = {}
+    for index, item in enumerate(items):
+        if isinstance(item, Tensor):
+            by_device.setdefault(item.device, []).append(index)
+        else:
+            result[index] = item
+    for indices in by_device.values():
+        stacked = torch.stack([_widen(torch.as_tensor(items[i]).detach().reshape(())) for i in indices])
+        result[indices] = stacked.cpu().double()
+    return result

@@ -1,0 +1,142 @@
+"""Nested containers of tensors and numbers: map over them, flatten them, average them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def map_nested_tensor(fn: Callable[[Tensor], Any], obj: T) -> T:
+    """Applies ``fn`` to every tensor in dicts, lists, tuples, named tuples and dataclasses.
+
+    Types are kept, other values are passed through, and the input is not changed.
+
+    Args:
+        fn: called with each tensor.
+        obj: any nesting of containers.
+
+    Returns:
+        A new nesting of the same types.
+
+    Example:
+        >>> map_nested_tensor(lambda t: t + 1, {"x": torch.zeros(1), "n": 3})
+        {'x': tensor([1.]), 'n': 3}
+    """
+    return cast(T, _map(fn, obj))
+
+
+def _map(fn: Callable[[Tensor], Any], obj: Any) -> Any:
+    if isinstance(obj, Tensor):
+        return fn(obj)
+    if isinstance(obj, Mapping):
+        items = {key: _map(fn, value) for key, value in obj.items()}
+        return _like_mapping(obj, items)
+    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+        return type(obj)(*(_map(fn, value) for value in obj))
+    if isinstance(obj, (list, tuple)):
+        return type(obj)(_map(fn, value) for value in obj)
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        changes = {f.name: _map(fn, getattr(obj, f.name)) for f in dataclasses.fields(obj)}
+        clone = object.__new__(type(obj))
+        for name, value in {**vars(obj), **changes}.items():
+            object.__setattr__(clone, name, value)
+        return clone
+    return obj
+
+
+def _like_mapping(original: Any, items: dict[Any, Any]) -> Any:
+    if type(original) is dict:
+        return items
+    try:
+        return type(original)(items)
+    except TypeError:  # a mapping with a constructor of its own, such as defaultdict
+        clone = original.copy()
+        clone.update(items)
+        return clone
+
+
+def flatten_nested_dict(d: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Flattens nested dicts into one dict keyed by the path.
+
+    Example:
+        >>> flatten_nested_dict({"a": {"b": 1}, "c": 2})
+        {('a', 'b'): 1, ('c',): 2}
+    """
+    flat: dict[tuple[str, ...], Any] = {}
+    for key, value in d.items():
+        if isinstance(value, Mapping):
+            inner = flatten_nested_dict(value)
+            flat.update({(str(key), *path): leaf for path, leaf in inner.items()})
+        else:
+            flat[(str(key),)] = value
+    return flat
+
+
+def unflatten(flat: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """The inverse of :func:`flatten_nested_dict`.
+
+    Example:
+        >>> unflatten({("a", "b"): 1, ("c",): 2})
+        {'a': {'b': 1}, 'c': 2}
+    """
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        node = tree
+        for depth, key in enumerate(path[:-1]):
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise TypeError(_both_kinds(path[: depth + 1]))
+        if isinstance(node.get(path[-1]), dict):
+            raise TypeError(_both_kinds(path))
+        node[path[-1]] = value
+    return tree
+
+
+def _both_kinds(path: Sequence[str]) -> str:
+    return f"record {'/'.join(path)!r} is a number in one record and a dict in another; use two names"
+
+
+def key_average(records: Sequence[Mapping[str, Any]], *, skip_nan: bool = False) -> dict[str, Any]:
+    """Averages nested dicts key by key, each key over the dicts that have it.
+
+    Args:
+        records: nested dicts of numbers or 0-d tensors.
+        skip_nan: leave NaN values out of the mean; by default NaN shows.
+
+    Returns:
+        A nested dict of floats; ``{}`` for no records.
+
+    Raises:
+        TypeError: a value is not a number, or a key is a number in one dict and a dict in another.
+
+    Example:
+        >>> key_average([{"loss": 1.0, "m": {"acc": 0.5}}, {"loss": 3.0, "m": {"acc": 1.0}}])
+        {'loss': 2.0, 'm': {'acc': 0.75}}
+    """
+    sums: dict[tuple[str, ...], list[float]] = {}
+    for record in records:
+        for path, value in flatten_nested_dict(record).items():
+            number = float(as_number(path, value))
+            if not (skip_nan and math.isnan(number)):
+                sums.setdefault(path, []).append(number)
+    return unflatten({path: math.fsum(values) / len(values) for path, values in sums.items()})
+
+
+def as_number(path: Sequence[str], value: Any) -> float | Tensor:
+    """Returns a number or a detached 0-d tensor, or raises TypeError naming the record's path."""
+    if isinstance(value, Tensor):
+        if value.numel() == 1:
+            return value.detach().reshape(())
+    elif isinstance(value, (int, float)) or hasattr(value, "__float__"):
+        return float(value)
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    raise TypeError(
+        f"record {'/'.join(path)!r} is a {type(value).__name__}{shape}; records hold numbers or 0-d tensors: "
+        "reduce it first, for example with .mean()"
+    )

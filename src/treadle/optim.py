@@ -1,0 +1,85 @@
+"""Optimizer state by parameter name, and checks of what an optimizer covers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from treadle.errors import CheckpointError
+
+
+def clean_name(name: str) -> str:
+    """Returns a parameter name without the prefixes of DistributedDataParallel and ``torch.compile``.
+
+    Example:
+        >>> clean_name("module.layers.0._orig_mod.weight")
+        'layers.0.weight'
+    """
+    return name.removeprefix("module.").replace("_orig_mod.", "")
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Returns the clean name of each parameter by its identity."""
+    return {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
+
+
+def uncovered_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """Returns the parameters that require gradients but are in no group of the optimizer."""
+    covered = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [
+        (clean_name(name), parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in covered
+    ]
+
+
+def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """Returns the optimizer's state dict with ``param_names`` in each group, so it can be loaded by name."""
+    names = parameter_names(model)
+    state = optimizer.state_dict()
+    groups = []
+    for saved, live in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        groups.append({**saved, "param_names": [names.get(id(parameter), "") for parameter in live["params"]]})
+    return {"state": state["state"], "param_groups": groups}
+
+
+def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Restores what :func:`optimizer_state` returned, matching parameters by name where names are known.
+
+    Raises:
+        CheckpointError: the groups hold other parameters than those of the checkpoint.
+    """
+    groups = [dict(group) for group in saved["param_groups"]]
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"optimizer: the checkpoint has {len(groups)} parameter groups, this optimizer has "
+            f"{len(optimizer.param_groups)}; build the optimizer as it was, or start a new run in another folder"
+        )
+    names = parameter_names(model)
+    for number, (group, live) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        live_names = [names.get(id(parameter), "") for parameter in live["params"]]
+        group["params"] = _in_live_order(number, group, live_names)
+        if "param_names" not in live:
+            group.pop("param_names", None)
+        for key, value in live.items():  # plain trees hold lists where torch has tuples, as in betas
+            if isinstance(value, tuple) and isinstance(group.get(key), list):
+                group[key] = tuple(group[key])
+    optimizer.load_state_dict({"state": dict(saved["state"]), "param_groups": groups})
+
+
+def _in_live_order(number: int, group: Mapping[str, Any], live_names: list[str]) -> list[Any]:
+    indices, saved_names = list(group["params"]), group.get("param_names")
+    if len(indices) != len(live_names):
+        raise CheckpointError(
+            f"optimizer: group {number} has {len(live_names)} parameters, the checkpoint's has {len(indices)}"
+        )
+    if not saved_names or "" in saved_names or "" in live_names:
+        return indices
+    by_name = dict(zip(saved_names, indices, strict=True))
+    missing = [name for name in live_names if name not in by_name]
+    if missing:
+        raise CheckpointError(f"optimizer: group {number} of the checkpoint has no state for {', '.join(missing[:5])}")
+    return [by_name[name] for name in live_names]

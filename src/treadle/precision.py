@@ -1,0 +1,111 @@
+"""Mixed precision as one object: autocast, scaled backward, unscale, and what the scaler learned."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from treadle.errors import ConfigError
+
+PrecisionName = Literal["bf16", "fp16"]
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NONE: AbstractContextManager[Any] = contextlib.nullcontext()
+
+
+class Precision:
+    """Autocast and gradient scaling for one device type.
+
+    fp16 uses a gradient scaler, bf16 and full precision none.
+
+    Args:
+        name: None (full precision), ``"bf16"`` or ``"fp16"``.
+        device: decides the autocast device type.
+        scaler: a scaler to use in place of the default one.
+
+    Raises:
+        ConfigError: another name, or a device type on which torch has no autocast.
+
+    Example:
+        >>> Precision(None, torch.device("cpu")).name is None
+        True
+    """
+
+    def __init__(self, name: PrecisionName | None, device: torch.device, *, scaler: torch.amp.GradScaler | None = None):
+        if name is not None and name not in get_args(PrecisionName):
+            raise ConfigError(f"precision={name!r} is not known; use None, 'bf16' or 'fp16'")
+        if name is not None and not torch.amp.is_autocast_available(device.type):
+            raise ConfigError(f"precision={name!r}: torch has no autocast on {device.type!r}; use precision=None")
+        self.name = name
+        self.device = device
+        self.scaler = scaler or torch.amp.GradScaler(device.type, enabled=name == "fp16")
+
+    @property
+    def scaled(self) -> bool:
+        """Whether gradients are scaled (fp16)."""
+        return bool(self.scaler.is_enabled())
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Returns the context of the forward pass, in training and evaluation alike."""
+        if self.name is None:
+            return _NONE
+        return torch.autocast(self.device.type, dtype=_DTYPES[self.name])
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Returns the loss to call ``backward`` on."""
+        return self.scaler.scale(loss) if self.scaled else loss
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divides the gradients by the scale, in place."""
+        if self.scaled:
+            self.scaler.unscale_(optimizer)
+
+    def applied(self) -> None:
+        """Notes that the step was applied; the scale may grow."""
+        if self.scaled:
+            self.scaler.update()
+
+    def refused(self) -> bool:
+        """Lowers the scale after a non-finite gradient.
+
+        Returns:
+            Whether lowering was possible, which makes the step a skipped one; False without a scaler
+            and when the scale would fall below 1.0.
+        """
+        if not self.scaled:
+            return False
+        before = self.scaler.get_scale()
+        lowered = before * self.scaler.get_backoff_factor()
+        self.scaler.update()
+        if self.scaler.get_scale() >= before:
+            # The elements were finite but their norm was not, so the scaler saw no reason to back off.
+            self.scaler.update(lowered)
+        return lowered >= 1.0
+
+
+@contextlib.contextmanager
+def tf32(enabled: bool) -> Iterator[None]:
+    """Allows TF32 in matmul and cuDNN inside the block, and puts the flags back afterwards.
+
+    Args:
+        enabled: False leaves the flags as they are.
+
+    Example:
+        >>> with tf32(True):
+        ...     torch.backends.cuda.matmul.allow_tf32
+        True
+    """
+    if not enabled:
+        yield
+        return
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before

@@ -1,0 +1,92 @@
+"""What surrounds a run: checks before it, hooks opened and closed around it, signals acted on at its boundaries."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch.nn.parameter import is_lazy
+
+from treadle import distributed
+from treadle.errors import ConfigError
+from treadle.hooks.base import BaseHook
+from treadle.optim import uncovered_parameters
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+
+@contextlib.contextmanager
+def training_session(engine: Engine) -> Iterator[None]:
+    """Opens the hooks and signal handlers for a run and closes them whatever happens."""
+    check_before_training(engine)
+    engine.exit_plans = [plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None]
+    signals = [number for plan in engine.exit_plans for number in plan.signals]
+    opened: list[BaseHook] = []
+    failure: BaseException | None = None
+    try:
+        with engine.signals.listening(signals):
+            for hook in engine.hooks:
+                opened.append(hook)
+                hook.on_before_train(engine)
+            engine.model.train()
+            yield
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        engine.cursor.close()
+        close_hooks(engine, opened, failure)
+
+
+def close_hooks(engine: Engine, opened: list[BaseHook], failure: BaseException | None) -> None:
+    """Closes hooks in reverse order; an error in one does not keep the others open, nor hide ``failure``."""
+    first: BaseException | None = None
+    for hook in reversed(opened):
+        try:
+            hook.on_close(engine, failure)
+        except Exception as error:  # noqa: BLE001  (raised below, once every hook is closed)
+            engine.logger.error("%s.on_close failed: %s", type(hook).__name__, error)
+            first = first or error
+    if first is not None and failure is None:
+        raise first
+
+
+def check_before_training(engine: Engine) -> None:
+    """Raises or warns about what would train a wrong model in silence.
+
+    Raises:
+        ConfigError: a lazy parameter is not initialised.
+    """
+    lazy = [name for name, parameter in engine.model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ConfigError(
+            f"model: lazy parameter {lazy[0]!r} is not initialised, so no optimizer or average can hold it; "
+            "run one batch through the model before building the optimizer"
+        )
+    engine.stray_parameters = [parameter for _, parameter in uncovered_parameters(engine.model, engine.optimizer)]
+    names = [name for name, _ in uncovered_parameters(engine.model, engine.optimizer)]
+    if names:
+        engine.logger.warning(
+            "%d parameters require gradients but are in no optimizer group and will not be trained: %s",
+            len(names), ", ".join(names[:10]),
+        )  # fmt: skip
+
+
+def leave_on_signal(engine: Engine) -> None:
+    """If a signal arrived on any rank: saves by each hook's plan, waits, and raises SystemExit."""
+    if not engine.exit_plans:
+        return
+    received = distributed.agree(engine.signals.received or 0, engine.device)
+    if not received:
+        return
+    plans = [plan for plan in engine.exit_plans if received in plan.signals] or engine.exit_plans
+    engine.logger.warning("signal %d: saving at step %d and leaving", received, engine.step)
+    for plan in plans:
+        plan.write()
+    wait = max(plan.wait for plan in plans)
+    if wait > 0:
+        time.sleep(wait)
+    raise SystemExit(plans[0].exit_code(received))

@@ -1,0 +1,208 @@
+"""The state table: everything a run needs to go on to the bit, gathered and restored in one order.
+
+Gathered: model, scheduler, optimizer, scaler, averages, progress, data, the parts of the epoch driver, hooks, RNG.
+Restored in the same order, the RNG last. A missing or unknown entry is an error or a stated warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor, nn
+
+from treadle import distributed
+from treadle.checkpoint.schema import FORMAT_NAME, FORMAT_VERSION, KEYS, to_plain, versions
+from treadle.distributed import unwrap
+from treadle.errors import CheckpointError
+from treadle.optim import clean_name, load_optimizer_state, optimizer_state
+from treadle.seed import RngState
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+
+class StatePart(Protocol):
+    """Adds top-level keys of the schema to a checkpoint, as the epoch driver does."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether this part wants no more training."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the keys and their values."""
+        ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores them from a whole checkpoint tree."""
+        ...
+
+
+def collect_state(engine: Engine) -> dict[str, Any]:
+    """Returns the checkpoint tree of an engine: plain values and CPU copies that a following step cannot change."""
+    tree: dict[str, Any] = dict.fromkeys(KEYS)
+    tree["format"] = {
+        "name": FORMAT_NAME,
+        "version": FORMAT_VERSION,
+        "face": engine.face,
+        "scored": engine.scored,
+    }
+    tree["model"] = model_state(engine.model)
+    tree["optimizer"] = optimizer_state(engine.optimizer, engine.model)
+    tree["scheduler"] = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
+    tree["scaler"] = engine.precision.scaler.state_dict() if engine.precision.scaled else None
+    tree["ema"] = {name: ema.snapshot() for name, ema in engine.averages.items()} or None
+    tree["epoch"] = engine.epoch
+    tree["global_step"] = engine.step
+    tree["progress"] = engine.progress_state()
+    tree["data"] = engine.cursor.state_dict()
+    tree["config"] = engine.config
+    tree["versions"] = versions()
+    tree["hooks"] = {}
+    for part in engine.state_parts:
+        tree.update(part.state_dict())
+    _ask_hooks(engine, tree)
+    tree["rng"] = distributed.gather_objects(RngState.capture().to_plain())
+    return {key: to_plain(value, key) for key, value in tree.items()}
+
+
+def _ask_hooks(engine: Engine, tree: dict[str, Any]) -> None:
+    for hook in engine.hooks:
+        before = {key: id(value) for key, value in tree.items()}
+        others = dict(tree["hooks"])
+        hook.on_state_dict(engine, tree)
+        changed = [key for key, identity in before.items() if id(tree.get(key)) != identity]
+        changed += [f"hooks.{key}" for key, value in others.items() if tree["hooks"].get(key) is not value]
+        if changed:
+            raise CheckpointError(
+                f"{type(hook).__name__}.on_state_dict overwrites {changed[0]!r}, which belongs to somebody else; "
+                'write to state_dict["hooks"][self.state_key]'
+            )
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Returns the model's raw weights without the prefixes of wrappers."""
+    return {clean_name(name): value for name, value in unwrap(model).state_dict().items()}
+
+
+def restore_state(engine: Engine, tree: Mapping[str, Any]) -> None:
+    """Restores a checkpoint tree into an engine, in place.
+
+    Raises:
+        CheckpointError: the model or the optimizer does not fit.
+    """
+    _note_what_starts_fresh(engine, tree)
+    load_model_state(engine.model, tree["model"])
+    _load_schedule(engine, tree)
+    if tree.get("optimizer") is not None:
+        load_optimizer_state(engine.optimizer, engine.model, tree["optimizer"])
+    _load_scaler(engine, tree.get("scaler"))
+    _load_averages(engine, tree.get("ema") or {})
+    engine.load_progress_state(tree)
+    rng = _own_rng(engine, tree.get("rng"))
+    if tree.get("data") is not None:
+        engine.cursor.load_state_dict(tree["data"], rng=rng)
+    for part in engine.state_parts:
+        part.load_state_dict(tree)
+    _load_hooks(engine, tree)
+    if rng is not None:
+        rng.restore()
+
+
+def _note_what_starts_fresh(engine: Engine, tree: Mapping[str, Any]) -> None:
+    if "model" not in tree:
+        raise CheckpointError(f"the checkpoint has no 'model' entry; its keys are {sorted(tree)}")
+    missing = [key for key in ("optimizer", "global_step", "progress", "rng", "data") if tree.get(key) is None]
+    if missing:
+        engine.logger.warning(
+            "the checkpoint has no %s: these start fresh and the resume is not exact", ", ".join(missing)
+        )
+    saved = tree.get("versions") or {}
+    for name, now in versions().items():
+        if name in ("torch", "numpy") and saved.get(name) not in (None, now):
+            engine.logger.warning(
+                "the checkpoint was written with %s %s and this is %s: kernels may round differently",
+                name,
+                saved[name],
+                now,
+            )
+
+
+def load_model_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Copies saved weights into a model in place.
+
+    Raises:
+        CheckpointError: names are missing, unexpected or of another shape; all are listed.
+    """
+    target = unwrap(model)
+    live = {clean_name(name): (name, value) for name, value in target.state_dict().items()}
+    wrong = [f"missing {name}" for name in live if name not in saved]
+    wrong += [f"unexpected {name}" for name in saved if name not in live]
+    for name, (_, value) in live.items():
+        other = saved.get(name)
+        if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape != other.shape:
+            wrong.append(f"{name} is {tuple(other.shape)} in the checkpoint and {tuple(value.shape)} in the model")
+    if wrong:
+        shown = "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+        raise CheckpointError(
+            f"the checkpoint does not fit this model: {shown}. Use another folder for another model, "
+            "or start without resuming"
+        )
+    target.load_state_dict({live[name][0]: value for name, value in saved.items()})
+
+
+def _load_schedule(engine: Engine, tree: Mapping[str, Any]) -> None:
+    saved = tree.get("scheduler")
+    if engine.lr_scheduler is not None and saved is not None:
+        engine.lr_scheduler.load_state_dict(dict(saved))
+    elif engine.lr_scheduler is not None and "progress" in tree:
+        engine.logger.warning("the checkpoint has no scheduler state: the scheduler starts fresh")
+    elif saved is not None:
+        engine.logger.warning("the checkpoint's scheduler state is ignored: this run has no scheduler")
+
+
+def _load_scaler(engine: Engine, saved: Any) -> None:
+    if engine.precision.scaled and saved:
+        engine.precision.scaler.load_state_dict(dict(saved))
+    elif engine.precision.scaled:
+        engine.logger.warning("the checkpoint has no gradient-scaler state: the fp16 scale starts fresh")
+    elif saved:
+        engine.logger.warning("the checkpoint's gradient-scaler state is ignored: this run does not use fp16")
+
+
+def _load_averages(engine: Engine, saved: Mapping[str, Any]) -> None:
+    for name, ema in engine.averages.items():
+        if name in saved:
+            ema.restore(saved[name])
+        else:
+            engine.logger.warning(
+                "the checkpoint has no average %r: it starts from the loaded weights, not from the initial ones",
+                name,
+            )
+            ema.restart_from(engine.model)
+    for name in saved:
+        if name not in engine.averages:
+            engine.logger.warning("the checkpoint's average %r is ignored: this run keeps no such average", name)
+
+
+def _own_rng(engine: Engine, saved: Any) -> RngState | None:
+    if not saved:
+        return None
+    if len(saved) != distributed.world_size():
+        engine.logger.warning(
+            "the checkpoint was written by %d ranks and this run has %d: the random streams start fresh",
+            len(saved), distributed.world_size(),
+        )  # fmt: skip
+        return None
+    return RngState.from_plain(saved[distributed.rank()])
+
+
+def _load_hooks(engine: Engine, tree: Mapping[str, Any]) -> None:
+    saved = tree.get("hooks") or {}
+    known = {hook.state_key for hook in engine.hooks}
+    for key in saved:
+        if key not in known:
+            engine.logger.warning("the checkpoint's state of hook %r is ignored: this run has no such hook", key)
+    for hook in engine.hooks:
+        hook.on_load_state_dict(engine, tree)

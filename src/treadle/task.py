@@ -1,0 +1,126 @@
+"""What a pack or a user gives the engine: a Task that turns a batch into a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from treadle.errors import ConfigError
+from treadle.means import RunningMeans, Total, Weighted
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one micro-batch gave.
+
+    Attributes:
+        loss: 0-d tensor; None when the micro-batch contributes nothing.
+        records: nested dict of numbers, 0-d tensors, ``Weighted`` or ``Total``.
+        weight: how many things the loss is a mean over; None counts 1 per micro-batch.
+        reduction: ``"mean"`` divides the gradients by the total weight; ``"sum"`` adds them up.
+        outputs: ``(prediction, target)`` for epoch metrics, or None.
+        num_samples: samples in the micro-batch, for rates in progress displays only.
+    """
+
+    loss: Tensor | None
+    records: Mapping[str, Any] = field(default_factory=dict)
+    weight: float | Tensor | None = None
+    reduction: Literal["mean", "sum"] = "mean"
+    outputs: Any = None
+    num_samples: int | None = None
+
+
+class Task(Protocol):
+    """A loss for a kind of data; ``weights`` and ``new_metrics`` are optional."""
+
+    def step(
+        self,
+        model: nn.Module,
+        batch: Any,
+        totals: Mapping[str, float] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> StepOutput:
+        """Turns a batch into a loss, in training and evaluation alike."""
+        ...
+
+
+@runtime_checkable
+class WeighsTerms(Protocol):
+    """A task whose loss is a sum of means over different counts."""
+
+    def weights(self, batch: Any) -> Mapping[str, float] | None:
+        """Returns the count of each term, computable without the model."""
+        ...
+
+
+class Metrics(Protocol):
+    """Epoch metrics over all outputs, such as a torchmetrics collection."""
+
+    def reset(self) -> None:
+        """Forgets everything."""
+
+    def update(self, outputs: Any) -> None:
+        """Adds the outputs of one micro-batch."""
+
+    def compute(self) -> Mapping[str, Any]:
+        """Returns the metrics as numbers."""
+
+
+@runtime_checkable
+class HasMetrics(Protocol):
+    """A task with epoch metrics."""
+
+    def new_metrics(self) -> Metrics:
+        """Returns a fresh metrics object."""
+        ...
+
+
+def as_step_output(result: Any, *, training: bool) -> StepOutput:
+    """Turns what a forward pass returned into a StepOutput and checks its loss.
+
+    Args:
+        result: a StepOutput, ``(loss, records)`` or ``(loss, records, weight)``.
+        training: whether the loss must require grad.
+
+    Raises:
+        ConfigError: the loss is not a 0-d tensor, or does not require grad in training.
+
+    Example:
+        >>> as_step_output((None, {"n": 1}), training=True).records
+        {'n': 1}
+    """
+    if isinstance(result, StepOutput):
+        output = result
+    elif isinstance(result, tuple) and len(result) in (2, 3):
+        output = StepOutput(*result)
+    else:
+        raise ConfigError(
+            f"the forward step returned a {type(result).__name__}; return (loss, records), "
+            "(loss, records, weight) or a StepOutput"
+        )
+    loss = output.loss
+    if loss is None:
+        return output
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ConfigError(f"loss: expected a 0-d tensor or None, got {shape}; reduce it, for example with .mean()")
+    if training and not loss.requires_grad:
+        raise ConfigError(
+            f"loss: a tensor of shape {tuple(loss.shape)} that does not require grad cannot train; "
+            "was it detached or computed under no_grad?"
+        )
+    return output
+
+
+def add_output(means: RunningMeans, output: StepOutput) -> None:
+    """Adds a micro-batch's ``loss`` and ``records`` to running means, by the output's weight and reduction."""
+    weight = 1.0 if output.weight is None else output.weight
+    if output.loss is not None:
+        loss = output.loss.detach()
+        means.add({"loss": Total(loss) if output.reduction == "sum" else Weighted(loss, weight)})
+    if output.records:
+        means.add({"records": output.records}, weight)

@@ -1,0 +1,91 @@
+"""How micro-batches share one step: gradients of Σ w·loss / Σ w, over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from treadle import distributed
+from treadle.task import StepOutput
+
+
+class GroupWeights:
+    """Scales the losses of one group and says what the gradients are still to be divided by.
+
+    Each loss is divided by ``size · reference / weight`` before its backward pass and the gradients once more by
+    ``Σ weight / (size · reference)`` at the end. The reference is the first weight, so a scaled loss does not grow
+    with the weights (fp16), equal weights give exactly ``loss / size`` and no second division, and a single
+    micro-batch on one rank is not scaled at all: a plain loop is matched to the bit.
+
+    Args:
+        size: micro-batches in the group.
+        device: where collectives run.
+        undivided: gradients are summed, not averaged (the task divided by its totals already).
+
+    Example:
+        >>> weights = GroupWeights(1, device=torch.device("cpu"))
+        >>> loss = torch.tensor(2.0, requires_grad=True)
+        >>> weights.scaled(StepOutput(loss, weight=7)) is loss, weights.divisor()
+        (True, None)
+    """
+
+    def __init__(self, size: int, *, device: torch.device, undivided: bool = False):
+        self.size = size
+        self.device = device
+        self.undivided = undivided
+        self.num_losses = 0
+        self.total: float | Tensor = 0.0
+        self._reference: float | Tensor | None = None
+
+    def scaled(self, output: StepOutput) -> Tensor | None:
+        """Returns the loss to backpropagate, or None when the micro-batch contributes nothing."""
+        weight = 1.0 if output.weight is None else output.weight
+        if output.loss is None or (not isinstance(weight, Tensor) and weight == 0):
+            return None
+        self.num_losses += 1
+        self.total = self.total + (weight.detach() if isinstance(weight, Tensor) else float(weight))
+        if self.undivided or output.reduction == "sum":
+            self.undivided = True
+            return output.loss
+        if self._alone:
+            return output.loss
+        if self._reference is None:
+            self._reference = self._first(weight)
+        return output.loss / (self.size * self._reference / weight)
+
+    @property
+    def _alone(self) -> bool:
+        return self.size == 1 and distributed.world_size() == 1
+
+    def _first(self, weight: float | Tensor) -> float | Tensor:
+        if distributed.world_size() > 1:
+            shared = distributed.max_over_ranks(torch.as_tensor(weight, dtype=torch.float32), self.device)
+            weight = shared
+        if isinstance(weight, Tensor):
+            return torch.where(weight > 0, weight, torch.ones_like(weight)).detach().float()
+        return float(weight)
+
+    def divisor(self) -> float | Tensor | None:
+        """Returns what the gradients must be divided by, or None for nothing; they are averaged over ranks before."""
+        ranks = distributed.world_size()
+        if self.undivided:
+            return None if ranks == 1 else 1.0 / ranks
+        if self._alone or self._reference is None:
+            return None
+        total = self.total
+        if ranks > 1:
+            total = distributed.sum_over_ranks(torch.as_tensor(total, dtype=torch.float64), self.device)
+        divisor = total / (ranks * self.size * self._reference)
+        return None if not isinstance(divisor, Tensor) and divisor == 1.0 else divisor
+
+
+@torch.no_grad()
+def divide_(grads: Sequence[Tensor], divisor: float | Tensor | None) -> None:
+    """Divides gradients in place, all in one call; None leaves them alone."""
+    if divisor is None or not grads:
+        return
+    if isinstance(divisor, Tensor):
+        divisor = divisor.to(device=grads[0].device, dtype=torch.float32)
+    torch._foreach_div_(list(grads), divisor)
