@@ -1,0 +1,140 @@
+"""Unit rows, block by block: the one place that checks X, normalises it and moves it to the device.
+
+Shape suffixes: N rows, D columns, K centroids or parameters, B rows of one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DeviceLike: TypeAlias = str | torch.device | None
+RowsLike: TypeAlias = Tensor | np.ndarray[Any, Any]
+
+
+def resolve_device(device: DeviceLike) -> torch.device:
+    """Return the device asked for; None means CUDA, then MPS, then CPU, whichever is there first."""
+    if device is not None:
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 on MPS, which has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def make_generator(random_state: int | None) -> torch.Generator:
+    """Return a CPU generator seeded with `random_state`; None seeds it from the operating system."""
+    generator = torch.Generator(device="cpu")
+    if random_state is None:
+        generator.seed()
+    else:
+        generator.manual_seed(random_state)
+    return generator
+
+
+def check_count(name: str, value: int, *, least: int = 1) -> int:
+    """Return `value` when it is an integer of at least `least`; otherwise raise ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"{name}={value!r} must be an integer >= {least}; pass {name}={least} or more.")
+    return int(value)
+
+
+class UnitRows:
+    """The rows of X scaled to unit length, handed out in blocks of at most `chunk` rows on one device.
+
+    Arithmetic is done in float64 (float32 on MPS) whatever the dtype of X, so the size of the blocks changes
+    sums by rounding only. Results go back in `out_dtype` (the dtype of X, at least float32) on `home`.
+    """
+
+    def __init__(self, X: RowsLike, *, device: torch.device, chunk: int | None) -> None:
+        if isinstance(X, np.ndarray) and not X.flags.writeable:
+            X = X.copy()  # torch warns about sharing memory it must not write to
+        self._rows_ND = torch.as_tensor(X).detach()
+        if self._rows_ND.ndim != 2 or 0 in self._rows_ND.shape:
+            shape = tuple(self._rows_ND.shape)
+            raise ValueError(f"X has shape {shape}, but must be (N, D) with N >= 1 and D >= 1; reshape it.")
+        dtype = self._rows_ND.dtype
+        if dtype.is_complex or dtype == torch.bool:
+            raise ValueError(f"X has dtype {dtype}, but must hold real numbers; convert it with X.float().")
+        self.n, self.d = self._rows_ND.shape
+        self.device = device
+        self.dtype = compute_dtype(device)
+        self.home = self._rows_ND.device
+        self.out_dtype = self.dtype if dtype == torch.float64 else torch.float32
+        self._size = self.n if chunk is None else min(check_count("chunk", chunk), self.n)
+        self._whole_ND: Tensor | None = None  # one block: normalise once, not once per pass
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (slice into N, unit rows (B, D)) in order; ValueError at a zero or non-finite row."""
+        if self._size == self.n:
+            yield slice(0, self.n), self._whole()
+            return
+        for start in range(0, self.n, self._size):
+            part = slice(start, min(start + self._size, self.n))
+            yield part, self._unit(self._rows_ND[part], numbers=range(start, self.n))
+
+    def take(self, indices: Tensor) -> Tensor:
+        """Return the unit rows at `indices` (a 1-D integer tensor) on the device."""
+        if self._size == self.n:
+            return self._whole()[indices.to(self.device)]
+        return self._unit(self._rows_ND[indices.to(self.home)], numbers=indices.tolist())
+
+    def _whole(self) -> Tensor:
+        if self._whole_ND is None:
+            self._whole_ND = self._unit(self._rows_ND, numbers=range(self.n))
+        return self._whole_ND
+
+    def _unit(self, rows_BD: Tensor, *, numbers: Sequence[int]) -> Tensor:
+        if self.dtype == torch.float32:
+            rows_BD = rows_BD.float()  # MPS cannot even receive float64
+        rows_BD = rows_BD.to(self.device).to(self.dtype)
+        # Dividing by the largest entry first keeps the squares of very large or very small rows in range.
+        scale_B1 = rows_BD.abs().amax(dim=1, keepdim=True)
+        bad_B = ~(torch.isfinite(scale_B1) & (scale_B1 > 0)).squeeze(1)
+        if bool(bad_B.any()):
+            index = int(bad_B.nonzero()[0, 0])
+            what = "is zero" if float(scale_B1[index]) == 0.0 else "holds NaN or infinity"
+            raise ValueError(
+                f"X: row {numbers[index]} {what}, so it has no direction; every row must be finite and non-zero. "
+                "Drop such rows before clustering."
+            )
+        return normalised(rows_BD / scale_B1)
+
+
+def unit_rows(matrix_KD: Tensor, *, device: torch.device) -> Tensor:
+    """Return a (K, D) parameter matrix on the device, in the arithmetic dtype, with unit rows."""
+    return normalised(matrix_KD.to(device).to(compute_dtype(device)))
+
+
+def normalised(rows_ND: Tensor) -> Tensor:
+    """Return rows divided by their length; no row may be zero."""
+    length_N1: Tensor = torch.linalg.vector_norm(rows_ND, dim=1, keepdim=True)
+    return rows_ND / length_N1
+
+
+def assign_and_sum(rows: UnitRows, centroids_KD: Tensor) -> tuple[float, Tensor, Tensor]:
+    """Return, with each row at its nearest centroid, mean(1 - cos), the sums (K, D) and the sizes (K,)."""
+    sums_KD = torch.zeros_like(centroids_KD)
+    counts_K = torch.zeros(len(centroids_KD), dtype=rows.dtype, device=rows.device)
+    total = 0.0
+    for _, block_BD in rows.blocks():
+        best_B, labels_B = (block_BD @ centroids_KD.T).max(dim=1)
+        member_BK = one_hot(labels_B, len(centroids_KD), dtype=rows.dtype)
+        sums_KD += member_BK.T @ block_BD
+        counts_K += member_BK.sum(dim=0)
+        total += float((1.0 - best_B).clamp(min=0.0).sum())
+    return total / rows.n, sums_KD, counts_K
+
+
+def one_hot(labels_B: Tensor, n_classes: int, *, dtype: torch.dtype) -> Tensor:
+    """Return (B, K) membership; products with it add in a fixed order, index_add_ on CUDA does not."""
+    member_BK = torch.zeros(len(labels_B), n_classes, dtype=dtype, device=labels_B.device)
+    return member_BK.scatter_(1, labels_B[:, None], 1.0)

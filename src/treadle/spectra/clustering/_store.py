@@ -1,0 +1,37 @@
+"""Small files of plain tensors and numbers: written whole or not at all, read without unpickling objects."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def save_atomic(payload: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write `payload` to `path` so that a reader sees the old file or the new one, never a part of it."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "xb") as stream:
+            torch.save(dict(payload), stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_plain(path: str | os.PathLike[str], *, kind: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    """Read a file of `save_atomic`; ValueError when it is of another kind or lacks one of `keys`."""
+    payload = torch.load(Path(path), map_location="cpu", weights_only=True)
+    found = payload.get("kind") if isinstance(payload, dict) else type(payload).__name__
+    if not isinstance(payload, dict) or found != kind:
+        raise ValueError(f"path={os.fspath(path)!r} holds {found!r}, but must hold {kind!r}; pass such a file.")
+    missing = [key for key in keys if key not in payload]
+    if missing:
+        raise ValueError(f"path={os.fspath(path)!r} lacks {missing}; write the file again with save.")
+    return payload

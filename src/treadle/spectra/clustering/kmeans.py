@@ -1,0 +1,203 @@
+"""Cosine (spherical) k-means.
+
+Shape suffixes: N rows, D columns, K centroids, B rows of one block.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from ._rows import (
+    DeviceLike,
+    RowsLike,
+    UnitRows,
+    assign_and_sum,
+    check_count,
+    compute_dtype,
+    make_generator,
+    resolve_device,
+    unit_rows,
+)
+from ._seeding import kmeans_plus_plus
+from ._store import load_plain, save_atomic
+
+_KIND = "treadle.spectra.CosineKMeans"
+_EXACT = 1e-12  # a mean distance below this: every row lies on its centroid
+
+
+class CosineKMeans:
+    """Groups rows by direction: minimises J = mean(1 - cos(row, its centroid)).
+
+    Seeds with k-means++ by cosine distance; a centroid is the normalised mean of its rows; a cluster without
+    rows takes the row farthest from its centroid; iteration stops at |dJ| < tol * |J| or |dJ| < tol * 1e-3
+    (Dhillon and Modha 2001). Arithmetic is float64 (float32 on MPS).
+
+    Args:
+        n_components: number of clusters K, at least 1 and at most N.
+        tol: tolerance of the stopping rule, >= 0.
+        max_iter: most iterations, at least 1.
+        device: where blocks of rows are worked on; None means CUDA, then MPS, then CPU.
+        random_state: seed of the object's own generator; the global generators are not touched.
+
+    Attributes:
+        centroids: (K, D) unit rows on the device, in the dtype of X (at least float32); set by `fit`.
+        inertia_: J of exactly these centroids on the rows given to `fit`.
+        n_iter_: iterations taken.
+
+    Raises:
+        ValueError: a count below 1, a negative tol, a zero or non-finite row, or K > N.
+
+    Example:
+        >>> rows = torch.tensor([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [0.1, 3.0]])
+        >>> labels = CosineKMeans(2, device="cpu").fit_predict(rows)
+        >>> bool(labels[0] == labels[1]), bool(labels[0] == labels[2])
+        (True, False)
+    """
+
+    def __init__(
+        self,
+        n_components: int = 8,
+        tol: float = 1e-4,
+        max_iter: int = 500,
+        device: DeviceLike = None,
+        random_state: int | None = 42,
+    ) -> None:
+        self.n_components = check_count("n_components", n_components)
+        if not tol >= 0:
+            raise ValueError(f"tol={tol!r} must be >= 0; pass for example tol=1e-4.")
+        self.tol = float(tol)
+        self.max_iter = check_count("max_iter", max_iter)
+        self.device = resolve_device(device)
+        self.random_state = random_state
+        self.inertia_ = float("nan")
+        self.n_iter_ = 0
+        self._centroids_KD: Tensor | None = None
+
+    @property
+    def centroids(self) -> Tensor:
+        """(K, D) unit rows; RuntimeError before `fit` or `load_centroids`."""
+        if self._centroids_KD is None:
+            raise RuntimeError("centroids: there are none yet; call fit(X) or load_centroids(path) first.")
+        return self._centroids_KD
+
+    def fit(self, X: RowsLike, chunk: int | None = None) -> CosineKMeans:
+        """Find the centroids of X (N, D), with at most `chunk` rows on the device at once; returns self."""
+        rows = UnitRows(X, device=self.device, chunk=chunk)
+        if self.n_components > rows.n:
+            raise ValueError(
+                f"n_components={self.n_components} must be at most the number of rows, N={rows.n}; "
+                "ask for fewer clusters or pass more rows."
+            )
+        centroids_KD = kmeans_plus_plus(rows, self.n_components, generator=make_generator(self.random_state))
+        before = float("inf")
+        for iteration in range(1, self.max_iter + 1):
+            inertia, sums_KD, counts_K = assign_and_sum(rows, centroids_KD)
+            empty_K = counts_K == 0
+            change = abs(before - inertia)
+            still = change < self.tol * abs(inertia) or change < self.tol * 1e-3
+            self.n_iter_ = iteration
+            # Stopping here keeps the centroids that `inertia` was measured for. An empty cluster is filled
+            # before stopping, unless there are fewer distinct rows than clusters.
+            if still and (inertia <= _EXACT or not bool(empty_K.any())):
+                break
+            before = inertia
+            centroids_KD = _update(centroids_KD, sums_KD, counts_K)
+            if bool(empty_K.any()):
+                centroids_KD[empty_K] = _farthest_rows(rows, centroids_KD, empty_K)
+        self._centroids_KD = centroids_KD.to(rows.out_dtype)
+        # Measured again: the last update (at max_iter) and the dtype of the result both count.
+        self.inertia_ = assign_and_sum(rows, unit_rows(self._centroids_KD, device=self.device))[0]
+        return self
+
+    @overload
+    def predict(self, X: RowsLike, return_dist: Literal[False] = False, chunk: int | None = None) -> Tensor: ...
+
+    @overload
+    def predict(self, X: RowsLike, return_dist: Literal[True], chunk: int | None = None) -> tuple[Tensor, Tensor]: ...
+
+    def predict(
+        self, X: RowsLike, return_dist: bool = False, chunk: int | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the nearest centroid of each row, and with `return_dist` also all distances.
+
+        Args:
+            X: (N, D) rows, D as fitted.
+            return_dist: also return 1 - cos to every centroid, (N, K), in [0, 2].
+            chunk: most rows on the device at once.
+
+        Returns:
+            labels (N,) int64, or (labels, distances), where X lies.
+        """
+        rows = UnitRows(X, device=self.device, chunk=chunk)
+        centroids_KD = unit_rows(self.centroids, device=self.device)
+        if rows.d != centroids_KD.shape[1]:
+            raise ValueError(
+                f"X has D={rows.d} columns, but the centroids have {centroids_KD.shape[1]}; pass rows of that width."
+            )
+        labels_N = torch.empty(rows.n, dtype=torch.int64, device=rows.home)
+        width = len(centroids_KD) if return_dist else 0
+        distances_NK = torch.empty(rows.n, width, dtype=rows.out_dtype, device=rows.home)
+        for part, block_BD in rows.blocks():
+            cosine_BK = block_BD @ centroids_KD.T
+            labels_N[part] = cosine_BK.argmax(dim=1).to(rows.home)
+            if return_dist:
+                distances_NK[part] = (1.0 - cosine_BK).clamp(0.0, 2.0).to(rows.home, rows.out_dtype)
+        return (labels_N, distances_NK) if return_dist else labels_N
+
+    def fit_predict(self, X: RowsLike, chunk: int | None = None) -> Tensor:
+        """Fit X (N, D) and return its labels (N,), as `fit` followed by `predict` does."""
+        return self.fit(X, chunk).predict(X, chunk=chunk)
+
+    def save_centroids(self, path: str | os.PathLike[str]) -> None:
+        """Write the centroids and their inertia to `path`: the whole file, or no change."""
+        payload = {"kind": _KIND, "centroids": self.centroids.cpu().contiguous(), "inertia": self.inertia_}
+        save_atomic(payload, path)
+
+    def load_centroids(self, path: str | os.PathLike[str], strict_k: bool = True) -> CosineKMeans:
+        """Take over the centroids saved at `path`; returns self.
+
+        Args:
+            path: a file of `save_centroids`.
+            strict_k: True refuses a file whose K differs from `n_components`; False takes over its K.
+
+        Raises:
+            ValueError: another kind of file, centroids that are not finite (K, D), or another K when strict.
+        """
+        payload = load_plain(path, kind=_KIND, keys=("centroids", "inertia"))
+        centroids_KD = payload["centroids"]
+        if centroids_KD.ndim != 2 or not bool(torch.isfinite(centroids_KD).all()):
+            raise ValueError(
+                f"path={os.fspath(path)!r}: centroids of shape {tuple(centroids_KD.shape)} must be a finite "
+                "(K, D) matrix; write the file again with save_centroids."
+            )
+        if strict_k and len(centroids_KD) != self.n_components:
+            raise ValueError(
+                f"n_components={self.n_components}, but {os.fspath(path)!r} holds {len(centroids_KD)} "
+                "centroids and strict_k=True asks for the same; pass strict_k=False to take over the file's."
+            )
+        self.n_components = len(centroids_KD)
+        if compute_dtype(self.device) == torch.float32:
+            centroids_KD = centroids_KD.float()
+        self._centroids_KD = centroids_KD.to(self.device)
+        self.inertia_ = float(payload["inertia"])
+        return self
+
+
+def _update(centroids_KD: Tensor, sums_KD: Tensor, counts_K: Tensor) -> Tensor:
+    """Return the normalised means; a centroid without rows, or whose rows cancel, stays where it is."""
+    length_K1 = torch.linalg.vector_norm(sums_KD, dim=1, keepdim=True)
+    usable_K1 = length_K1 > 1e-12 * counts_K[:, None]
+    return torch.where(usable_K1, sums_KD / length_K1.clamp(min=1e-300), centroids_KD)
+
+
+def _farthest_rows(rows: UnitRows, centroids_KD: Tensor, empty_K: Tensor) -> Tensor:
+    """Return one row per empty cluster: those farthest from the nearest centroid that has rows."""
+    kept_KD = centroids_KD[~empty_K]
+    distance_N = torch.empty(rows.n, dtype=torch.float64, device="cpu")
+    for part, block_BD in rows.blocks():
+        distance_N[part] = (1.0 - (block_BD @ kept_KD.T).amax(dim=1)).to("cpu", torch.float64)
+    return rows.take(torch.topk(distance_N, int(empty_K.sum())).indices)
