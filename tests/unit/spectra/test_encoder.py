@@ -61,9 +61,7 @@ def twin_layers() -> tuple[EncoderLayer, nn.TransformerEncoderLayer]:
     state = {}
     for key, value in ours.state_dict().items():
         module, leaf = key.rsplit(".", 1)
-        state[f"{names[module]}_{leaf}" if module == "in_proj" else f"{names.get(module, module)}.{leaf}"] = (
-            value
-        )
+        state[f"{names[module]}_{leaf}" if module == "in_proj" else f"{names.get(module, module)}.{leaf}"] = value
     theirs.load_state_dict(state)
     return ours, theirs
 
@@ -89,6 +87,13 @@ def test_layer_drops_out_in_training_only() -> None:
     assert not torch.equal(layer(tokens, None), layer(tokens, None))
     layer.eval()
     assert torch.equal(layer(tokens, None), layer(tokens, None))
+
+
+def test_attention_weights_are_dropped_too() -> None:
+    layer = EncoderLayer(12, nhead=3, dim_feedforward=20, dropout=0.5)
+    layer.dropout.p = 0.0
+    tokens = torch.randn(4, 7, 12)
+    assert not torch.equal(layer(tokens, None), layer(tokens, None))
 
 
 def encoder(use_learnable_pos: bool = True, d_model: int = 12) -> SpectrumEncoder:
