@@ -82,9 +82,7 @@ class SpectraAugmenter:
         return (_unit(centre(unit_BL)[0]) * math.sqrt(x.shape[1] - 1)).to(x.dtype)
 
     def _rotate(self, unit_BL: Tensor) -> Tensor:
-        noise_BL = torch.randn(unit_BL.shape, generator=self.generator, dtype=unit_BL.dtype).to(
-            unit_BL.device
-        )
+        noise_BL = torch.randn(unit_BL.shape, generator=self.generator, dtype=unit_BL.dtype).to(unit_BL.device)
         tangent_BL = noise_BL - noise_BL.mean(dim=1, keepdim=True)
         tangent_BL = _unit(tangent_BL - (tangent_BL * unit_BL).sum(dim=1, keepdim=True) * unit_BL)
         angle_B1 = self._uniform(unit_BL, low=0.0, high=self.max_angle)
@@ -111,7 +109,5 @@ def _shift_channels(x_BL: Tensor, shift_B1: Tensor) -> Tensor:
     position_BL = (channels_L - shift_B1).clamp(0, last)
     left_BL = position_BL.long().clamp(max=last - 1)
     # lerp, as it returns a constant row unchanged to the bit.
-    shifted_BL: Tensor = torch.lerp(
-        x_BL.gather(1, left_BL), x_BL.gather(1, left_BL + 1), position_BL - left_BL
-    )
+    shifted_BL: Tensor = torch.lerp(x_BL.gather(1, left_BL), x_BL.gather(1, left_BL + 1), position_BL - left_BL)
     return shifted_BL

@@ -64,9 +64,7 @@ class EncoderLayer(nn.Module):
         nn.init.zeros_(self.in_proj.bias)
         nn.init.zeros_(self.out_proj.bias)
 
-    def forward(
-        self, tokens_BSD: Tensor, attend_B11S: Tensor | None, *, n_queries: int | None = None
-    ) -> Tensor:
+    def forward(self, tokens_BSD: Tensor, attend_B11S: Tensor | None, *, n_queries: int | None = None) -> Tensor:
         """Transform the tokens.
 
         Args:

@@ -63,9 +63,7 @@ def build_optimizer(
         {"params": undecayed, "weight_decay": 0.0},
     ]
     # fused=None lets torch choose between its foreach and single-tensor loops.
-    return AdamW(
-        groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True if fused else None
-    )
+    return AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True if fused else None)
 
 
 def split_by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -132,9 +130,7 @@ def build_scheduler(
         ("warmup_epochs", warmup_epochs, 0),
     ):
         if count < least:
-            raise ValueError(
-                f"{name}={count} must be {least} or more; the schedule is laid out over the whole run"
-            )
+            raise ValueError(f"{name}={count} must be {least} or more; the schedule is laid out over the whole run")
     return build_warmup_cosine(
         optimizer,
         warmup_steps=round(warmup_epochs * steps_per_epoch),
@@ -172,7 +168,5 @@ def build_warmup_cosine(
     """
     check_warmup(warmup_steps, total_steps=total_steps, min_scale=min_lr_scale)
     # A partial has an empty __dict__, so LambdaLR.state_dict() stores {} for it and nothing to unpickle.
-    factor = partial(
-        warmup_cosine_factor, warmup_steps=warmup_steps, total_steps=total_steps, min_scale=min_lr_scale
-    )
+    factor = partial(warmup_cosine_factor, warmup_steps=warmup_steps, total_steps=total_steps, min_scale=min_lr_scale)
     return LambdaLR(optimizer, factor)

@@ -73,8 +73,7 @@ class SNVScaler:
         work = as_float64(X, "X")
         if work.dim() not in (1, 2) or work.shape[-1] == 0:
             raise ValueError(
-                f"X has shape {tuple(work.shape)} but must be (L,) or (N, L) with L of at least 1; "
-                "reshape it to rows"
+                f"X has shape {tuple(work.shape)} but must be (L,) or (N, L) with L of at least 1; reshape it to rows"
             )
         centred, mu, constant = centre(work)
         # Not Tensor.std: it warns on an empty batch, and its gradient at a constant row is NaN.

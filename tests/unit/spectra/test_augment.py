@@ -30,9 +30,7 @@ def test_exported_from_preprocessing() -> None:
     assert exported is SpectraAugmenter
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"max_shift": 2.0}, {"max_angle": 0.3}, {"max_shift": 2.0, "max_angle": 0.3}]
-)
+@pytest.mark.parametrize("options", [{}, {"max_shift": 2.0}, {"max_angle": 0.3}, {"max_shift": 2.0, "max_angle": 0.3}])
 def test_rows_stay_centred_and_of_full_norm(options: dict[str, float]) -> None:
     x = spectra()
     before = x.clone()
@@ -107,9 +105,7 @@ def test_seeding() -> None:
     before = torch.get_rng_state()
 
     def made(seed: int) -> Tensor:
-        augment = SpectraAugmenter(
-            max_shift=1.0, max_angle=0.1, generator=torch.Generator().manual_seed(seed)
-        )
+        augment = SpectraAugmenter(max_shift=1.0, max_angle=0.1, generator=torch.Generator().manual_seed(seed))
         return augment(x)
 
     assert torch.equal(made(1), made(1))

@@ -266,9 +266,7 @@ def test_training_on_real_spectra_beats_the_row_mean() -> None:
     row_mean = masked_mse(torch.zeros_like(x), x, torch.ones_like(x, dtype=torch.bool)).item()
     assert row_mean == pytest.approx(255 / 256, abs=1e-4)
     torch.manual_seed(0)
-    model = ChemoMAE(
-        seq_len=256, d_model=32, nhead=2, num_layers=1, dim_feedforward=64, dropout=0.0, latent_dim=16
-    )
+    model = ChemoMAE(seq_len=256, d_model=32, nhead=2, num_layers=1, dim_feedforward=64, dropout=0.0, latent_dim=16)
     visible = model.make_visible(len(x), generator=torch.Generator().manual_seed(0))
 
     def score() -> float:

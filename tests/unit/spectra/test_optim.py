@@ -45,11 +45,7 @@ def test_defaults_and_groups_of_the_model() -> None:
     decayed, undecayed = group_names(model, optimizer)
     assert decayed == {
         "encoder.token_proj.weight",
-        *(
-            f"encoder.layers.{i}.{m}.weight"
-            for i in (0, 1)
-            for m in ("in_proj", "out_proj", "linear1", "linear2")
-        ),
+        *(f"encoder.layers.{i}.{m}.weight" for i in (0, 1) for m in ("in_proj", "out_proj", "linear1", "linear2")),
         "encoder.to_latent.weight",
         "decoder.weight",
     }
@@ -133,9 +129,7 @@ def test_a_weight_shared_with_a_norm_is_undecayed() -> None:
 
 
 def test_nothing_to_train_is_an_error() -> None:
-    with pytest.raises(
-        ValueError, match=r"model \(Linear\) has no parameter with requires_grad=True; unfreeze"
-    ):
+    with pytest.raises(ValueError, match=r"model \(Linear\) has no parameter with requires_grad=True; unfreeze"):
         build_optimizer(nn.Linear(2, 2).requires_grad_(False))
 
 

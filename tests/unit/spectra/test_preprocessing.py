@@ -24,9 +24,7 @@ def test_snv_numbers() -> None:
     assert np.linalg.norm(Y, axis=1) == pytest.approx(np.full(7, 15.968719), abs=1e-6)
     assert np.abs(Y.mean(axis=1)).max() < 1e-12
     assert SNVScaler().transform(np.array([1.0, 2.0, 3.0])) == pytest.approx([-1, 0, 1], abs=1e-6)
-    assert SNVScaler().transform(torch.tensor([1.0, 2.0, 3.0])).tolist() == pytest.approx(
-        [-1, 0, 1], abs=1e-6
-    )
+    assert SNVScaler().transform(torch.tensor([1.0, 2.0, 3.0])).tolist() == pytest.approx([-1, 0, 1], abs=1e-6)
 
 
 def test_snv_of_the_shipped_spectra() -> None:
@@ -252,9 +250,7 @@ def test_fps_containers() -> None:
     assert isinstance(as_array, np.ndarray)
     assert as_array.dtype == np.float32
     assert array_indices.dtype == np.int64
-    tensor, indices = cosine_fps_downsample(
-        torch.from_numpy(X), init_index=2, return_indices=True, return_numpy=False
-    )
+    tensor, indices = cosine_fps_downsample(torch.from_numpy(X), init_index=2, return_indices=True, return_numpy=False)
     assert isinstance(tensor, torch.Tensor)
     assert tensor.dtype == torch.float32
     assert indices.tolist() == array_indices.tolist()
