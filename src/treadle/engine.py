@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -129,6 +130,7 @@ class Engine:
         self.should_stop = False
         self.scored: str | None = None
         self.config: Any = None
+        self.workspace: Path | None = None
         self.step_info: dict[str, Any] = {}
         self.cursor = Cursor()
         self.signals = SignalListener()
@@ -141,7 +143,7 @@ class Engine:
         self.last_lr: list[Any] = []
         self._totals: Mapping[str, float] | None = None
         self._tries = 1
-        self._outputs: list[StepOutput] = []
+        self.step_outputs: list[StepOutput] = []
         self._writes: list[Callable[[], Any]] = []
         self.eval_cursor = Cursor()
         self._prepared = False
@@ -150,6 +152,7 @@ class Engine:
         self._max_steps: int | None = None
         self._epochs: int | None = None
         self._started = 0.0
+        self._logged = False
 
     @property
     def epoch(self) -> int:
@@ -282,7 +285,7 @@ class Engine:
     def _new_step_info(self, group: Group) -> dict[str, Any]:
         self.micro_steps += len(group.batches)
         self.last_lr = [_frozen(param_group["lr"]) for param_group in self.optimizer.param_groups]
-        self._outputs = []
+        self.step_outputs = []
         self.step_info = {
             "loss": [], "weight": [], "records": [], "data_time": group.data_time, "lr": self.last_lr,
             "applied": False, "retries": self._tries - 1, "reason": None, "num_samples": 0,
@@ -292,7 +295,7 @@ class Engine:
     def _note(self, output: StepOutput) -> None:
         """Keeps a micro-batch's loss and records on the device, free of their graph."""
         loss = None if output.loss is None else output.loss.detach()
-        self._outputs.append(replace(output, loss=loss, outputs=None))
+        self.step_outputs.append(replace(output, loss=loss, outputs=None))
         self.step_info["loss"].append(loss)
         self.step_info["weight"].append(1.0 if output.weight is None else output.weight)
         self.step_info["records"].append(output.records)
@@ -377,7 +380,7 @@ class Engine:
         info["applied"] = outcome == "applied"
         info["step_time"] = time.perf_counter() - self._started
         if outcome != "refused":
-            for output in self._outputs:
+            for output in self.step_outputs:
                 add_output(self.epoch_means, output)
         self.emit("on_after_step")
         self._write_requested()
@@ -431,6 +434,27 @@ class Engine:
     def train_means(self) -> dict[str, Any]:
         """Returns the running epoch's weighted mean ``loss`` and ``records`` over all ranks; reads the device."""
         return self.epoch_means.compute(lambda table: distributed.sum_over_ranks(table, self.device))
+
+    @property
+    def total_steps(self) -> int | None:
+        """The step at which the run ends, where that is known."""
+        if self._max_steps is not None:
+            return self._max_steps
+        length = self.cursor.length
+        if self._epochs is None or length is None:
+            return None
+        in_this_epoch = math.ceil((length - self.cursor.position) / self.accumulation_steps)
+        per_epoch = math.ceil(length / self.accumulation_steps)
+        return self.step + in_this_epoch + (self._epochs - self.epoch - 1) * per_epoch
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the present step is the last one of this run, as far as the target says."""
+        if self.should_stop:
+            return True
+        if self._max_steps is not None:
+            return self.step >= self._max_steps
+        return self._epochs is not None and self.cursor.ended and self.epoch + 1 >= self._epochs
 
     def _reached(self) -> bool:
         if self._max_steps is not None:
@@ -521,8 +545,16 @@ class Engine:
             getattr(hook, event)(self, *args)
 
     def log(self, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        """Hands aggregated records to ``on_log`` of every hook."""
+        """Hands aggregated records to ``on_log`` of every hook; may be overridden, with or without ``super()``."""
+        self._logged = True
         self.emit("on_log", records, dry_run)
+
+    def emit_log(self, records: Mapping[str, Any], dry_run: bool = False) -> None:
+        """Calls :meth:`log` and sees to it that every hook gets the records exactly once."""
+        self._logged = False
+        self.log(records, dry_run)
+        if not self._logged:
+            self.emit("on_log", records, dry_run)
 
 
 def _check_settings(interval: str, grad_clip: float | None, accumulation: int, retries: int | None) -> None:

@@ -201,11 +201,12 @@ def write_text(text: str, path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def find_latest(candidates: Iterable[Path]) -> tuple[Path, dict[str, Any]] | None:
+def find_latest(candidates: Iterable[Path], *, prefer: Path | None = None) -> tuple[Path, dict[str, Any]] | None:
     """Returns the newest intact checkpoint by write time and its tree, naming each damaged one it passes over.
 
     Args:
         candidates: files that may exist.
+        prefer: the one to try first, whatever its write time.
 
     Returns:
         (path, tree), or None when no candidate exists.
@@ -214,7 +215,8 @@ def find_latest(candidates: Iterable[Path]) -> tuple[Path, dict[str, Any]] | Non
         CheckpointError: files are present but none is intact.
     """
     present = [path for path in candidates if path.exists()]
-    for path in sorted(present, key=_write_order, reverse=True):
+    newest_first = sorted(present, key=_write_order, reverse=True)
+    for path in sorted(newest_first, key=lambda path: path.resolve() != prefer):
         try:
             return path, load_checkpoint(path)
         except CheckpointError as error:

@@ -137,6 +137,11 @@ class Cursor:
     def _num_workers(self) -> int:
         return int(getattr(self._loader, "num_workers", None) or 0)
 
+    @property
+    def length(self) -> int | None:
+        """Micro-batches in an epoch of the attached loader, where that is certain."""
+        return self._source.length if self._source else None
+
     def _the_source(self) -> Source:
         assert self._source is not None, "attach() comes first"
         return self._source

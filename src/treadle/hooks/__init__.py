@@ -3,5 +3,20 @@
 from __future__ import annotations
 
 from treadle.hooks.base import EVENTS, BaseHook
+from treadle.hooks.checkpointing import CheckpointingHook
+from treadle.hooks.ema import EmaHook
+from treadle.hooks.history import HistoryHook
+from treadle.hooks.logging import LoggingHook
+from treadle.hooks.progress import ProgressHook
+from treadle.hooks.signals import SignalHook
 
-__all__ = ["EVENTS", "BaseHook"]
+__all__ = [
+    "EVENTS",
+    "BaseHook",
+    "CheckpointingHook",
+    "EmaHook",
+    "HistoryHook",
+    "LoggingHook",
+    "ProgressHook",
+    "SignalHook",
+]

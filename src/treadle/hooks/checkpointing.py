@@ -1,0 +1,146 @@
+"""CheckpointingHook: numbered checkpoints by step, a link to the newest, and resuming from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from treadle import distributed
+from treadle.checkpoint.store import Retention, find_latest, load_checkpoint, replacing, save_checkpoint
+from treadle.errors import ConfigError
+from treadle.hooks.base import BaseHook
+from treadle.signals import ExitCode, ExitPlan, exit_plan
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+_PATTERN = r"checkpoint_step_(\d+)\.pt"
+_LATEST = "checkpoint_latest.pt"
+
+
+class CheckpointingHook(BaseHook):
+    """Saves ``checkpoint_step_{step}.pt`` every ``interval`` steps, at the last step and at a signal.
+
+    Args:
+        interval: steps between checkpoints, >= 1.
+        keep_previous: how many of the newest to keep, the newest included; None keeps all.
+        keep_interval: also save, and never delete, steps divisible by this; None or 0: off.
+        path: folder; a relative one lies in the trainer's workspace.
+        load: ``"latest"``, a path (a bare name is looked up inside ``path``), or None.
+        exit_signals: a signal or several that save and leave; None installs no handler.
+        exit_code: ``"128+signal"`` or a number.
+        exit_wait: seconds or a timedelta to sleep between saving and leaving.
+
+    Raises:
+        ConfigError: a value is outside its range.
+
+    Example:
+        >>> hook = CheckpointingHook(interval=1000, keep_previous=2)
+    """
+
+    def __init__(
+        self,
+        interval: int,
+        keep_previous: int | None = 2,
+        keep_interval: int | None = None,
+        path: str | Path = "checkpoints",
+        load: str | Path | None = "latest",
+        exit_signals: int | Sequence[int] | None = None,
+        exit_code: ExitCode = "128+signal",
+        exit_wait: float | timedelta = 0.0,
+    ):
+        if interval < 1:
+            raise ConfigError(f"interval={interval!r}: must be at least 1 step")
+        if keep_previous is not None and keep_previous < 1:
+            raise ConfigError(f"keep_previous={keep_previous!r}: the newest checkpoint always stays; use 1 or more")
+        if keep_interval is not None and keep_interval < 0:
+            raise ConfigError(f"keep_interval={keep_interval!r}: must be >= 1 step, or None or 0 to turn it off")
+        self.interval = interval
+        self.keep_interval = keep_interval or None
+        self.retention = Retention(keep_previous, self.keep_interval)
+        self.path = Path(path)
+        self.load = load
+        self._exit = (exit_signals, exit_code, exit_wait)
+        exit_plan(exit_signals, lambda: None, code=exit_code, wait=exit_wait)  # refuse bad values now
+        self._saved_step: int | None = None
+        self._resumed_from: Path | None = None
+
+    def folder(self, trainer: Engine) -> Path:
+        """Returns the folder of the checkpoints.
+
+        Raises:
+            ConfigError: the path is relative and the trainer has no workspace.
+        """
+        if self.path.is_absolute():
+            return self.path
+        if trainer.workspace is None:
+            raise ConfigError(
+                f"path={str(self.path)!r} is relative and the trainer has no workspace; pass workspace= to the "
+                "trainer or an absolute path"
+            )
+        return trainer.workspace / self.path
+
+    def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
+        """Reads what ``load`` names."""
+        folder = self.folder(trainer)
+        if self.load is None:
+            return None
+        if str(self.load) != "latest":
+            path = Path(self.load)
+            inside = folder / path
+            self._resumed_from = inside if len(path.parts) == 1 and inside.exists() else path
+            return load_checkpoint(self._resumed_from)
+        link = folder / _LATEST
+        found = find_latest(folder.glob("checkpoint_step_*.pt"), prefer=link.resolve() if link.exists() else None)
+        if found is None:
+            return None
+        self._resumed_from, tree = found
+        trainer.logger.info("resuming from %s", self._resumed_from)
+        return tree
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Checks the folder before any work is lost."""
+        self.folder(trainer)
+        self._saved_step = trainer.step if self._resumed_from is not None else None
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Asks for a checkpoint when one is due; it is written once every hook has seen the step."""
+        due = trainer.step % self.interval == 0 or trainer.is_last_step
+        if due or (self.keep_interval and trainer.step % self.keep_interval == 0):
+            trainer.request_write(lambda: self.save(trainer))
+
+    def on_after_train(self, trainer: Engine) -> None:
+        """Saves the last step of a run that was stopped early."""
+        self.save(trainer)
+
+    def exit_plan(self, trainer: Engine) -> ExitPlan | None:
+        """Saves at a signal, if signals were named."""
+        signals, code, wait = self._exit
+        return exit_plan(signals, lambda: self.save(trainer), code=code, wait=wait)
+
+    def save(self, trainer: Engine) -> None:
+        """Writes the checkpoint of the present step, points the link to it and prunes; once per step."""
+        if self._saved_step == trainer.step:
+            return
+        self._saved_step = trainer.step
+        tree = trainer.state_dict()
+        if distributed.rank() != 0:
+            return
+        folder = self.folder(trainer)
+        target = folder / f"checkpoint_step_{trainer.step}.pt"
+        if save_checkpoint(tree, target) != target:
+            return  # not finite: put aside, nothing linked, nothing pruned
+        _point_latest_to(target)
+        protect = [] if self._resumed_from is None else [self._resumed_from]
+        self.retention.prune(folder, _PATTERN, protect)
+
+
+def _point_latest_to(target: Path) -> None:
+    with replacing(target.with_name(_LATEST)) as temporary:
+        try:
+            os.symlink(target.name, temporary)
+        except OSError:  # a file system without symbolic links
+            os.link(target, temporary)

@@ -1,0 +1,88 @@
+"""HistoryHook: the epoch records as a JSON file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from treadle import distributed
+from treadle.checkpoint.store import write_text
+from treadle.hooks.base import BaseHook
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+
+def to_json(value: Any) -> Any:
+    """Returns a value that is valid JSON: NaN and infinities become null.
+
+    Example:
+        >>> to_json({"a": float("nan"), "b": [1, float("inf")]})
+        {'a': None, 'b': [1, None]}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def dump_records(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns records as a JSON list with one record per line."""
+    lines = [json.dumps(to_json(record), allow_nan=False) for record in records]
+    return "[\n" + ",\n".join(lines) + "\n]\n" if lines else "[]\n"
+
+
+class HistoryHook(BaseHook):
+    """Writes the history after every epoch, atomically, from the history the checkpoint holds.
+
+    So after a resume no epoch appears twice. A fresh run renames the file it finds to ``<stem>.1.json`` (next free
+    number).
+
+    Args:
+        path: the JSON file.
+        history: returns the records.
+        keep: the keys of a record to write, in this order; a missing one is null. None writes all.
+
+    Example:
+        >>> hook = HistoryHook("training_history.json", lambda: [])
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        history: Callable[[], Sequence[Mapping[str, Any]]],
+        *,
+        keep: Sequence[str] | None = None,
+    ):
+        self.path = Path(path)
+        self.history = history
+        self.keep = keep
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Sets the file of another run aside when this one starts from nothing."""
+        if trainer.step == 0 and self.path.exists() and distributed.rank() == 0:
+            aside = next_free(self.path)
+            self.path.rename(aside)
+            trainer.logger.info("%s belonged to an earlier run and is now %s", self.path.name, aside.name)
+
+    def on_after_epoch(self, trainer: Engine) -> None:
+        """Writes the file."""
+        if distributed.rank() == 0:
+            write_text(dump_records([self._kept(record) for record in self.history()]), self.path)
+
+    def _kept(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        return record if self.keep is None else {key: record.get(key) for key in self.keep}
+
+
+def next_free(path: Path) -> Path:
+    """Returns ``<stem>.N<suffix>`` with the smallest N that is free."""
+    number = 1
+    while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return candidate

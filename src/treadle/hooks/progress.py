@@ -1,0 +1,63 @@
+"""ProgressHook: one line per report in the log."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from treadle.hooks.reporting import IntervalHook
+from treadle.nested import flatten_nested_dict
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+
+class ProgressHook(IntervalHook):
+    """Logs step, times, ETA, memory, loss, gradient norm and learning rates in one INFO line.
+
+    ``Step   100/10000: step 0.2500s data 0.0100s eta 6:00:00 loss 0.5234 grad_norm 2.3456 lr_0 1.00e-03``
+
+    Args:
+        interval: steps between lines.
+        with_records: add the records after `` | ``.
+        sync: reduce over ranks.
+        eta_warmup: steps of this process before an ETA is shown.
+
+    Example:
+        >>> hook = ProgressHook(interval=10, with_records=True)
+    """
+
+    def __init__(self, interval: int = 1, with_records: bool = False, sync: bool = False, eta_warmup: int = 10):
+        super().__init__(interval, sync=sync)
+        self.with_records = with_records
+        self.eta_warmup = eta_warmup
+        self._first_step = 0
+        self._started = 0.0
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Starts the clock of this process; steps of an earlier one say nothing about its speed."""
+        self._first_step = trainer.step
+        self._started = time.perf_counter()
+
+    def report(self, trainer: Engine, means: dict[str, Any]) -> None:
+        """Logs the line."""
+        total = trainer.total_steps
+        width = len(str(total)) if total is not None else 1
+        of = f"/{total}" if total is not None else ""
+        parts = [f"Step {trainer.step:>{width}}{of}: step {means['step_time']:.4f}s"]
+        if "data_time" in means:
+            parts.append(f"data {means['data_time']:.4f}s")
+        done = trainer.step - self._first_step
+        if total is not None and done >= self.eta_warmup:
+            left = (time.perf_counter() - self._started) / max(done, 1) * (total - trainer.step)
+            parts.append(f"eta {timedelta(seconds=round(left))}")
+        if "max_memory" in means:
+            parts.append(f"mem {means['max_memory']:.2f}GiB")
+        parts += [f"{name} {means[name]:.4f}" for name in ("loss", "grad_norm") if name in means]
+        parts += [f"lr_{index} {value:.2e}" for index, value in enumerate(means["lr"])]
+        line = " ".join(parts)
+        if self.with_records and means.get("records"):
+            flat = flatten_nested_dict(means["records"])
+            line += " | " + " ".join(f"{'/'.join(path)} {value:.4f}" for path, value in flat.items())
+        trainer.logger.info(line)

@@ -1,0 +1,101 @@
+"""What reporting hooks share: means over the steps since the last report, kept on the device, exact over a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from treadle import distributed
+from treadle.errors import ConfigError
+from treadle.hooks.base import BaseHook
+from treadle.means import RunningMeans, Total, read_scalars
+from treadle.task import add_output
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+
+class IntervalHook(BaseHook):
+    """Collects every step and calls :meth:`report` at ``step % interval == 0`` and at the last step.
+
+    Loss and records are weighted means over the steps since the last report, times are plain means, the learning
+    rates are those of the last step. What was collected is part of the checkpoint, so a resumed run reports the same
+    numbers.
+
+    Args:
+        interval: steps between reports, >= 1.
+        sync: reduce sums over ranks.
+    """
+
+    def __init__(self, interval: int, *, sync: bool):
+        if interval < 1:
+            raise ConfigError(f"interval={interval!r}: must be at least 1 step")
+        self.interval = interval
+        self.sync = sync
+        self._means = RunningMeans()
+        self._times = RunningMeans()  # of this process; no part of an exact resume
+        self._retries = 0
+        self._pending = False
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Collects the step and reports when it is time; reads nothing on the host before that."""
+        self._collect(trainer)
+        if trainer.step % self.interval == 0 or trainer.is_last_step:
+            self._report(trainer)
+
+    def on_after_train(self, trainer: Engine) -> None:
+        """Reports what is left."""
+        if self._pending:
+            self._report(trainer)
+
+    def _collect(self, trainer: Engine) -> None:
+        info = trainer.step_info
+        for output in trainer.step_outputs:
+            add_output(self._means, output)
+        self._times.add({"step_time": info["step_time"]})
+        for seconds in info["data_time"]:
+            self._times.add({"data_time": seconds})
+        if "grad_norm" in info:
+            self._means.add({"grad_norm": info["grad_norm"]})
+        self._means.add({"num_samples": Total(info["num_samples"])})
+        self._retries += info["retries"]
+        self._pending = True
+
+    def _report(self, trainer: Engine) -> None:
+        reduce = (lambda table: distributed.sum_over_ranks(table, trainer.device)) if self.sync else None
+        means = {**self._means.compute(reduce), **self._times.compute(reduce)}
+        means["lr"] = read_scalars(trainer.last_lr).tolist()
+        means["retries"] = self._retries
+        if "max_memory" in trainer.step_info:
+            means["max_memory"] = float(trainer.step_info["max_memory"])
+        self._means.reset()
+        self._times.reset()
+        self._retries = 0
+        self._pending = False
+        self.report(trainer, means)
+
+    def report(self, trainer: Engine, means: dict[str, Any]) -> None:
+        """Shows the means; overridden by each hook.
+
+        Args:
+            trainer: the engine.
+            means: ``loss``, ``records``, ``step_time``, ``data_time``, ``grad_norm``, ``num_samples`` (a total),
+                ``lr`` (one per parameter group), ``retries``, and ``max_memory`` where it is measured.
+        """
+        raise NotImplementedError
+
+    def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
+        """Keeps the running means of the open interval."""
+        state_dict["hooks"][self.state_key] = {
+            "means": self._means.state_dict(),
+            "retries": self._retries,
+            "pending": self._pending,
+        }
+
+    def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
+        """Restores the running means."""
+        saved = (state_dict.get("hooks") or {}).get(self.state_key)
+        if saved is not None:
+            self._means.load_state_dict(saved["means"], device=trainer.device)
+            self._retries = saved["retries"]
+            self._pending = saved["pending"]

@@ -1,0 +1,45 @@
+"""SignalHook: saves and leaves when the system asks the run to stop."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from treadle.hooks.base import BaseHook
+from treadle.signals import ExitCode, ExitPlan, exit_plan
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+
+class SignalHook(BaseHook):
+    """Saves at the next step boundary after a signal and exits with 128 + its number.
+
+    Args:
+        write: saves the state.
+        exit_signals: a signal or several; by default SIGTERM and SIGINT.
+        exit_code: ``"128+signal"`` or a number.
+        exit_wait: seconds or a timedelta to sleep between saving and exiting.
+
+    Raises:
+        ConfigError: a signal cannot be handled or ``exit_code`` is another string.
+
+    Example:
+        >>> hook = SignalHook(lambda: None, exit_signals=signal.SIGTERM)
+    """
+
+    def __init__(
+        self,
+        write: Callable[[], Any],
+        exit_signals: int | Sequence[int] = (signal.SIGTERM, signal.SIGINT),
+        *,
+        exit_code: ExitCode = "128+signal",
+        exit_wait: float | timedelta = 0.0,
+    ):
+        self._plan = exit_plan(exit_signals, write, code=exit_code, wait=exit_wait)
+
+    def exit_plan(self, trainer: Engine) -> ExitPlan | None:
+        """Returns what was asked for."""
+        return self._plan
