@@ -1,0 +1,59 @@
+"""PyTorch training that you can stop, resume and replay to the bit.
+
+One step loop, familiar front ends, and science packs. The packs are imported by name: ``import treadle.spectra``.
+"""
+
+from __future__ import annotations
+
+from treadle.best import BestRule, EarlyStopping
+from treadle.checkpoint import load_weights, verify_checkpoint
+from treadle.data import steps_per_epoch
+from treadle.device import get_device
+from treadle.engine import Engine
+from treadle.epochs import EpochTrainer
+from treadle.errors import CheckpointError, ConfigError, DataExhaustedError, NonFiniteError, TreadleError
+from treadle.hooks import (
+    BaseHook,
+    CheckpointingHook,
+    EmaHook,
+    HistoryHook,
+    LoggingHook,
+    ProgressHook,
+    SignalHook,
+)
+from treadle.means import Total, Weighted
+from treadle.nested import flatten_nested_dict, key_average, map_nested_tensor
+from treadle.seed import ReproducibilityContext, set_seed
+from treadle.task import StepOutput, Task
+
+__all__ = [
+    "BaseHook",
+    "BestRule",
+    "CheckpointError",
+    "CheckpointingHook",
+    "ConfigError",
+    "DataExhaustedError",
+    "EarlyStopping",
+    "EmaHook",
+    "Engine",
+    "EpochTrainer",
+    "HistoryHook",
+    "LoggingHook",
+    "NonFiniteError",
+    "ProgressHook",
+    "ReproducibilityContext",
+    "SignalHook",
+    "StepOutput",
+    "Task",
+    "Total",
+    "TreadleError",
+    "Weighted",
+    "flatten_nested_dict",
+    "get_device",
+    "key_average",
+    "load_weights",
+    "map_nested_tensor",
+    "set_seed",
+    "steps_per_epoch",
+    "verify_checkpoint",
+]

@@ -134,3 +134,43 @@ class BestRule:
         self.best = float(state_dict["best"])
         self.best_epoch = state_dict["best_epoch"]
         self.count = int(state_dict["count"])
+
+
+class EarlyStopping:
+    """Says when to stop: a callable over :class:`BestRule`.
+
+    Args:
+        patience: non-improving values until it says True, >= 1.
+        min_delta: smallest change that counts.
+        mode: ``"min"`` or ``"max"``.
+        start_epoch: values before this one are not counted.
+
+    Example:
+        >>> stop = EarlyStopping(patience=2)
+        >>> [stop(value) for value in (1, 1, 1, 0.5, 0.6, 0.6)]
+        [False, False, True, False, False, True]
+    """
+
+    def __init__(self, patience: int = 10, min_delta: float = 0.0, mode: Mode = "min", *, start_epoch: int = 1):
+        self.rule = BestRule("value", mode, min_delta, patience, start_epoch)
+        self.epoch = 0
+
+    def __call__(self, value: float) -> bool:
+        """Takes the value of the next epoch and returns whether to stop."""
+        self.epoch += 1
+        self.rule.update(self.epoch, float(value))
+        return self.rule.should_stop
+
+    @property
+    def best(self) -> float:
+        """The best value so far."""
+        return self.rule.best
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state as plain values."""
+        return {"epoch": self.epoch, "rule": self.rule.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores what :meth:`state_dict` returned."""
+        self.epoch = int(state_dict["epoch"])
+        self.rule.load_state_dict(state_dict["rule"])

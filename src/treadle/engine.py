@@ -193,6 +193,9 @@ class Engine:
             self.logger.info("nothing to do: at step %d, epoch %d the target is reached", self.step, self.epoch)
             return
         self.should_stop = False
+        if self.step == 0 and not self._loaded:
+            for ema in self.averages.values():  # the weights may have changed since the averages were made
+                ema.restart_from(self.model)
         with training_session(self):
             while not (self._reached() or self.should_stop):
                 self.cursor.open(loader)
@@ -469,7 +472,18 @@ class Engine:
             loader: any iterable of micro-batches.
             task: by default the training task.
         """
-        return evaluate(self, loader, task or self.task)
+        return evaluate(
+            self.model,
+            loader,
+            task or self.task,
+            precision=self.precision,
+            eval_seed=self.eval_seed,
+            cursor=self.eval_cursor,
+            interrupted=self._signalled if self.exit_plans else None,
+        )
+
+    def _signalled(self) -> bool:
+        return bool(distributed.agree(self.signals.received or 0, self.device))
 
     # -- state ----------------------------------------------------------------------------------------------------
 

@@ -4,49 +4,90 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from treadle import distributed
+from treadle.data.cursor import Cursor
 from treadle.data.sources import generators_of
 from treadle.means import RunningMeans
+from treadle.precision import Precision
 from treadle.seed import forked_rng
 from treadle.task import HasMetrics, Task, add_output, as_step_output
-
-if TYPE_CHECKING:
-    from treadle.engine import Engine
 
 
 class EvaluationAbandoned(Exception):
     """A signal arrived during an evaluation; the step boundary before it is saved."""
 
 
-def evaluate(engine: Engine, loader: Iterable[Any], task: Task) -> dict[str, Any]:
+def evaluate(
+    model: nn.Module,
+    loader: Iterable[Any],
+    task: Task,
+    *,
+    precision: Precision,
+    eval_seed: int = 0,
+    cursor: Cursor | None = None,
+    interrupted: Callable[[], bool] | None = None,
+) -> dict[str, Any]:
     """Returns the weighted mean loss, records and epoch metrics of a task over a loader.
 
-    Runs under the training autocast, without gradients, and under an RNG of its own seeded with the engine's
-    ``eval_seed``. The mode of every module and the generators of the loader are put back.
+    Args:
+        model: on the device of ``precision``.
+        loader: any iterable of micro-batches.
+        task: turns a batch into a loss.
+        precision: autocast as in training.
+        eval_seed: seeds the RNG of the evaluation.
+        cursor: reused between evaluations to keep a loader's persistent workers.
+        interrupted: asked before each batch.
+
+    Returns:
+        ``loss``, the records, then the metrics; all reduced over ranks.
+
+    Raises:
+        EvaluationAbandoned: ``interrupted`` says so.
     """
     means = RunningMeans()
     metrics = task.new_metrics() if isinstance(task, HasMetrics) else None
-    with forked_rng(engine.eval_seed), _kept_generators(loader), evaluation_mode(engine.model):
-        cursor = engine.eval_cursor
+
+    def score(batch: Any) -> None:
+        if interrupted is not None and interrupted():
+            raise EvaluationAbandoned
+        output = as_step_output(task.step(model, batch), training=False)
+        add_output(means, output)
+        if metrics is not None and output.outputs is not None:
+            metrics.update(output.outputs)
+
+    for_each_batch(model, loader, score, precision=precision, eval_seed=eval_seed, cursor=cursor)
+    values = means.compute(lambda table: distributed.sum_over_ranks(table, precision.device))
+    result = {"loss": values.get("loss", math.nan), **values.get("records", {})}
+    return {**result, **(metrics.compute() if metrics is not None else {})}
+
+
+def for_each_batch(
+    model: nn.Module,
+    loader: Iterable[Any],
+    fn: Callable[[Any], None],
+    *,
+    precision: Precision,
+    eval_seed: int = 0,
+    cursor: Cursor | None = None,
+) -> None:
+    """Calls ``fn`` with every batch under the rules of an evaluation.
+
+    Eval mode, no gradients, autocast, and an RNG of its own. The mode of every module, the generators of the loader
+    and the training RNG are put back, also after an exception.
+    """
+    cursor = Cursor() if cursor is None else cursor
+    with forked_rng(eval_seed), _kept_generators(loader), evaluation_mode(model):
         cursor.restart()
         cursor.open(loader)
         while batches := cursor.take(1).batches:
-            if engine.exit_plans and distributed.agree(engine.signals.received or 0, engine.device):
-                raise EvaluationAbandoned
-            with engine.precision.autocast():
-                output = as_step_output(task.step(engine.model, batches[0]), training=False)
-            add_output(means, output)
-            if metrics is not None and output.outputs is not None:
-                metrics.update(output.outputs)
-    values = means.compute(lambda table: distributed.sum_over_ranks(table, engine.device))
-    result = {"loss": values.get("loss", math.nan), **values.get("records", {})}
-    return {**result, **(metrics.compute() if metrics is not None else {})}
+            with precision.autocast():
+                fn(batches[0])
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from treadle.errors import CheckpointError
@@ -83,3 +83,14 @@ def _in_live_order(number: int, group: Mapping[str, Any], live_names: list[str])
     if missing:
         raise CheckpointError(f"optimizer: group {number} of the checkpoint has no state for {', '.join(missing[:5])}")
     return [by_name[name] for name in live_names]
+
+
+def move_optimizer_state(optimizer: Optimizer) -> None:
+    """Moves state tensors that lie elsewhere beside their parameters, in place.
+
+    Step counters of unfused optimizers stay on the CPU, where torch keeps them.
+    """
+    for parameter, entries in optimizer.state.items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.device != parameter.device:
+                entries[key] = value.to(parameter.device)

@@ -134,8 +134,10 @@ def check_format(tree: Any, source: str) -> None:
 
 
 def non_finite_names(tree: Mapping[str, Any]) -> list[str]:
-    """Returns the names of model and EMA tensors that hold a NaN or an infinity."""
-    groups: list[tuple[str, Any]] = [("model", tree.get("model"))]
+    """Returns the names of model and EMA tensors that hold a NaN or an infinity, of a checkpoint or an export."""
+    if not isinstance(tree.get("model"), Mapping):
+        return [name for name, value in tree.items() if not _finite(value)]
+    groups: list[tuple[str, Any]] = [("model", tree["model"])]
     for name, entry in (tree.get("ema") or {}).items():
         groups.append((f"ema.{name}", entry.get("shadow") if isinstance(entry, Mapping) else None))
     bad = []

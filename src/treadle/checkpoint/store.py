@@ -13,7 +13,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -112,14 +112,11 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
         )  # fmt: skip
         target = aside
 
-    def write(file: BinaryIO) -> None:
-        torch.save(dict(tree), file)
-
     with _reported(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as temporary:
             with open(temporary, "wb") as file:
-                write(file)
+                torch.save(dict(tree), file)
                 file.flush()
                 os.fsync(file.fileno())
             problems = verify_checkpoint(temporary)
@@ -136,7 +133,7 @@ def _reported(target: Path) -> Iterator[None]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"checkpoint {str(target)!r} was not written: {_first_line(error)}. What was there before is intact; "
+            f"{str(target)!r} was not written: {_first_line(error)}. What was there before is intact; "
             "free some space or choose another folder"
         ) from error
 
@@ -189,16 +186,26 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def write_text(text: str, path: str | os.PathLike[str]) -> Path:
-    """Writes a small text file atomically."""
+def write_bytes(write: Callable[[BinaryIO], Any], path: str | os.PathLike[str]) -> Path:
+    """Writes a file atomically with what ``write`` puts into it."""
     target = Path(path)
     with _reported(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(target) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        with replacing(target) as temporary, open(temporary, "wb") as file:
+            write(file)
             file.flush()
             os.fsync(file.fileno())
     return target
+
+
+def write_text(text: str, path: str | os.PathLike[str]) -> Path:
+    """Writes a small text file atomically."""
+    return write_bytes(lambda file: file.write(text.encode("utf-8")), path)
+
+
+def save_tensor(tensor: Tensor, path: str | os.PathLike[str]) -> Path:
+    """Writes one tensor atomically, for ``torch.load``."""
+    return write_bytes(lambda file: torch.save(tensor, file), path)
 
 
 def find_latest(candidates: Iterable[Path], *, prefer: Path | None = None) -> tuple[Path, dict[str, Any]] | None:

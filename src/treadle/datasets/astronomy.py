@@ -25,9 +25,7 @@ class SdssCatalog:
     columns: tuple[str, ...]
     """u, g, r, i, z_band, redshift, ra, dec, J, K."""
     units: tuple[str, ...] = ("mag",) * 5 + ("", "deg", "deg", "mag", "mag")
-    citation: str = (
-        "SDSS and 2MASS, through kcorrect: Blanton and Roweis (2007), Astronomical Journal 133, 734"
-    )
+    citation: str = "SDSS and 2MASS, through kcorrect: Blanton and Roweis (2007), Astronomical Journal 133, 734"
     licence: str = "BSD-3-Clause (licenses/kcorrect-BSD3.txt)"
 
 
@@ -48,9 +46,7 @@ class XdfCutouts:
     """(986, 7) one row per galaxy in the order of `scalar_columns` and `scalar_units`."""
     scalar_columns: tuple[str, ...] = ("mag", "blue-red", "radius", "ellipticity", "area", "y", "x")
     scalar_units: tuple[str, ...] = ("mag (relative)", "mag (relative)", "px", "", "px²", "px", "px")
-    citation: str = (
-        "Hubble eXtreme Deep Field: NASA, ESA, G. Illingworth, D. Magee, P. Oesch, R. Bouwens and others"
-    )
+    citation: str = "Hubble eXtreme Deep Field: NASA, ESA, G. Illingworth, D. Magee, P. Oesch, R. Bouwens and others"
     licence: str = "public domain (NASA/ESA)"
 
 

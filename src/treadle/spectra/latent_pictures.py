@@ -123,8 +123,7 @@ def _label_map(axes: Axes, shares: tuple[float, float] | None, title: str) -> No
         names = ["first direction", "second direction"]
     else:
         names = [
-            f"principal component {index} ({share:.0%} of the variance)"
-            for index, share in enumerate(shares, start=1)
+            f"principal component {index} ({share:.0%} of the variance)" for index, share in enumerate(shares, start=1)
         ]
     label_axes(axes, x=names[0], y=names[1], title=title)
 

@@ -207,9 +207,7 @@ def _shared_legend(figure: Figure, panels: Iterable[Axes]) -> None:
     """One legend for all panels, since one whose spectrum was fully visible has no shade to explain."""
     entries: dict[str, Any] = {}
     for axes in panels:
-        entries.update(
-            {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-        )
+        entries.update({label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)})
     figure.legend(
         list(entries.values()), list(entries), loc="outside upper center", ncols=3, frameon=False, fontsize=10
     )

@@ -184,8 +184,7 @@ def pca_features(train: npt.ArrayLike, x: npt.ArrayLike, num_components: int) ->
         )
     if not 1 <= num_components <= min(fit_rows.shape):
         raise ValueError(
-            f"num_components is {num_components}, it must be 1 to {min(fit_rows.shape)}, "
-            "the smaller side of train"
+            f"num_components is {num_components}, it must be 1 to {min(fit_rows.shape)}, the smaller side of train"
         )
     try:
         from sklearn.decomposition import PCA
@@ -195,9 +194,7 @@ def pca_features(train: npt.ArrayLike, x: npt.ArrayLike, num_components: int) ->
     return np.asarray(pca.transform(rows), dtype=np.float32)
 
 
-def _colour_scores(
-    x: _Float, y: _Float, groups: npt.NDArray[np.intp], *, num_folds: int, seed: int
-) -> list[float]:
+def _colour_scores(x: _Float, y: _Float, groups: npt.NDArray[np.intp], *, num_folds: int, seed: int) -> list[float]:
     try:
         from sklearn.linear_model import RidgeCV
         from sklearn.metrics import r2_score
@@ -243,9 +240,7 @@ def _class_probe(x: _Float, y: npt.NDArray[np.str_], groups: npt.NDArray[np.intp
 
     model = make_pipeline(StandardScaler(), LogisticRegression(class_weight="balanced", max_iter=500))
     inner = _stratified_folds(y, groups, num_folds=_INNER_FOLDS, seed=seed)
-    search = GridSearchCV(
-        model, {"logisticregression__C": LOGISTIC_CS}, scoring="balanced_accuracy", cv=inner
-    )
+    search = GridSearchCV(model, {"logisticregression__C": LOGISTIC_CS}, scoring="balanced_accuracy", cv=inner)
     with warnings.catch_warnings():
         # A weak penalty on features that separate the classes has no finite optimum: 500 steps are enough.
         warnings.simplefilter("ignore", ConvergenceWarning)

@@ -1,0 +1,106 @@
+"""The settings of the spectra trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treadle.errors import ConfigError, refuse_unknown
+
+_ALLOWED = {
+    "amp_dtype": ("bf16", "fp16"),
+    "loss_type": ("mse", "sse"),
+    "reduction": ("sum", "mean", "batch_mean"),
+    "selection": ("best", "last"),
+}
+
+
+def check_allowed(owner: str, field: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raises ConfigError unless ``value`` is one of the allowed words."""
+    if value not in allowed:
+        raise ConfigError(f"{owner}.{field}={value!r}: must be one of {', '.join(map(repr, allowed))}")
+
+
+@dataclass
+class TrainerConfig:
+    """Settings of :class:`SpectraTrainer`, checked when they are made.
+
+    Raises:
+        ConfigError: a value is outside its range; the allowed values are listed.
+
+    Example:
+        >>> TrainerConfig(reduction="sum").to_dict()["reduction"]
+        'sum'
+    """
+
+    out_dir: str | Path = "runs"
+    """Folder of checkpoints, history and exports; created when training starts."""
+    device: str | None = None
+    """None takes CUDA, then MPS, then the CPU."""
+    amp: bool = True
+    """Mixed precision, on every device type."""
+    amp_dtype: str = "bf16"
+    """``"bf16"`` or ``"fp16"``."""
+    enable_tf32: bool = False
+    """Allow TF32 in matmul and cuDNN while ``fit`` runs."""
+    grad_clip: float | None = 1.0
+    """Total gradient norm; None or 0 off."""
+    use_ema: bool = True
+    """Average the weights; validation and exports use the average."""
+    ema_decay: float = 0.999
+    """Decay of the average, in [0, 1]."""
+    loss_type: str = "mse"
+    """``"mse"`` or ``"sse"``."""
+    reduction: str = "mean"
+    """``"mean"``: per masked element; ``"batch_mean"``: per spectrum; ``"sum"``."""
+    early_stop_patience: int | None = 20
+    """Epochs without improvement until training stops; None never stops."""
+    early_stop_start_ratio: float = 0.5
+    """Fraction of the total epochs before which no epoch counts against the patience."""
+    early_stop_min_delta: float = 0.0
+    """Smallest improvement that counts."""
+    resume_from: str | Path | None = "auto"
+    """``"auto"``: ``checkpoints/last.pt`` if it is there; a path: must exist; None: start afresh."""
+    selection: str = "best"
+    """``"best"`` by validation with early stop, or ``"last"``: a fixed budget."""
+    accumulation_steps: int = 1
+    """Micro-batches per optimizer step."""
+    max_non_finite_grad_retries: int | None = None
+    """Fresh groups to try before NonFiniteError."""
+    eval_seed: int = 0
+    """Seeds the masks of every validation."""
+
+    def __post_init__(self) -> None:
+        for field, allowed in _ALLOWED.items():
+            check_allowed("TrainerConfig", field, getattr(self, field), allowed)
+        self._check(self.grad_clip is None or self.grad_clip >= 0, "grad_clip", "must be None or >= 0")
+        self._check(0 <= self.ema_decay <= 1, "ema_decay", "must lie in [0, 1]")
+        patience = self.early_stop_patience
+        self._check(patience is None or patience >= 1, "early_stop_patience", "must be None or >= 1 epoch")
+        self._check(0 <= self.early_stop_start_ratio <= 1, "early_stop_start_ratio", "must lie in [0, 1]")
+        self._check(self.early_stop_min_delta >= 0, "early_stop_min_delta", "must be >= 0")
+        self._check(self.accumulation_steps >= 1, "accumulation_steps", "must be >= 1")
+        retries = self.max_non_finite_grad_retries
+        self._check(retries is None or retries >= 0, "max_non_finite_grad_retries", "must be None or >= 0")
+
+    def _check(self, ok: bool, field: str, rule: str) -> None:
+        if not ok:
+            raise ConfigError(f"TrainerConfig.{field}={getattr(self, field)!r}: {rule}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings as plain values."""
+        values = dataclasses.asdict(self)
+        return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainerConfig:
+        """Makes settings from a mapping.
+
+        Raises:
+            ConfigError: a key is unknown; the nearest known one is named.
+        """
+        refuse_unknown("TrainerConfig", values, [field.name for field in dataclasses.fields(cls)])
+        return cls(**values)

@@ -1,0 +1,159 @@
+"""Using a trained model: test its loss, extract its latents."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from treadle.checkpoint.store import save_tensor, write_bytes, write_text
+from treadle.device import get_device
+from treadle.errors import ConfigError
+from treadle.evaluation import evaluate, for_each_batch
+from treadle.hooks.history import dump_records
+from treadle.precision import Precision
+from treadle.spectra.config import check_allowed
+from treadle.spectra.task import SpectraTask, spectra_of
+
+_log = logging.getLogger("treadle.spectra")
+
+
+@dataclass
+class TesterConfig:
+    """Settings of :class:`Tester`; the fields mean what they mean in ``TrainerConfig``."""
+
+    out_dir: str | Path = "runs"
+    device: str | None = None
+    amp: bool = True
+    amp_dtype: str = "bf16"
+    loss_type: str = "mse"
+    reduction: str = "mean"
+    fixed_visible: Tensor | None = None
+    """bool (L,) or (B, L), True where the encoder sees; None lets the model draw under ``eval_seed``."""
+    log_history: bool = True
+    history_filename: str = "test_history.json"
+    eval_seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_allowed("TesterConfig", "amp_dtype", self.amp_dtype, ("bf16", "fp16"))
+        check_allowed("TesterConfig", "loss_type", self.loss_type, ("mse", "sse"))
+        check_allowed("TesterConfig", "reduction", self.reduction, ("sum", "mean", "batch_mean"))
+
+
+class Tester:
+    """Measures the masked loss of a model over a loader.
+
+    Args:
+        model: returns ``(x_recon, z, visible_mask)``.
+        cfg: settings; None takes the defaults.
+
+    Example:
+        >>> # loss = Tester(model, TesterConfig(out_dir="run"))(test_loader)
+    """
+
+    def __init__(self, model: nn.Module, cfg: TesterConfig | None = None):
+        self.cfg = cfg or TesterConfig()
+        self.device = get_device(self.cfg.device)
+        self.model = model.to(self.device)
+
+    def __call__(self, loader: Any) -> float:
+        """Returns the weighted mean loss and appends it to the test history.
+
+        Raises:
+            ConfigError: the history file is damaged; it is not overwritten.
+        """
+        cfg = self.cfg
+        history = self._read_history() if cfg.log_history else []
+        task = SpectraTask(
+            self.device, loss_type=cfg.loss_type, reduction=cfg.reduction, fixed_visible=cfg.fixed_visible
+        )
+        precision = _precision(cfg.amp, cfg.amp_dtype, self.device)
+        loss = float(evaluate(self.model, loader, task, precision=precision, eval_seed=cfg.eval_seed)["loss"])
+        if cfg.log_history:
+            record = {"phase": "test", "test_loss": loss, "loss_type": cfg.loss_type, "reduction": cfg.reduction}
+            write_text(dump_records([*history, record]), self._history_path)
+        return loss
+
+    @property
+    def _history_path(self) -> Path:
+        return Path(self.cfg.out_dir) / self.cfg.history_filename
+
+    def _read_history(self) -> list[Any]:
+        if not self._history_path.exists():
+            return []
+        try:
+            records = json.loads(self._history_path.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise ConfigError(
+                f"history file {str(self._history_path)!r} is damaged ({error}); move it away or pass another "
+                "history_filename"
+            ) from error
+        if not isinstance(records, list):
+            raise ConfigError(f"history file {str(self._history_path)!r} holds no JSON list; move it away")
+        return records
+
+
+@dataclass
+class ExtractorConfig:
+    """Settings of :class:`Extractor`."""
+
+    device: str | None = None
+    amp: bool = True
+    amp_dtype: str = "bf16"
+    save_path: str | Path | None = None
+    """``.npy``, ``.pt`` or ``.pth``; None writes nothing."""
+    return_numpy: bool = False
+
+    def __post_init__(self) -> None:
+        check_allowed("ExtractorConfig", "amp_dtype", self.amp_dtype, ("bf16", "fp16"))
+        if self.save_path is not None and Path(self.save_path).suffix not in (".npy", ".pt", ".pth"):
+            raise ConfigError(f"ExtractorConfig.save_path={os.fspath(self.save_path)!r}: must end in .npy, .pt or .pth")
+
+
+class Extractor:
+    """Extracts the latent of every spectrum with all channels visible, in the order of the loader.
+
+    Args:
+        model: has ``encoder(x, visible_mask) -> z`` as :class:`ChemoMAE` does.
+        cfg: settings; None takes the defaults.
+
+    Example:
+        >>> # latents_ND = Extractor(model)(loader)
+    """
+
+    def __init__(self, model: nn.Module, cfg: ExtractorConfig | None = None):
+        self.cfg = cfg or ExtractorConfig()
+        self.device = get_device(self.cfg.device)
+        self.model = model.to(self.device)
+
+    def __call__(self, loader: Any) -> Tensor | np.ndarray[Any, np.dtype[np.float32]]:
+        """Returns (N, latent_dim) float32 on the CPU, as a tensor or, with ``return_numpy``, as an array."""
+        rows: list[Tensor] = []
+        encoder: Any = self.model.encoder
+
+        def encode(batch: Any) -> None:
+            x = spectra_of(batch).to(self.device)
+            rows.append(encoder(x, torch.ones_like(x, dtype=torch.bool)).float().cpu())
+
+        for_each_batch(self.model, loader, encode, precision=_precision(self.cfg.amp, self.cfg.amp_dtype, self.device))
+        latents = torch.cat(rows)
+        if self.cfg.save_path is not None:
+            path = Path(self.cfg.save_path)
+            if path.suffix == ".npy":
+                write_bytes(lambda file: np.save(file, latents.numpy()), path)
+            else:
+                save_tensor(latents, path)
+        return latents.numpy() if self.cfg.return_numpy else latents
+
+
+def _precision(amp: bool, dtype: str, device: torch.device) -> Precision:
+    if not amp:
+        return Precision(None, device)
+    return Precision("bf16" if dtype == "bf16" else "fp16", device)

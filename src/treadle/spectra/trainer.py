@@ -1,0 +1,263 @@
+"""The spectra face: trains a masked autoencoder by epochs and keeps its folder in order."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from treadle import distributed
+from treadle.best import BestRule
+from treadle.checkpoint.store import find_latest, load_checkpoint, save_checkpoint
+from treadle.device import get_device
+from treadle.ema import Ema
+from treadle.engine import Engine
+from treadle.epochs import EpochTrainer
+from treadle.errors import CheckpointError, ConfigError
+from treadle.hooks.base import BaseHook
+from treadle.hooks.ema import EmaHook
+from treadle.hooks.history import HistoryHook
+from treadle.optim import move_optimizer_state
+from treadle.precision import PrecisionName, tf32
+from treadle.spectra.config import TrainerConfig
+from treadle.spectra.task import Augmenter, SpectraTask
+from treadle.state import model_state
+
+_log = logging.getLogger("treadle.spectra")
+
+
+class SpectraTrainer:
+    """Trains a model that returns ``(x_recon, z, visible_mask)`` on batches of spectra.
+
+    Args:
+        model: for example :class:`ChemoMAE`; moved to the device.
+        optimizer: over its parameters.
+        train_loader: batches (B, L), or tuples whose first item is one.
+        val_loader: the same for validation, or None.
+        scheduler: stepped as ``scheduler_interval`` says.
+        cfg: settings; None takes the defaults. It is not changed.
+        device: wins over ``cfg.device``.
+        scheduler_interval: ``"step"`` (applied steps) or ``"epoch"``.
+        hooks: further hooks.
+        augmenter: changes the model's input in training, see :class:`SpectraAugmenter`.
+
+    Raises:
+        ConfigError: ``device`` and ``cfg.device`` differ, or a device is not available.
+
+    Example:
+        >>> # trainer = SpectraTrainer(model, optimizer, train_loader, val_loader, cfg=TrainerConfig(out_dir="run"))
+        >>> # trainer.fit(epochs=100)["best"]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        train_loader: Iterable[Any],
+        val_loader: Iterable[Any] | None = None,
+        *,
+        scheduler: LRScheduler | None = None,
+        cfg: TrainerConfig | None = None,
+        device: torch.device | str | int | None = None,
+        scheduler_interval: Literal["step", "epoch"] = "step",
+        hooks: Sequence[BaseHook] = (),
+        augmenter: Augmenter | None = None,
+    ):
+        self.cfg = TrainerConfig() if cfg is None else dataclasses.replace(cfg)
+        self.device = _one_device(device, self.cfg.device)
+        self.model = model.to(self.device)
+        move_optimizer_state(optimizer)
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.train_loader = train_loader
+        self.val_loader = val_loader
+        self.out_dir = Path(self.cfg.out_dir)
+        self._resolved = False
+        self._selects = self._choose_selection()
+        self._engine = self._build_engine(scheduler_interval, hooks, augmenter)
+        rule = None
+        if self._selects:
+            delta, patience = self.cfg.early_stop_min_delta, self.cfg.early_stop_patience
+            rule = BestRule("val_loss", "min", delta, patience)
+        self._epochs = EpochTrainer(self._engine, best=rule)
+
+    def _choose_selection(self) -> bool:
+        if self.cfg.selection == "best" and self.val_loader is None:
+            _log.warning("selection='best' needs a val_loader; without one it is 'last': a fixed budget, no early stop")
+            return False
+        return self.cfg.selection == "best"
+
+    def _build_engine(
+        self, interval: Literal["step", "epoch"], hooks: Sequence[BaseHook], augmenter: Augmenter | None
+    ) -> Engine:
+        cfg = self.cfg
+        own: list[BaseHook] = [EmaHook(cfg.ema_decay, use_buffers=True)] if cfg.use_ema else []
+        keys = ("epoch", "train_loss", "val_loss", "lr")
+        own.append(HistoryHook(self.out_dir / "training_history.json", lambda: self.history, keep=keys))
+        precision: PrecisionName | None = None
+        if cfg.amp:
+            precision = "bf16" if cfg.amp_dtype == "bf16" else "fp16"
+        engine = Engine(
+            self.model,
+            self.optimizer,
+            SpectraTask(self.device, loss_type=cfg.loss_type, reduction=cfg.reduction, augmenter=augmenter),
+            scheduler=self.scheduler,
+            scheduler_interval=interval,
+            device=self.device,
+            precision=precision,
+            grad_clip=cfg.grad_clip,
+            accumulation_steps=cfg.accumulation_steps,
+            max_non_finite_grad_retries=cfg.max_non_finite_grad_retries,
+            hooks=[*own, *hooks],
+            eval_seed=cfg.eval_seed,
+            logger=_log,
+        )
+        engine.face = "spectra"
+        engine.config = cfg.to_dict()
+        engine.workspace = self.out_dir
+        return engine
+
+    # -- what happened so far -------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed."""
+        return self._engine.epoch
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps attempted."""
+        return self._engine.step
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One record per epoch."""
+        return self._epochs.history
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The best epoch and its validation loss; -1 and infinity before there is one."""
+        rule = self._epochs.best
+        if rule is None or rule.best_epoch is None:
+            return {"epoch": -1, "val_loss": math.inf}
+        return {"epoch": rule.best_epoch, "val_loss": rule.best}
+
+    @property
+    def ema(self) -> Ema | None:
+        """The averaged model, or None when averaging is off."""
+        self._engine.prepare()
+        return self._engine.averages.get("ema")
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def fit(self, epochs: int) -> dict[str, Any]:
+        """Trains until ``epochs`` epochs are completed or early stopping ends the run.
+
+        Args:
+            epochs: absolute target; a run that has reached it returns the stored result.
+
+        Returns:
+            ``{"best": {"epoch", "val_loss"}, "epochs": epochs completed}``.
+        """
+        if self._epochs.best is not None:
+            self._epochs.best.start_epoch = max(1, int(epochs * self.cfg.early_stop_start_ratio))
+        self._resume()
+        with tf32(self.cfg.enable_tf32):
+            self._epochs.fit(self.train_loader, self.val_loader, epochs, after_epoch=self._write_epoch)
+        return {"best": self.best, "epochs": self.epoch}
+
+    def train_one_epoch(self) -> float:
+        """Trains one epoch and returns its weighted mean loss."""
+        with tf32(self.cfg.enable_tf32):
+            return float(self._epochs.train_epoch(self.train_loader)["loss"])
+
+    def validate(self) -> float:
+        """Returns the weighted mean loss of the scored weights under fixed masks; NaN without a ``val_loader``."""
+        if self.val_loader is None:
+            return math.nan
+        return float(self._epochs.evaluate(self.val_loader)["loss"])
+
+    # -- files ----------------------------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        """Loads what ``cfg.resume_from`` names, once and only into a run that has not started."""
+        source = self.cfg.resume_from
+        if self._resolved or self.step > 0 or source is None:
+            return
+        self._resolved = True
+        if str(source) != "auto":
+            self._restore(load_checkpoint(source), str(source))
+            return
+        folder = self.out_dir / "checkpoints"
+        found = find_latest([folder / "last.pt", folder / "best.pt"], prefer=(folder / "last.pt").resolve())
+        if found is not None:
+            self._restore(found[1], str(found[0]))
+
+    def _restore(self, tree: Mapping[str, Any], source: str) -> None:
+        try:
+            self._engine.load_state_dict(tree)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{source}: {error}. Another model needs another out_dir, or resume_from=None to start afresh here"
+            ) from error
+        _log.info("resumed from %s at step %d, epoch %d", source, self.step, self.epoch)
+
+    def _write_epoch(self, record: Mapping[str, Any]) -> None:
+        improved = self._selects and self._epochs.improved
+        if improved:
+            self.save_weights_only()
+        elif not self._selects:
+            self._export("last_model.pt", scored=False)
+            if self.ema is not None:
+                self._export("ema_last_model.pt", scored=True)
+        self.save_checkpoint(self.epoch, improved)
+
+    def save_checkpoint(self, epoch: int, is_best: bool) -> None:
+        """Writes ``checkpoints/last.pt``, and ``checkpoints/best.pt`` if ``is_best``.
+
+        Args:
+            epoch: epochs completed; the state's own count is what is stored.
+            is_best: whether this is the best epoch so far.
+        """
+        if epoch != self.epoch:
+            _log.warning(
+                "save_checkpoint(epoch=%d): the state is that of epoch %d and is saved as such", epoch, self.epoch
+            )
+        tree = self._engine.state_dict()
+        if distributed.rank() == 0:
+            if is_best:
+                save_checkpoint(tree, self.out_dir / "checkpoints" / "best.pt")
+            save_checkpoint(tree, self.out_dir / "checkpoints" / "last.pt")
+
+    def save_weights_only(self, filename: str = "best_model.pt") -> Path:
+        """Writes the weights that are evaluated (the average when it is on) as a plain state dict."""
+        return self._export(filename, scored=True)
+
+    def _export(self, filename: str, *, scored: bool) -> Path:
+        average = self.ema if scored else None
+        weights = model_state(self.model) if average is None else average.export(self.model)
+        return save_checkpoint(weights, self.out_dir / filename) if distributed.rank() == 0 else self.out_dir / filename
+
+    def load_checkpoint(self, path: str | Path) -> int:
+        """Restores everything from a checkpoint and returns the next epoch's 1-based number.
+
+        Raises:
+            CheckpointError: the file is missing, damaged, or of another model.
+        """
+        self._restore(load_checkpoint(path), str(path))
+        self._resolved = True
+        return self.epoch + 1
+
+
+def _one_device(argument: torch.device | str | int | None, setting: str | None) -> torch.device:
+    if argument is not None and setting is not None and get_device(argument) != get_device(setting):
+        raise ConfigError(f"device={argument!r} and cfg.device={setting!r} differ; give one of them")
+    return get_device(setting if argument is None else argument)
