@@ -156,6 +156,9 @@ def _load_schedule(engine: Engine, tree: Mapping[str, Any]) -> None:
     saved = tree.get("scheduler")
     if engine.lr_scheduler is not None and saved is not None:
         engine.lr_scheduler.load_state_dict(dict(saved))
+        if (tree.get("progress") or {}).get("applied_steps"):
+            # The optimizer did step, in another process; torch would warn of a wrong order at an epoch's end.
+            engine.optimizer._opt_called = True  # type: ignore[attr-defined]
     elif engine.lr_scheduler is not None and "progress" in tree:
         engine.logger.warning("the checkpoint has no scheduler state: the scheduler starts fresh")
     elif saved is not None:

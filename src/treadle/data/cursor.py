@@ -96,9 +96,6 @@ class Cursor:
 
     def _open_fresh(self) -> None:
         self._restore_pending()
-        for generator, state in zip(generators_of(self._loader), self._pending_generators, strict=False):
-            generator.set_state(state)
-        self._pending_generators = []
         self._opening = {
             "rng": RngState.capture().to_plain(),
             "generators": [generator.get_state() for generator in generators_of(self._loader)],
@@ -110,15 +107,12 @@ class Cursor:
         loaded = self._loaded or {}
         source = self._the_source()
         self._warn(self._mismatches(loaded) + source.warnings(resuming=True))
-        generators = generators_of(self._loader)
-        for generator, state in zip(generators, opening["generators"], strict=False):
-            generator.set_state(state)
+        _set_generators(self._loader, opening["generators"])
         RngState.from_plain(opening["rng"]).restore()
         self._iterator = self._iterate(skip=self.position, state=loaded.get("loader"))
         if not self._num_workers:
             # A generator may be shared with the dataset; without prefetching its state is known exactly.
-            for generator, state in zip(generators, self._pending_generators, strict=False):
-                generator.set_state(state)
+            _set_generators(self._loader, self._pending_generators)
         self._loaded, self._pending_rng, self._pending_generators = None, None, []
         present.restore()
 
@@ -126,6 +120,8 @@ class Cursor:
         if self._pending_rng is not None:
             self._pending_rng.restore()
             self._pending_rng = None
+        _set_generators(self._loader, self._pending_generators)
+        self._pending_generators = []
 
     def _iterate(self, *, skip: int, state: Any) -> Iterator[Any]:
         assert self._opening is not None
@@ -247,6 +243,11 @@ class Cursor:
             if sentence not in self._warned:
                 self._warned.add(sentence)
                 _log.warning(sentence)
+
+
+def _set_generators(loader: Any, states: list[torch.Tensor]) -> None:
+    for generator, state in zip(generators_of(loader), states, strict=False):
+        generator.set_state(state)
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

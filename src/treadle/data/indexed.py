@@ -82,7 +82,7 @@ class _WorkerInit:
     def __call__(self, worker_id: int) -> None:
         info: Any = get_worker_info()
         # WorkerInfo refuses setattr, but user code must find its dataset here, not the seeding wrapper.
-        info.__dict__["dataset"] = info.dataset.dataset
+        object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.user_fn is not None:
             self.user_fn(worker_id)
 
@@ -134,10 +134,17 @@ class _IndexFeed:
         self.watch = watch
         self.skip = 0
         self.seed = 0
+        self.workers_are_running = False
+        self.generator: torch.Generator | None = None
         self.current: _Feed | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        self.current = _Feed(self.lists, skip=self.skip, seed=self.seed if self.seeded else None, watch=self.watch)
+        seed = self.seed if self.seeded else None
+        self.current = _Feed(self.lists, skip=self.skip, seed=seed, watch=self.watch)
+        if self.workers_are_running:
+            # Workers that persist are not seeded again, so torch skips the draw it makes here when they start. Drawing
+            # in its place keeps the stream the same whether an epoch is reached or resumed.
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         return self.current
 
     def __len__(self) -> int:
@@ -160,6 +167,7 @@ class IndexedReader:
             *_DRAW_AT_OPENING,
         )
         self.feed = _IndexFeed(lists, seeded=self.seeded, watch=not known and not self.seeded)
+        self.feed.generator = loader.generator
         self.loader = self._remake(loader, batched=batched)
 
     def _remake(self, loader: DataLoader[Any], *, batched: bool) -> DataLoader[Any]:
@@ -188,6 +196,7 @@ class IndexedReader:
         """Opens an epoch after ``skip`` micro-batches, under the RNG of the epoch's opening."""
         self.feed.skip, self.feed.seed = skip, seed
         iterator = iter(self.loader)
+        self.feed.workers_are_running = self.loader.persistent_workers
         if skip and self.feed.current is not None:
             self.feed.current.prime()
         return iterator

@@ -1,0 +1,86 @@
+"""What several tests share: comparing state to the bit, small models, data whose order is visible."""
+
+from __future__ import annotations
+
+import io
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from treadle.hooks.base import BaseHook
+from treadle.task import StepOutput
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Names every place where two state trees differ, tensors by torch.equal, NaN equal to NaN."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        if not same and a.dtype == b.dtype and a.shape == b.shape and a.is_floating_point():
+            same = torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+        return [] if same else [path]
+    if isinstance(a, dict) and isinstance(b, dict):
+        found = [f"{path}.{key} only on one side" for key in a.keys() ^ b.keys()]
+        for key in a.keys() & b.keys():
+            found += differences(a[key], b[key], f"{path}.{key}")
+        return found
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        if len(a) != len(b):
+            return [f"{path}: {len(a)} and {len(b)} items"]
+        return [line for i, (x, y) in enumerate(zip(a, b, strict=True)) for line in differences(x, y, f"{path}[{i}]")]
+    if isinstance(a, float) and isinstance(b, float) and a != a and b != b:
+        return []
+    return [] if type(a) is type(b) and a == b else [f"{path}: {a!r} and {b!r}"]
+
+
+def through_a_file(tree: Any) -> Any:
+    """Saves and loads a tree as a checkpoint file does, with weights_only."""
+    buffer = io.BytesIO()
+    torch.save(tree, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+class Augmented(Dataset):
+    """Items with random augmentation from three generators; counts what is read."""
+
+    def __init__(self, size: int = 20, width: int = 4):
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(size, width, generator=generator)
+        self.y = self.x.sum(1, keepdim=True)
+        self.reads: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int):
+        self.reads.append(int(index))
+        noise = 0.1 * torch.rand(1) + 0.1 * random.random() + 0.1 * float(np.random.rand())
+        return self.x[index] + noise, self.y[index]
+
+
+class MeanSquare:
+    """A task whose loss is the mean square error."""
+
+    def step(self, model, batch, totals=None, generator=None):
+        x, y = batch
+        loss = nn.functional.mse_loss(model(x).float(), y)
+        return StepOutput(loss, {"size": len(x)}, weight=float(len(x)), num_samples=len(x))
+
+
+def small_model(width: int = 4) -> nn.Module:
+    """Dropout and batch norm: both random numbers and buffers must survive."""
+    return nn.Sequential(nn.Linear(width, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
+
+
+class Snapshots(BaseHook):
+    """Keeps the whole state after every step, as a checkpoint would hold it."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, Any] = {}
+
+    def on_after_step(self, trainer) -> None:
+        trainer.request_write(lambda: self.states.__setitem__(trainer.step, through_a_file(trainer.state_dict())))
