@@ -38,6 +38,7 @@ def training_session(engine: Engine) -> Iterator[None]:
         raise
     finally:
         engine.cursor.close()
+        engine.eval_cursor.close()
         close_hooks(engine, opened, failure)
 
 

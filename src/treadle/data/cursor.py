@@ -177,11 +177,14 @@ class Cursor:
         self.epoch = 0
 
     def close(self) -> None:
-        """Lets running workers go; the position stays and the epoch can be reopened."""
-        if self._iterator is not None and self._num_workers:
+        """Ends workers; the position stays and the epoch can be reopened."""
+        if not self._num_workers or self._source is None:
+            return
+        if self._iterator is not None:
             self._loaded = self.state_dict()
             self._pending_generators = self._loaded["generators"]
             self._iterator = None
+        self._source.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the ``data`` entry of a checkpoint."""

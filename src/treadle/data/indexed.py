@@ -205,3 +205,12 @@ class IndexedReader:
     def draws_while_running(self) -> bool:
         """Whether the sampler was seen drawing from the global RNG between batches."""
         return self.feed.current is not None and self.feed.current.draws_while_running
+
+    def close(self) -> None:
+        """Ends workers that persist between epochs."""
+        iterator = self.loader._iterator
+        if iterator is not None:
+            # Waiting for garbage collection instead can take seconds per worker.
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
+            self.loader._iterator = None
+        self.feed.workers_are_running = False

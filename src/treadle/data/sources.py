@@ -36,6 +36,10 @@ class Source(Protocol):
         """Returns what the user must know about exact resume with this loader."""
         ...
 
+    def close(self) -> None:
+        """Ends what runs in the background."""
+        ...
+
 
 class _Indexed:
     kind = "indexed"
@@ -49,6 +53,9 @@ class _Indexed:
 
     def state(self) -> Any:
         return {"seeded": self.reader.seeded}
+
+    def close(self) -> None:
+        self.reader.close()
 
     def warnings(self, *, resuming: bool) -> list[str]:
         sentences = []
@@ -79,6 +86,9 @@ class _Stateful:
     def state(self) -> Any:
         return self.loader.state_dict()
 
+    def close(self) -> None:
+        pass  # its iterator ends its workers
+
     def warnings(self, *, resuming: bool) -> list[str]:
         if resuming and getattr(self.loader, "num_workers", 0) > 0:
             return [
@@ -104,6 +114,9 @@ class _Replayed:
 
     def state(self) -> Any:
         return None
+
+    def close(self) -> None:
+        pass
 
     def warnings(self, *, resuming: bool) -> list[str]:
         name = type(self.loader).__name__
