@@ -95,8 +95,9 @@ class BestRule:
 
     def update(self, epoch: int, value: float) -> bool:
         """Takes the value of an epoch (1-based) and returns whether it is an improvement."""
-        gain = self.best - value if self.mode == "min" else value - self.best
-        if math.isfinite(value) and gain > self.min_delta:
+        value = float(value)
+        better = value < self.best - self.min_delta if self.mode == "min" else value > self.best + self.min_delta
+        if math.isfinite(value) and better:
             self.best, self.best_epoch, self.count = value, epoch, 0
             return True
         if epoch >= self.start_epoch:

@@ -18,7 +18,7 @@ def get_device(device: torch.device | str | int | None = None) -> torch.device:
             ``torch.device("cuda", 0)`` are equal spellings.
 
     Returns:
-        The device; an accelerator always carries its index, except MPS.
+        The device; an accelerator always carries its index, except MPS; the CPU never does.
 
     Raises:
         ConfigError: an explicit device is not there, or the name is unknown.
@@ -33,10 +33,10 @@ def get_device(device: torch.device | str | int | None = None) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device={device!r} is not a device name; available: {_available()}") from error
     if resolved.type in ("cpu", "meta"):
-        return resolved
+        return torch.device(resolved.type)  # "cpu" and "cpu:0" would compare as different
     if not _is_there(resolved):
         raise ConfigError(
             f"device={device!r} is not available here; available: {_available()}. "

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class TreadleError(Exception):
@@ -54,6 +55,16 @@ class NonFiniteError(TreadleError, RuntimeError):
         self.epoch = epoch
         self.batch_index = batch_index
         self.tries = tries
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remake_non_finite, (str(self), self.step, self.norm, self.epoch, self.batch_index, self.tries)
+
+
+def _remake_non_finite(
+    message: str, step: int, norm: float, epoch: int, batch_index: int, tries: int
+) -> NonFiniteError:
+    # Keyword-only arguments do not survive the default pickling of exceptions, and workers and launchers pickle them.
+    return NonFiniteError(message, step=step, norm=norm, epoch=epoch, batch_index=batch_index, tries=tries)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

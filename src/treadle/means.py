@@ -60,8 +60,10 @@ class _Sum:
             if not isinstance(value, Tensor):
                 self.value += value * weight
                 return
-        elif not isinstance(value, Tensor):
-            value = torch.full_like(weight, value, dtype=torch.float32)
+        else:
+            weight = weight.detach()
+            if not isinstance(value, Tensor):
+                value = torch.full_like(weight, value, dtype=_widest(weight.device))
         self.pending.append((value, weight))
         if len(self.pending) == _BLOCK:
             self.device_value, self.device_weight = self._folded()
@@ -71,7 +73,8 @@ class _Sum:
         """Returns the device part with the pending block added, changing nothing."""
         if not self.pending:
             return self.device_value, self.device_weight
-        values = torch.stack([_widen(value) for value, _ in self.pending])
+        device = self._device()
+        values = torch.stack([_widen(value, device) for value, _ in self.pending])
         weights = [weight for _, weight in self.pending]
         numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
         if len(numbers) < len(weights):
@@ -83,6 +86,12 @@ class _Sum:
             block_value = torch.stack(torch._foreach_mul(list(values.unbind()), numbers)).sum()
             block_weight = None
         return _plus(self.device_value, block_value), _plus(self.device_weight, block_weight)
+
+    def _device(self) -> torch.device:
+        """Returns the accelerator if one is in use, so that adding a record made on the CPU does not wait for it."""
+        parts = [self.device_value, self.device_weight, *(part for pair in self.pending for part in pair)]
+        devices = [part.device for part in parts if isinstance(part, Tensor)]
+        return next((device for device in devices if device.type != "cpu"), devices[0])
 
     def parts(self) -> list[float | Tensor]:
         """Returns [value, device value, weight, device weight]; reading them changes nothing."""
@@ -182,9 +191,14 @@ class RunningMeans:
             entry.pending = [(place(value), place(weight)) for value, weight in saved["pending"]]
 
 
-def _widen(tensor: Tensor) -> Tensor:
+def _widest(device: torch.device) -> torch.dtype:
     # MPS has no float64; everywhere else a sum over a million steps should not lose digits.
-    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _widen(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    target = tensor.device if device is None else device
+    return tensor.to(device=target, dtype=_widest(target), non_blocking=True)
 
 
 def _like(number: float | Tensor, reference: Tensor) -> Tensor:
@@ -196,7 +210,7 @@ def _like(number: float | Tensor, reference: Tensor) -> Tensor:
 def _plus(total: Tensor | None, value: Tensor | None) -> Tensor | None:
     if total is None or value is None:
         return value if total is None else total
-    return total + value
+    return total.to(value.device) + value
 
 
 def read_scalars(values: Iterable[float | Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -42,10 +43,11 @@ def _map(fn: Callable[[Tensor], Any], obj: Any) -> Any:
     if isinstance(obj, (list, tuple)):
         return type(obj)(_map(fn, value) for value in obj)
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        changes = {f.name: _map(fn, getattr(obj, f.name)) for f in dataclasses.fields(obj)}
-        clone = object.__new__(type(obj))
-        for name, value in {**vars(obj), **changes}.items():
-            object.__setattr__(clone, name, value)
+        # Neither the constructor nor the checks of the class run again, and frozen ones and slots work too.
+        clone = copy.copy(obj)
+        for field in dataclasses.fields(obj):
+            if hasattr(obj, field.name):
+                object.__setattr__(clone, field.name, _map(fn, getattr(obj, field.name)))
         return clone
     return obj
 
@@ -107,7 +109,7 @@ def key_average(records: Sequence[Mapping[str, Any]], *, skip_nan: bool = False)
 
     Args:
         records: nested dicts of numbers or 0-d tensors.
-        skip_nan: leave NaN values out of the mean; by default NaN shows.
+        skip_nan: leave NaN values out of the mean; by default NaN shows. A key that is always NaN stays NaN.
 
     Returns:
         A nested dict of floats; ``{}`` for no records.
@@ -123,9 +125,17 @@ def key_average(records: Sequence[Mapping[str, Any]], *, skip_nan: bool = False)
     for record in records:
         for path, value in flatten_nested_dict(record).items():
             number = float(as_number(path, value))
+            values = sums.setdefault(path, [])
             if not (skip_nan and math.isnan(number)):
-                sums.setdefault(path, []).append(number)
-    return unflatten({path: math.fsum(values) / len(values) for path, values in sums.items()})
+                values.append(number)
+    return unflatten({path: _mean(values) for path, values in sums.items()})
+
+
+def _mean(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values) / len(values) if values else math.nan
+    except (OverflowError, ValueError):  # fsum refuses inf - inf, and sums beyond the largest float
+        return sum(values) / len(values)
 
 
 def as_number(path: Sequence[str], value: Any) -> float | Tensor:
@@ -133,7 +143,7 @@ def as_number(path: Sequence[str], value: Any) -> float | Tensor:
     if isinstance(value, Tensor):
         if value.numel() == 1:
             return value.detach().reshape(())
-    elif isinstance(value, (int, float)) or hasattr(value, "__float__"):
+    elif hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0:
         return float(value)
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     raise TypeError(

@@ -44,6 +44,7 @@ class Precision:
         self.name = name
         self.device = device
         self.scaler = scaler or torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        self._unscaled = False  # between unscale and the verdict on the step
 
     @property
     def scaled(self) -> bool:
@@ -62,30 +63,46 @@ class Precision:
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divides the gradients by the scale, in place."""
-        if self.scaled:
-            self.scaler.unscale_(optimizer)
+        if not self.scaled:
+            return
+        if self._unscaled:  # an exception or Ctrl-C broke the step before off
+            self.skipped()
+        self.scaler.unscale_(optimizer)
+        self._unscaled = True
 
     def applied(self) -> None:
         """Notes that the step was applied; the scale may grow."""
-        if self.scaled:
+        if self.scaled and self._saw_gradients():
             self.scaler.update()
+        self._unscaled = False
+
+    def skipped(self) -> None:
+        """Notes that the step was given up with finite gradients; the scale stays."""
+        if self.scaled and self._unscaled:
+            self.scaler.update(self.scaler.get_scale())
+        self._unscaled = False
 
     def refused(self) -> bool:
         """Lowers the scale after a non-finite gradient.
 
         Returns:
             Whether lowering was possible, which makes the step a skipped one; False without a scaler
-            and when the scale would fall below 1.0.
+            and when the scale would fall below 1.0, where it stays.
         """
         if not self.scaled:
             return False
         before = self.scaler.get_scale()
         lowered = before * self.scaler.get_backoff_factor()
-        self.scaler.update()
-        if self.scaler.get_scale() >= before:
-            # The elements were finite but their norm was not, so the scaler saw no reason to back off.
-            self.scaler.update(lowered)
+        if self._saw_gradients():
+            self.scaler.update()  # also restarts the count of steps until the scale may grow
+        # This rank's elements may be finite although their norm, or another rank's, is not.
+        self.scaler.update(lowered if lowered >= 1.0 else before)
+        self._unscaled = False
         return lowered >= 1.0
+
+    def _saw_gradients(self) -> bool:
+        states = self.scaler._per_optimizer_states.values()
+        return any(state["found_inf_per_device"] for state in states)
 
 
 @contextlib.contextmanager

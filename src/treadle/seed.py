@@ -189,23 +189,24 @@ class ReproducibilityContext:
     def __init__(self, seed: int = 42, deterministic: bool = False):
         self.seed = seed
         self.deterministic = deterministic
+        self._outer: list[tuple[RngState, tuple[bool, bool, bool, bool, str | None]]] = []
 
     def __enter__(self) -> ReproducibilityContext:
-        self._rng = RngState.capture()
-        self._flags = (
+        flags = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.backends.cudnn.deterministic,
             torch.backends.cudnn.benchmark,
             os.environ.get(_CUBLAS),
         )
+        self._outer.append((RngState.capture(), flags))  # a stack: the same context may be entered inside itself
         set_seed(self.seed, self.deterministic)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        enabled, warn_only, deterministic, benchmark, cublas = self._flags
+        rng, (enabled, warn_only, deterministic, benchmark, cublas) = self._outer.pop()
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         torch.backends.cudnn.deterministic = deterministic
         torch.backends.cudnn.benchmark = benchmark
@@ -213,4 +214,4 @@ class ReproducibilityContext:
             os.environ.pop(_CUBLAS, None)
         else:
             os.environ[_CUBLAS] = cublas
-        self._rng.restore()
+        rng.restore()

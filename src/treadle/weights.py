@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from treadle import distributed
+from treadle.errors import ConfigError
 from treadle.task import StepOutput
 
 
@@ -38,14 +40,25 @@ class GroupWeights:
         self.num_losses = 0
         self.total: float | Tensor = 0.0
         self._reference: float | Tensor | None = None
+        self._reduction = "mean"
 
     def scaled(self, output: StepOutput) -> Tensor | None:
-        """Returns the loss to backpropagate, or None when the micro-batch contributes nothing."""
-        weight = 1.0 if output.weight is None else output.weight
+        """Returns the loss to backpropagate, or None when the micro-batch contributes nothing.
+
+        Raises:
+            ConfigError: the weight is negative or not finite, or means and sums meet in one group.
+        """
+        weight = _checked(output.weight)
         if output.loss is None or (not isinstance(weight, Tensor) and weight == 0):
             return None
+        if self.num_losses and output.reduction != self._reduction:
+            raise ConfigError(
+                f"reduction={output.reduction!r}: an earlier micro-batch of this step had {self._reduction!r}; "
+                "a step either averages its losses or adds them up"
+            )
+        self._reduction = output.reduction
         self.num_losses += 1
-        self.total = self.total + (weight.detach() if isinstance(weight, Tensor) else float(weight))
+        self.total = self.total + weight
         if self.undivided or output.reduction == "sum":
             self.undivided = True
             return output.loss
@@ -79,6 +92,16 @@ class GroupWeights:
             total = distributed.sum_over_ranks(torch.as_tensor(total, dtype=torch.float64), self.device)
         divisor = total / (ranks * self.size * self._reference)
         return None if not isinstance(divisor, Tensor) and divisor == 1.0 else divisor
+
+
+def _checked(weight: float | Tensor | None) -> float | Tensor:
+    if weight is None:
+        return 1.0
+    if isinstance(weight, Tensor):  # its value is not known here: reading it would wait for the device
+        return weight.detach()
+    if not 0.0 <= weight < math.inf:
+        raise ConfigError(f"weight={weight!r}: how many things the loss is a mean over must be finite and >= 0")
+    return float(weight)
 
 
 @torch.no_grad()

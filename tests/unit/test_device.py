@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from treadle.device import get_device, to_device
+from treadle.errors import ConfigError
+
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+
+
+@no_cuda
+def test_none_takes_the_best_device_that_is_there():
+    expected = "mps" if torch.backends.mps.is_available() else "cpu"
+    assert get_device().type == expected
+
+
+@pytest.mark.parametrize("spelling", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_every_spelling_of_the_cpu_is_one_device(spelling):
+    assert get_device(spelling) == torch.device("cpu")
+
+
+@no_cuda
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", 0, 3, torch.device("cuda", 1), "xpu", "hpu"])
+def test_a_device_that_is_not_there_is_refused_and_the_available_ones_are_named(device):
+    with pytest.raises(ConfigError, match="cpu"):
+        get_device(device)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "", -1, 1.5, ["cpu"]])
+def test_a_name_that_is_none_is_refused_with_the_value(device):
+    with pytest.raises(ConfigError, match="device="):
+        get_device(device)
+
+
+@pytest.mark.parametrize(("count", "wanted", "index"), [(2, "cuda", 1), (2, 0, 0), (2, "cuda:1", 1), (2, None, 1)])
+def test_cuda_spellings_are_equal_where_there_is_cuda(monkeypatch, count, wanted, index):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert get_device(wanted) == torch.device("cuda", index)
+
+
+def test_a_cuda_index_beyond_the_last_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="cuda:0, cuda:1"):
+        get_device("cuda:2")
+
+
+def test_moving_a_batch_leaves_the_callers_batch_alone():
+    batch = {"x": torch.zeros(2), "meta": ["a", 1]}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["x"].device.type == "meta"
+    assert moved["meta"] == ["a", 1]
+    assert batch["x"].device.type == "cpu"
