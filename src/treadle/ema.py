@@ -10,10 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from treadle.device import get_device
 from treadle.distributed import unwrap
 from treadle.errors import ConfigError
+from treadle.naming import load_model_state, model_state
 
 _HALF = (torch.float16, torch.bfloat16)
+
+
+def check_average(decay: float, update_interval: int) -> None:
+    """Raises ConfigError for a decay or an interval outside its range.
+
+    Example:
+        >>> check_average(0.999, 1)
+    """
+    if not 0.0 <= decay <= 1.0:
+        raise ConfigError(f"decay={decay!r}: the average needs 0 <= decay <= 1, for example 0.999")
+    if update_interval < 1:
+        raise ConfigError(f"update_interval={update_interval!r}: must be at least 1 applied step")
 
 
 class Ema(AveragedModel):
@@ -49,11 +63,8 @@ class Ema(AveragedModel):
         use_buffers: bool = False,
         device: torch.device | str | int | None = None,
     ):
-        if not 0.0 <= decay <= 1.0:
-            raise ConfigError(f"decay={decay!r}: the average needs 0 <= decay <= 1, for example 0.999")
-        if update_interval < 1:
-            raise ConfigError(f"update_interval={update_interval!r}: must be at least 1 applied step")
-        super().__init__(unwrap(model), device=torch.device(device) if device is not None else None)
+        check_average(decay, update_interval)
+        super().__init__(unwrap(model), device=get_device(device) if device is not None else None)
         self.decay = decay
         self.update_interval = update_interval
         self.use_buffers = use_buffers
@@ -97,10 +108,10 @@ class Ema(AveragedModel):
         """Puts the averaged weights into ``model`` inside the block and the raw ones back afterwards, to the bit."""
         target = unwrap(model)
         raw = [live.clone() for _, live, _ in self._pairs(target)]
-        with torch.no_grad():
-            for shadow, live, _ in self._pairs(target):
-                live.copy_(shadow)
         try:
+            with torch.no_grad():
+                for shadow, live, _ in self._pairs(target):
+                    live.copy_(shadow)
             yield
         finally:
             with torch.no_grad():
@@ -109,10 +120,10 @@ class Ema(AveragedModel):
 
     def export(self, model: nn.Module) -> dict[str, Tensor]:
         """Returns the averaged weights in the model's own dtypes and names: what an evaluation scored."""
-        live = unwrap(model).state_dict()
+        live = model_state(model)
         return {
             name: value.detach().to(live[name].dtype) if isinstance(value, Tensor) else value
-            for name, value in self.module.state_dict().items()
+            for name, value in model_state(self.module).items()
         }
 
     def snapshot(self) -> dict[str, Any]:
@@ -121,17 +132,22 @@ class Ema(AveragedModel):
             "decay": self.decay,
             "update_interval": self.update_interval,
             "num_updates": self.num_updates,
-            "shadow": dict(self.module.state_dict()),
+            "shadow": model_state(self.module),
         }
 
     def restore(self, entry: Mapping[str, Any]) -> None:
-        """Restores what :meth:`snapshot` returned, in place."""
-        self.module.load_state_dict(entry["shadow"])
+        """Restores what :meth:`snapshot` returned, in place.
+
+        Raises:
+            CheckpointError: it is the average of another model.
+        """
+        load_model_state(self.module, entry["shadow"], what="average")
         self.num_updates = int(entry["num_updates"])
 
 
 def _widen_halves(module: nn.Module) -> None:
     widened: dict[int, nn.Parameter] = {}  # by identity, so that tied parameters stay tied
+    buffers: dict[int, Tensor] = {}
     for child in module.modules():
         for name, parameter in child.named_parameters(recurse=False):
             if parameter.dtype in _HALF:
@@ -139,4 +155,4 @@ def _widen_halves(module: nn.Module) -> None:
                 setattr(child, name, wide)
         for name, buffer in child.named_buffers(recurse=False):
             if buffer.dtype in _HALF:
-                setattr(child, name, buffer.float())
+                setattr(child, name, buffers.setdefault(id(buffer), buffer.float()))

@@ -8,22 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from treadle.distributed import unwrap
 from treadle.errors import CheckpointError
-
-
-def clean_name(name: str) -> str:
-    """Returns a parameter name without the prefixes of DistributedDataParallel and ``torch.compile``.
-
-    Example:
-        >>> clean_name("module.layers.0._orig_mod.weight")
-        'layers.0.weight'
-    """
-    return name.removeprefix("module.").replace("_orig_mod.", "")
+from treadle.naming import clean_name
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
     """Returns the clean name of each parameter by its identity."""
-    return {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
+    return {id(parameter): clean_name(name) for name, parameter in unwrap(model).named_parameters()}
 
 
 def uncovered_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -31,7 +23,7 @@ def uncovered_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[s
     covered = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [
         (clean_name(name), parameter)
-        for name, parameter in model.named_parameters()
+        for name, parameter in unwrap(model).named_parameters()
         if parameter.requires_grad and id(parameter) not in covered
     ]
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor, nn
-
 from treadle import distributed
 from treadle.checkpoint.schema import FORMAT_NAME, FORMAT_VERSION, KEYS, to_plain, versions
-from treadle.distributed import unwrap
 from treadle.errors import CheckpointError
-from treadle.optim import clean_name, load_optimizer_state, optimizer_state
+from treadle.naming import load_model_state, model_state
+from treadle.optim import load_optimizer_state, optimizer_state
 from treadle.seed import RngState
 
 if TYPE_CHECKING:
@@ -81,11 +79,6 @@ def _ask_hooks(engine: Engine, tree: dict[str, Any]) -> None:
             )
 
 
-def model_state(model: nn.Module) -> dict[str, Any]:
-    """Returns the model's raw weights without the prefixes of wrappers."""
-    return {clean_name(name): value for name, value in unwrap(model).state_dict().items()}
-
-
 def restore_state(engine: Engine, tree: Mapping[str, Any]) -> None:
     """Restores a checkpoint tree into an engine, in place.
 
@@ -127,29 +120,6 @@ def _note_what_starts_fresh(engine: Engine, tree: Mapping[str, Any]) -> None:
                 saved[name],
                 now,
             )
-
-
-def load_model_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Copies saved weights into a model in place.
-
-    Raises:
-        CheckpointError: names are missing, unexpected or of another shape; all are listed.
-    """
-    target = unwrap(model)
-    live = {clean_name(name): (name, value) for name, value in target.state_dict().items()}
-    wrong = [f"missing {name}" for name in live if name not in saved]
-    wrong += [f"unexpected {name}" for name in saved if name not in live]
-    for name, (_, value) in live.items():
-        other = saved.get(name)
-        if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape != other.shape:
-            wrong.append(f"{name} is {tuple(other.shape)} in the checkpoint and {tuple(value.shape)} in the model")
-    if wrong:
-        shown = "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
-        raise CheckpointError(
-            f"the checkpoint does not fit this model: {shown}. Use another folder for another model, "
-            "or start without resuming"
-        )
-    target.load_state_dict({live[name][0]: value for name, value in saved.items()})
 
 
 def _load_schedule(engine: Engine, tree: Mapping[str, Any]) -> None:

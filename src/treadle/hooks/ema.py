@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from treadle.ema import Ema
+from treadle.ema import Ema, check_average
 from treadle.errors import ConfigError
 from treadle.hooks.base import BaseHook
 
@@ -41,8 +41,7 @@ class EmaHook(BaseHook):
         use_buffers: bool = False,
         name: str = "ema",
     ):
-        if not 0.0 <= decay <= 1.0:
-            raise ConfigError(f"decay={decay!r}: the average needs 0 <= decay <= 1, for example 0.999")
+        check_average(decay, update_interval)
         self.decay = decay
         self.update_interval = update_interval
         self.device = device

@@ -25,11 +25,11 @@ from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks.base import BaseHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.history import HistoryHook
+from treadle.naming import model_state
 from treadle.optim import move_optimizer_state
 from treadle.precision import PrecisionName, tf32
 from treadle.spectra.config import TrainerConfig
 from treadle.spectra.task import Augmenter, SpectraTask
-from treadle.state import model_state
 
 _log = logging.getLogger("treadle.spectra")
 

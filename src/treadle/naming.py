@@ -1,0 +1,71 @@
+"""Names of weights: the same with and without wrappers, in files and in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from treadle.distributed import unwrap
+from treadle.errors import CheckpointError
+
+
+def clean_name(name: str) -> str:
+    """Returns the name of a weight without the prefixes of compiled parts.
+
+    The prefix of DistributedDataParallel is not taken off here, since a part of the user's own model may be called
+    ``module``; :func:`treadle.distributed.unwrap` takes off the wrapper.
+
+    Example:
+        >>> clean_name("layers.0._orig_mod.weight")
+        'layers.0.weight'
+    """
+    return name.replace("_orig_mod.", "")
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Returns the model's raw weights without the prefixes of wrappers.
+
+    Example:
+        >>> list(model_state(nn.DataParallel(nn.Linear(1, 1))))
+        ['weight', 'bias']
+    """
+    return {clean_name(name): value for name, value in unwrap(model).state_dict().items()}
+
+
+def load_model_state(model: nn.Module, saved: Mapping[str, Any], *, what: str = "model") -> None:
+    """Copies saved weights into a model in place.
+
+    Args:
+        model: wrapped or not.
+        saved: weights by name; names with the prefixes of wrappers are understood.
+        what: names it in messages.
+
+    Raises:
+        CheckpointError: names are missing, unexpected or of another shape; all are listed.
+    """
+    target = unwrap(model)
+    live = {clean_name(name): (name, value) for name, value in target.state_dict().items()}
+    saved = _without_wrappers(saved, live)
+    wrong = [f"missing {name}" for name in live if name not in saved]
+    wrong += [f"unexpected {name}" for name in saved if name not in live]
+    for name, (_, value) in live.items():
+        other = saved.get(name)
+        if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape != other.shape:
+            wrong.append(f"{name} is {tuple(other.shape)} in the checkpoint and {tuple(value.shape)} in the {what}")
+    if wrong:
+        shown = "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+        raise CheckpointError(
+            f"the checkpoint does not fit this {what}: {shown}. Use another folder for another model, "
+            "or start without resuming"
+        )
+    target.load_state_dict({live[name][0]: value for name, value in saved.items()})
+
+
+def _without_wrappers(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Takes wrappers' prefixes off the names of a file that plain torch wrote."""
+    cleaned = {clean_name(name): value for name, value in saved.items()}
+    while cleaned and not set(cleaned) & set(live) and all(name.startswith("module.") for name in cleaned):
+        cleaned = {name.removeprefix("module."): value for name, value in cleaned.items()}
+    return cleaned
