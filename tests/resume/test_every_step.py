@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import Augmented, MeanSquare, Snapshots, differences, small_model
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
+from helpers import Augmented, MeanSquare, Snapshots, differences, small_model
 from treadle import BestRule, EmaHook, Engine, EpochTrainer, LoggingHook, set_seed
 from treadle.hooks import ProgressHook
 
@@ -125,7 +125,11 @@ def test_resuming_reads_at_most_the_prefetch(workers):
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_the_number_of_workers_does_not_matter():
-    ends = [Run(0, workers=2).fit().end(), Run(0, workers=3).fit().end(), Run(0, workers=2, persistent=True).fit().end()]
+    ends = [
+        Run(0, workers=2).fit().end(),
+        Run(0, workers=3).fit().end(),
+        Run(0, workers=2, persistent=True).fit().end(),
+    ]
     for other in ends[1:]:
         assert [d for d in differences(ends[0], other) if "num_workers" not in d] == []
 

@@ -44,6 +44,9 @@ KEYS: dict[str, str] = {
 }
 
 
+_PLAIN = (bool, int, float, str)
+
+
 def versions() -> dict[str, str]:
     """Returns the versions that are written into every checkpoint."""
     try:
@@ -76,13 +79,11 @@ def to_plain(tree: Any, path: str = "", *, copies: dict[Any, Tensor] | None = No
         {'betas': [0.9, 0.95], 'n': 3}
     """
     copies = {} if copies is None else copies
-    if tree is None or isinstance(tree, (bool, str)):
+    if tree is None or type(tree) in _PLAIN:  # subclasses, such as an Enum of strings, would be pickled by class
         return tree
     if isinstance(tree, Tensor):
-        return _clone(tree, copies)
-    if isinstance(tree, (int, float)) and type(tree) in (int, float):
-        return tree
-    if isinstance(tree, np.generic) and not isinstance(tree, (np.void, np.object_)):
+        return _clone(tree, copies, path)
+    if isinstance(tree, np.generic) and type(tree.item()) in _PLAIN:
         return tree.item()
     if isinstance(tree, Mapping):
         for key in tree:
@@ -96,12 +97,17 @@ def to_plain(tree: Any, path: str = "", *, copies: dict[Any, Tensor] | None = No
     raise _not_plain(path, tree, "checkpoints hold tensors, numbers, strings, bools, None, lists and dicts only")
 
 
-def _clone(tensor: Tensor, copies: dict[Any, Tensor]) -> Tensor:
+def _clone(tensor: Tensor, copies: dict[Any, Tensor], path: str) -> Tensor:
     tensor = tensor.detach()
+    if tensor.device.type == "meta" or hasattr(tensor, "__tensor_flatten__"):
+        raise _not_plain(path, tensor, "it has no memory of its own that could be saved")
+    if type(tensor) is not Tensor:
+        tensor = tensor.as_subclass(Tensor)
     try:
-        identity = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+        memory = tensor.untyped_storage()._cdata, tensor.storage_offset()
     except NotImplementedError:  # sparse tensors have no storage of their own
         return tensor.cpu().clone()
+    identity = (*memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
     if identity not in copies:
         copies[identity] = tensor.to("cpu", copy=True)
     return copies[identity]

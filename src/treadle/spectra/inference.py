@@ -29,6 +29,8 @@ _log = logging.getLogger("treadle.spectra")
 class TesterConfig:
     """Settings of :class:`Tester`; the fields mean what they mean in ``TrainerConfig``."""
 
+    __test__ = False  # by its name pytest would take it for a test
+
     out_dir: str | Path = "runs"
     device: str | None = None
     amp: bool = True
@@ -57,6 +59,8 @@ class Tester:
     Example:
         >>> # loss = Tester(model, TesterConfig(out_dir="run"))(test_loader)
     """
+
+    __test__ = False  # by its name pytest would take it for a test
 
     def __init__(self, model: nn.Module, cfg: TesterConfig | None = None):
         self.cfg = cfg or TesterConfig()

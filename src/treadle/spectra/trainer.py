@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from treadle import distributed
 from treadle.best import BestRule
-from treadle.checkpoint.store import find_latest, load_checkpoint, save_checkpoint
+from treadle.checkpoint.store import find_latest, link_checkpoint, load_checkpoint, save_checkpoint
 from treadle.device import get_device
 from treadle.ema import Ema
 from treadle.engine import Engine
@@ -233,9 +233,12 @@ class SpectraTrainer:
             )
         tree = self._engine.state_dict()
         if distributed.rank() == 0:
-            if is_best:
-                save_checkpoint(tree, self.out_dir / "checkpoints" / "best.pt")
-            save_checkpoint(tree, self.out_dir / "checkpoints" / "last.pt")
+            best, last = (self.out_dir / "checkpoints" / name for name in ("best.pt", "last.pt"))
+            # The best goes first: killed in between, the run repeats this epoch and writes both.
+            if is_best and save_checkpoint(tree, best) == best:
+                link_checkpoint(best, last)
+            else:
+                save_checkpoint(tree, last)
 
     def save_weights_only(self, filename: str = "best_model.pt") -> Path:
         """Writes the weights that are evaluated (the average when it is on) as a plain state dict."""
