@@ -8,6 +8,7 @@ record; torch does not check these, so every read here does.
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import os
 import pickle
@@ -27,6 +28,7 @@ from treadle.errors import CheckpointError
 
 _log = logging.getLogger("treadle.checkpoint")
 _TEMPORARY = ".treadle-tmp"
+_ASIDE = ".nonfinite"
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
@@ -106,7 +108,7 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
     target = Path(path)
     bad = non_finite_names(tree)
     if bad:
-        aside = target.with_name(f"{target.stem}.nonfinite{target.suffix}")
+        aside = target.with_name(f"{target.stem}{_ASIDE}{target.suffix}")
         _log.warning(
             "not writing %s: %d tensors are not finite (first: %s); the state goes to %s and no file is pruned",
             target.name, len(bad), bad[0], aside.name,
@@ -185,7 +187,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _remove_stale(target: Path) -> None:
-    for leftover in target.parent.glob(f".{target.name}.*{_TEMPORARY}"):
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*{_TEMPORARY}"):
         owner = leftover.name.removesuffix(_TEMPORARY).rsplit(".", 1)[-1]
         if owner.isdigit() and int(owner) != os.getpid() and _alive(int(owner)):
             continue
@@ -228,6 +230,8 @@ def save_tensor(tensor: Tensor, path: str | os.PathLike[str]) -> Path:
 def find_latest(candidates: Iterable[Path], *, prefer: Path | None = None) -> tuple[Path, dict[str, Any]] | None:
     """Returns the newest intact checkpoint by write time and its tree, naming each damaged one it passes over.
 
+    States that were put aside because they are not finite are passed over too.
+
     Args:
         candidates: files that may exist.
         prefer: the one to try first, whatever its write time.
@@ -240,7 +244,8 @@ def find_latest(candidates: Iterable[Path], *, prefer: Path | None = None) -> tu
     """
     present = [path for path in candidates if path.exists()]
     newest_first = sorted(present, key=_write_order, reverse=True)
-    for path in sorted(newest_first, key=lambda path: path.resolve() != prefer):
+    usable = [path for path in newest_first if not path.stem.endswith(_ASIDE)]
+    for path in sorted(usable, key=lambda path: path.resolve() != prefer):
         try:
             return path, load_checkpoint(path)
         except CheckpointError as error:
