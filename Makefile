@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip
 
-.PHONY: demo test check lint clean
+.PHONY: demo test check soak clean
 
 demo: $(VENV)/.installed  ## train a masked autoencoder on 1,939 real near-infrared spectra
 	$(BIN)/treadle train spectra --out runs/demo
@@ -22,6 +22,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) install --quiet --upgrade -c constraints.txt pip
 	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
+
+soak: $(VENV)/.installed  ## the long tests
+	$(BIN)/python -m pytest -m slow
 
 clean:
 	rm -rf $(VENV) runs

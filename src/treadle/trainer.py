@@ -1,0 +1,201 @@
+"""The step face: subclass it, say how things are built and how a batch becomes a loss, and call ``train()``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from treadle.device import get_device
+from treadle.distributed import unwrap
+from treadle.engine import Engine
+from treadle.errors import ConfigError
+from treadle.hooks.base import BaseHook
+from treadle.precision import Precision
+from treadle.task import StepOutput, as_step_output
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+
+class BaseTrainer(Engine):
+    """Trains to ``max_steps`` optimizer steps; the loop is written down in ``treadle.hooks.base``.
+
+    Implement ``build_data_loader``, ``build_model``, ``build_optimizer`` and ``forward``. The constructor builds
+    nothing and touches no file; everything is built once, on the first of ``train()``, ``state_dict()`` and
+    ``load_state_dict()``.
+
+    Args:
+        max_steps: absolute target, >= 0.
+        grad_clip: total 2-norm; None or 0 off.
+        max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None or 0: none.
+        mixed_precision: None, ``"bf16"`` or ``"fp16"``.
+        gradient_accumulation_steps: micro-batches per step, >= 1; None = 1.
+        workspace: folder for what hooks write; None if they write nothing relative.
+        device: None takes CUDA, then MPS, then the CPU.
+        no_sync_accumulate: exchange gradients between ranks with the last micro-batch of a step only.
+        state_dict_options: for sharded models.
+        logger: by default ``treadle.trainer``.
+        scheduler_interval: ``"step"`` or ``"epoch"``.
+
+    Raises:
+        ConfigError: a value is outside its range.
+
+    Example:
+        >>> class Fit(BaseTrainer):
+        ...     def build_data_loader(self):
+        ...         return [torch.ones(2, 1)] * 3
+        ...     def build_model(self):
+        ...         return nn.Linear(1, 1).to(self.device)
+        ...     def build_optimizer(self):
+        ...         return torch.optim.SGD(self.model.parameters(), lr=0.1)
+        ...     def forward(self, input):
+        ...         return ((self.model(input) - 1) ** 2).mean(), {"size": len(input)}
+        >>> trainer = Fit(max_steps=5, device="cpu")
+        >>> trainer.train()
+        >>> trainer.step, trainer.epoch
+        (5, 1)
+    """
+
+    face = "mini"
+    model: Any
+    optimizer: Any
+    hooks: Any
+
+    def __init__(
+        self,
+        max_steps: int,
+        grad_clip: float | None = None,
+        max_non_finite_grad_retries: int | None = None,
+        mixed_precision: Literal["fp16", "bf16"] | None = None,
+        gradient_accumulation_steps: int | None = 1,
+        workspace: Path | str | None = None,
+        device: torch.device | str | int | None = None,
+        no_sync_accumulate: bool = True,
+        state_dict_options: StateDictOptions | None = None,
+        logger: logging.Logger | None = None,
+        *,
+        scheduler_interval: Literal["step", "epoch"] = "step",
+    ):
+        if max_steps < 0:
+            raise ConfigError(f"max_steps={max_steps!r}: must be >= 0 optimizer steps")
+        self._configure(
+            scheduler_interval=scheduler_interval,
+            device=get_device(device),
+            precision=mixed_precision,
+            grad_clip=grad_clip,
+            accumulation_steps=1 if gradient_accumulation_steps is None else gradient_accumulation_steps,
+            max_non_finite_grad_retries=max_non_finite_grad_retries,
+            eval_seed=0,
+            logger=logger or logging.getLogger("treadle.trainer"),
+        )
+        self.max_steps = max_steps
+        self.workspace = None if workspace is None else Path(workspace)
+        self.no_sync_accumulate = no_sync_accumulate
+        self.state_dict_options = state_dict_options
+        self.task = _ForwardTask(self)
+        self.model = self.optimizer = self.lr_scheduler = self.hooks = None
+        self.grad_scaler: torch.amp.GradScaler | None = None
+        self.data_loader: Any = None
+        self.config = {
+            "max_steps": max_steps,
+            "grad_clip": grad_clip,
+            "max_non_finite_grad_retries": max_non_finite_grad_retries,
+            "mixed_precision": mixed_precision,
+            "gradient_accumulation_steps": self.accumulation_steps,
+            "scheduler_interval": scheduler_interval,
+        }
+
+    def train(self) -> None:
+        """Trains to ``max_steps``; a finished run is a no-op. An exception leaves unchanged."""
+        self.prepare()
+        self.run(self.data_loader, max_steps=self.max_steps)
+
+    # -- to implement ---------------------------------------------------------------------------------------------
+
+    def build_data_loader(self) -> Iterable[Any]:
+        """Returns any iterable of micro-batches; a finite one is opened again for each epoch."""
+        raise self._missing("build_data_loader")
+
+    def build_model(self) -> nn.Module:
+        """Returns the model, moved to ``self.device`` and wrapped or compiled as you like."""
+        raise self._missing("build_model")
+
+    def build_optimizer(self) -> Optimizer:
+        """Returns the optimizer; ``self.model`` exists."""
+        raise self._missing("build_optimizer")
+
+    def forward(self, input: Any) -> Any:
+        """Returns ``(loss, records)``, ``(loss, records, weight)`` or a StepOutput; runs under autocast.
+
+        Args:
+            input: the loader's item, untouched.
+        """
+        raise self._missing("forward")
+
+    def _missing(self, method: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} must implement {method}()")
+
+    # -- may be overridden ----------------------------------------------------------------------------------------
+
+    def build_lr_scheduler(self) -> LRScheduler | None:
+        """Returns the learning-rate scheduler, or None."""
+        return None
+
+    def build_grad_scaler(self) -> torch.amp.GradScaler:
+        """Returns the gradient scaler; enabled for fp16 only."""
+        return torch.amp.GradScaler(self.device.type, enabled=self.precision.name == "fp16")
+
+    def build_hooks(self) -> list[BaseHook]:
+        """Returns the hooks, in order."""
+        return []
+
+    # -- building, once and on demand -----------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Builds data loader, model, optimizer, scheduler, scaler and hooks, in this order, the first time."""
+        if self.hooks is None:
+            self.data_loader = self.build_data_loader()
+            self.model = self.build_model()
+            self.optimizer = self.build_optimizer()
+            self.lr_scheduler = self.build_lr_scheduler()
+            self.grad_scaler = self.build_grad_scaler()
+            self.precision = Precision(self.precision.name, self.device, scaler=self.grad_scaler)
+            self.hooks = list(self.build_hooks())
+        super().prepare()
+
+    def _gradient_sync(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
+        return super()._gradient_sync(last=last or not self.no_sync_accumulate)
+
+    @staticmethod
+    def unwrap(module: nn.Module) -> nn.Module:
+        """Peels ``torch.compile``, DistributedDataParallel, DataParallel and AveragedModel, in any nesting."""
+        return unwrap(module)
+
+    @property
+    def unwrapped_model(self) -> nn.Module:
+        """The model without its wrappers."""
+        return unwrap(self.model)
+
+
+class _ForwardTask:
+    """Lets evaluations use the trainer's own ``forward``; training calls it directly."""
+
+    def __init__(self, trainer: BaseTrainer):
+        self.trainer = trainer
+
+    def step(
+        self,
+        model: nn.Module,
+        batch: Any,
+        totals: Mapping[str, float] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> StepOutput:
+        return as_step_output(self.trainer.forward(batch), training=False)
