@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,18 +54,29 @@ def exit_plan(
     """Checks the arguments a user gave and returns a plan, or None when no signal is named.
 
     Raises:
-        ConfigError: ``code`` is another string, or a signal cannot be handled.
+        ConfigError: ``code`` is another string, ``wait`` is negative, or a signal cannot be handled.
     """
     if signals is None:
         return None
     if isinstance(code, str) and code != "128+signal":
         raise ConfigError(f"exit_code={code!r}: must be '128+signal' or an int")
     numbers = tuple(int(number) for number in ([signals] if isinstance(signals, int) else signals))
+    refused = [int(getattr(signal, name)) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name)]
     for number in numbers:
-        if number in (getattr(signal, "SIGKILL", -1), getattr(signal, "SIGSTOP", -1)):
+        if number in refused or number not in signal.valid_signals():
             raise ConfigError(f"exit_signals: signal {number} cannot be handled; use SIGTERM, SIGINT or SIGUSR1")
     seconds = wait.total_seconds() if isinstance(wait, timedelta) else float(wait)
-    return ExitPlan(numbers, write, code, seconds)
+    if not seconds >= 0:
+        raise ConfigError(f"exit_wait={wait!r}: a time to wait cannot be negative")
+    return ExitPlan(numbers, write, code, seconds) if numbers else None
+
+
+_LISTENING, _LEAVING, _OVER = 0, 1, 2
+_SECONDS_FOR_MAIN = 5.0  # a signal to the group reaches the main process late if it is inside a long kernel
+
+
+def _shared_byte() -> mmap.mmap:
+    return mmap.mmap(-1, 1)  # shared with processes that are forked from this one
 
 
 class SignalListener:
@@ -71,6 +84,9 @@ class SignalListener:
 
     A second signal is noted too but changes nothing, so that a running save can finish; a third is handed to the
     handler that was installed before.
+
+    Forked data workers inherit the handler. A signal to the whole process group must not end them while the main
+    process needs a last batch and saves; a signal to a worker alone must end it, or nothing could.
 
     Attributes:
         received: the first signal, or None.
@@ -80,6 +96,8 @@ class SignalListener:
         self.received: int | None = None
         self._count = 0
         self._previous: dict[int, Any] = {}
+        self._owner = 0
+        self._phase: bytearray | mmap.mmap = bytearray(1)
 
     @contextlib.contextmanager
     def listening(self, signals: Sequence[int]) -> Iterator[None]:
@@ -90,18 +108,34 @@ class SignalListener:
             return
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("exit_signals: python handles signals in the main thread only; train there, or pass None")
+        self._owner = os.getpid()
+        self._phase = _shared_byte()  # workers of an earlier run keep theirs, which says that it is over
         try:
             for number in dict.fromkeys(signals):
                 self._previous[number] = signal.signal(number, self._note)
             yield
         finally:
+            self._phase[0] = _OVER
             self._restore()
 
     def _note(self, number: int, _frame: Any) -> None:
+        if os.getpid() != self._owner:
+            self._note_in_worker(number)
+            return
         self._count += 1
+        self._phase[0] = _LEAVING
         if self.received is None:
             self.received = number
         if self._count >= 3:
+            self._phase[0] = _OVER
+            self._restore()
+            os.kill(os.getpid(), number)
+
+    def _note_in_worker(self, number: int) -> None:
+        patience = time.monotonic() + _SECONDS_FOR_MAIN
+        while self._phase[0] == _LISTENING and time.monotonic() < patience:
+            time.sleep(0.02)
+        if self._phase[0] != _LEAVING:
             self._restore()
             os.kill(os.getpid(), number)
 
