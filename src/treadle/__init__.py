@@ -25,9 +25,11 @@ from treadle.means import Total, Weighted
 from treadle.nested import flatten_nested_dict, key_average, map_nested_tensor
 from treadle.seed import ReproducibilityContext, set_seed
 from treadle.task import StepOutput, Task
+from treadle.trainer import BaseTrainer
 
 __all__ = [
     "BaseHook",
+    "BaseTrainer",
     "BestRule",
     "CheckpointError",
     "CheckpointingHook",
