@@ -1,0 +1,99 @@
+"""Non-finite protection: no non-finite update reaches the weights, and the host does not wait to know it.
+
+Three ways, from what the optimizer and the device allow:
+
+* on the CPU the flag is host memory; looking at it waits for nothing;
+* on an accelerator, a fused optimizer takes ``found_inf`` and leaves weights and step counters alone where it is set.
+  The host looks at the flag of a step only before the update of the next one, when it has long arrived, and before
+  anything is saved, logged or evaluated;
+* elsewhere one read a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from treadle import distributed
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of a step's gradient.
+
+    Attributes:
+        finite: the norm is finite on every rank.
+        counted: the total weight is above 0 on some rank.
+    """
+
+    finite: bool
+    counted: bool
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Returns whether every group is fused, so that the optimizer takes ``found_inf``."""
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+class FiniteGuard:
+    """Decides whether a step may change the weights.
+
+    Args:
+        optimizer: the optimizer of the run.
+        device: where the gradients lie.
+        may_defer: whether the answer may come one step late; not with retries or an fp16 scaler.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> guard = FiniteGuard(torch.optim.SGD([weight], lr=1.0), torch.device("cpu"), may_defer=True)
+        >>> guard.judge(torch.tensor(float("nan")), 1.0)
+        Verdict(finite=False, counted=True)
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device, *, may_defer: bool):
+        self.optimizer = optimizer
+        self.device = device
+        self.deferred = may_defer and device.type == "cuda" and skips_on_device(optimizer)
+        self._waiting: tuple[int, Tensor, torch.cuda.Event] | None = None
+        self._host: Tensor | None = None
+
+    def judge(self, norm: Tensor, total_weight: float | Tensor) -> Verdict:
+        """Returns the verdict on a gradient, by one decision for all ranks; optimistic where it is deferred."""
+        if self.deferred and not isinstance(total_weight, Tensor):
+            return Verdict(finite=True, counted=True)
+        bad = ~torch.isfinite(norm).reshape(1)
+        if isinstance(total_weight, Tensor):
+            bad = torch.cat([bad, ~(total_weight.to(norm.device) > 0).reshape(1)])
+        shared = distributed.max_over_ranks(bad.to(torch.uint8), self.device)
+        flags = [bool(flag) for flag in (shared.numpy() if shared.device.type == "cpu" else shared.tolist())]
+        return Verdict(finite=not flags[0], counted=len(flags) == 1 or not flags[1])
+
+    def apply(self, step: int, norm: Tensor, total_weight: float | Tensor) -> None:
+        """Steps the optimizer; where the verdict is deferred, the optimizer itself skips a non-finite gradient."""
+        if not self.deferred or isinstance(total_weight, Tensor):
+            self.optimizer.step()
+            return
+        found_inf = (~torch.isfinite(norm)).to(torch.float32)
+        self.optimizer.grad_scale, self.optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
+        try:
+            self.optimizer.step()
+        finally:
+            del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
+        if self._host is None:
+            self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
+        self._host.copy_(found_inf, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        self._waiting = (step, norm, arrived)
+
+    def late_refusal(self) -> tuple[int, Tensor] | None:
+        """Returns (step, norm) of the last deferred step if its gradient was not finite, else None."""
+        if self._waiting is None or self._host is None:
+            return None
+        step, norm, arrived = self._waiting
+        self._waiting = None
+        arrived.synchronize()
+        return (step, norm) if bool(self._host.numpy()) else None
