@@ -17,6 +17,7 @@ from treadle.data.sources import Source, generators_of, open_source, samplers_of
 from treadle.seed import RngState, mix_seed
 
 _log = logging.getLogger("treadle.data")
+_END = object()
 
 
 def steps_per_epoch(loader: Any, accumulation: int = 1) -> int:
@@ -109,7 +110,8 @@ class Cursor:
         self._warn(self._mismatches(loaded) + source.warnings(resuming=True))
         _set_generators(self._loader, opening["generators"])
         RngState.from_plain(opening["rng"]).restore()
-        self._iterator = self._iterate(skip=self.position, state=loaded.get("loader"))
+        state = loaded.get("loader") if loaded.get("kind") == source.kind else None
+        self._iterator = self._iterate(skip=self.position, state=state)
         if not self._num_workers:
             # A generator may be shared with the dataset; without prefetching its state is known exactly.
             _set_generators(self._loader, self._pending_generators)
@@ -135,7 +137,7 @@ class Cursor:
 
     @property
     def length(self) -> int | None:
-        """Micro-batches in an epoch of the attached loader, where that is certain."""
+        """Micro-batches in an epoch of the attached loader, as it says itself."""
         return self._source.length if self._source else None
 
     def _the_source(self) -> Source:
@@ -150,18 +152,41 @@ class Cursor:
             assert self._iterator is not None, "open() comes first"
             start = time.perf_counter()
             try:
-                batch = next(self._iterator)
-            except StopIteration:
+                batch = self._next_batch(self._iterator)
+            except BaseException:
+                self._go_back_to(self.position - len(group.batches))
+                raise
+            if batch is _END:
                 self.ended = True
                 break
             group.data_time.append(time.perf_counter() - start)
             group.batches.append(batch)
             self.position += 1
-            self.ended = source.length is not None and self.position >= source.length
+            if source.exact and self.position >= (source.length or 0):
+                source.finish(self._iterator)
+                self.ended = True
         if self.ended:
             self._iterator = None
             self._warn(source.warnings(resuming=False))
         return group
+
+    def _next_batch(self, iterator: Iterator[Any]) -> Any:
+        try:
+            return next(iterator)
+        except StopIteration as error:
+            if not self._the_source().is_over_at(self.position):
+                raise RuntimeError(
+                    "a StopIteration was raised inside the data set, its collate function or a worker: that is not the "
+                    "end of the data"
+                ) from error
+            return _END
+
+    def _go_back_to(self, position: int) -> None:
+        """Gives up a broken iterator, so that no batch is lost when the epoch is opened again."""
+        self.position = position
+        self._loaded = {**self.state_dict(), "loader": None}
+        self._pending_generators = self._loaded["generators"]
+        self._iterator = None
 
     def next_epoch(self) -> None:
         """Counts the running epoch as completed."""
@@ -170,6 +195,7 @@ class Cursor:
         self.ended = False
         self._iterator = None
         self._opening = None
+        self._loaded = None
 
     def restart(self) -> None:
         """Goes back to the start of epoch 0, keeping the loader and its persistent workers."""
@@ -197,7 +223,8 @@ class Cursor:
             "position": self.position,
             "ended": self.ended,
             "opening": self._opening,
-            "generators": [generator.get_state() for generator in generators_of(self._loader)],
+            "generators": self._pending_generators
+            or [generator.get_state() for generator in generators_of(self._loader)],
             "kind": source.kind if source else None,
             "length": source.length if source else None,
             "loader": source.state() if source and opened else None,
@@ -219,8 +246,6 @@ class Cursor:
         self._loaded = dict(state_dict)
         self._pending_rng = rng
         self._pending_generators = list(state_dict["generators"])
-        if self._opening is None or self.ended:
-            self._loaded = None  # nothing to reopen; the samplers' generators go on at the next opening
 
     def _mismatches(self, loaded: Mapping[str, Any]) -> list[str]:
         """Says in words what the loader has in common no more with the one of the checkpoint."""

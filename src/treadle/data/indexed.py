@@ -30,14 +30,25 @@ from torch.utils.data import (
 
 from treadle.seed import RngState, mix_seed
 
-# These draw from the global RNG when they are opened, and never again while they run.
-_DRAW_AT_OPENING = (
+# These draw from the global RNG when they are opened and never again while they run, and their length is right.
+# By type: a subclass may do anything.
+_KNOWN = (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    list,
+    tuple,
+    range,
 )
+
+
+def is_known(loader: Any) -> bool:
+    """Returns whether a DataLoader's order comes from torch's own samplers, whose ways are known."""
+    lists = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    inner = lists.sampler if type(lists) is BatchSampler else lists
+    return type(inner) in _KNOWN
 
 
 class _SeededIndex:
@@ -97,6 +108,7 @@ class _Feed:
         self._number = 0
         self._seed = seed
         self._watch = watch
+        self.exhausted = False
         self.draws_while_running = False
 
     def __iter__(self) -> _Feed:
@@ -104,18 +116,31 @@ class _Feed:
 
     def prime(self) -> None:
         """Passes over the consumed lists; must run under the RNG of the epoch's opening."""
-        while self._number < self._skip:
-            next(self._lists)
-            self._number += 1
+        while self._number < self._skip and not self.exhausted:
+            self._draw()
+
+    def _draw(self) -> Any:
+        try:
+            index = next(self._lists)
+        except StopIteration:
+            self.exhausted = True
+            return None
+        self._number += 1
+        return index
+
+    def is_over_at(self, position: int) -> bool:
+        """Returns whether all lists were drawn and nothing but ``position`` batches can come of them."""
+        return self.exhausted and self._number <= position
 
     def __next__(self) -> Any:
         self.prime()
         before = RngState.capture() if self._watch and self._number > 0 else None
-        index = next(self._lists)
+        number = self._number
+        index = self._draw()
+        if self.exhausted:
+            raise StopIteration
         if before is not None and _moved(before):
             self.draws_while_running, self._watch = True, False
-        number = self._number
-        self._number += 1
         return index if self._seed is None else _SeededIndex(index, mix_seed(self._seed, number))
 
 
@@ -162,11 +187,8 @@ class IndexedReader:
         batched = loader.batch_sampler is not None
         lists = loader.batch_sampler if batched else loader.sampler
         self.seeded = loader.num_workers > 0
-        known = isinstance(loader.sampler, _DRAW_AT_OPENING) and type(lists) in (
-            BatchSampler,
-            *_DRAW_AT_OPENING,
-        )
-        self.feed = _IndexFeed(lists, seeded=self.seeded, watch=not known and not self.seeded)
+        self.known = is_known(loader)
+        self.feed = _IndexFeed(lists, seeded=self.seeded, watch=not self.known and not self.seeded)
         self.feed.generator = loader.generator
         self.loader = self._remake(loader, batched=batched)
 
@@ -200,6 +222,15 @@ class IndexedReader:
         if skip and self.feed.current is not None:
             self.feed.current.prime()
         return iterator
+
+    def finish(self) -> None:
+        """Lets the sampler find its end, as a plain loop does: a generator of its own may move once more there."""
+        for _ in self.feed.current or ():
+            raise RuntimeError(f"the sampler of {self.feed.lists!r} gives more than its length says")
+
+    def is_over_at(self, position: int) -> bool:
+        """Returns whether the epoch has no more than ``position`` batches."""
+        return self.feed.current is not None and self.feed.current.is_over_at(position)
 
     @property
     def draws_while_running(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from treadle.data.indexed import IndexedReader
+from treadle.data.indexed import IndexedReader, is_known
 from treadle.errors import ConfigError
 
 
@@ -18,14 +18,24 @@ class Source(Protocol):
 
     Attributes:
         kind: ``"indexed"``, ``"stateful"`` or ``"replayed"``; written into checkpoints.
-        length: micro-batches in an epoch where that is certain, else None.
+        length: micro-batches in an epoch as the loader says, or None.
+        exact: whether the length is certain, so that the last batch is known to be the last.
     """
 
     kind: str
     length: int | None
+    exact: bool
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
         """Opens an epoch after ``skip`` micro-batches; ``state`` is what :meth:`state` returned then."""
+        ...
+
+    def finish(self, iterator: Iterator[Any]) -> None:
+        """Called after the last batch where the length is exact: lets the loader find its end, as a plain loop does."""
+        ...
+
+    def is_over_at(self, position: int) -> bool:
+        """Returns whether a StopIteration after ``position`` batches can be the end of the data."""
         ...
 
     def state(self) -> Any:
@@ -47,9 +57,16 @@ class _Indexed:
     def __init__(self, loader: DataLoader[Any]):
         self.reader = IndexedReader(loader)
         self.length = _length(loader)
+        self.exact = self.length is not None and self.reader.known
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
         return self.reader.open(skip=skip, seed=seed)
+
+    def finish(self, iterator: Iterator[Any]) -> None:
+        self.reader.finish()
+
+    def is_over_at(self, position: int) -> bool:
+        return self.reader.is_over_at(position)
 
     def state(self) -> Any:
         return {"seeded": self.reader.seeded}
@@ -74,14 +91,22 @@ class _Stateful:
 
     def __init__(self, loader: Any):
         self.loader = loader
-        # Only these are known to yield exactly len(loader) items.
+        self.length = _length(loader)
         certain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-        self.length = _length(loader) if certain or getattr(loader, "exact_length", False) else None
+        certain = (certain and is_known(loader)) or getattr(loader, "exact_length", False)
+        self.exact = self.length is not None and certain
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
-        if skip and state is not None:
-            self.loader.load_state_dict(state)
+        if not skip or state is None:
+            return _passed_over(iter(self.loader), skip)
+        self.loader.load_state_dict(state)
         return iter(self.loader)
+
+    def finish(self, iterator: Iterator[Any]) -> None:
+        next(iterator, None)
+
+    def is_over_at(self, position: int) -> bool:
+        return True
 
     def state(self) -> Any:
         return self.loader.state_dict()
@@ -100,17 +125,21 @@ class _Stateful:
 
 class _Replayed:
     kind = "replayed"
-    length: int | None = None
+    exact = False
 
     def __init__(self, loader: Iterable[Any]):
         self.loader = loader
+        self.length = _length(loader)
         self.one_shot = isinstance(loader, Iterator)
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
-        iterator = iter(self.loader)
-        for _ in itertools.islice(iterator, skip):
-            pass
-        return iterator
+        return _passed_over(iter(self.loader), skip)
+
+    def finish(self, iterator: Iterator[Any]) -> None:
+        pass
+
+    def is_over_at(self, position: int) -> bool:
+        return True
 
     def state(self) -> Any:
         return None
@@ -132,6 +161,12 @@ class _Replayed:
                 "opening alone"
             ]
         return []
+
+
+def _passed_over(iterator: Iterator[Any], count: int) -> Iterator[Any]:
+    for _ in itertools.islice(iterator, count):
+        pass
+    return iterator
 
 
 def _length(loader: Any) -> int | None:
