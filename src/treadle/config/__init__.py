@@ -1,0 +1,22 @@
+"""Configuration files: plain dicts from Python or YAML, merged, overridden from the command line and written back.
+
+Python configuration files are **code**: loading one runs it, with every right that you have. Load only files that
+you trust. YAML files are data and run nothing of their own.
+"""
+
+from __future__ import annotations
+
+from treadle.config.files import load_config
+from treadle.config.merging import DELETE, REPLACE, merge_configs
+from treadle.config.overrides import apply_overrides
+from treadle.config.writing import format_config, save_config
+
+__all__ = [
+    "DELETE",
+    "REPLACE",
+    "apply_overrides",
+    "format_config",
+    "load_config",
+    "merge_configs",
+    "save_config",
+]

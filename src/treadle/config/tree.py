@@ -1,0 +1,50 @@
+"""Walking nested configurations: how a place in one is named, and how its containers are copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from treadle.errors import nearest
+
+
+def join_path(prefix: str, key: Any) -> str:
+    """Returns the name of the place ``key`` inside the place ``prefix``.
+
+    Example:
+        >>> join_path(join_path("model", "layers"), 2)
+        'model.layers[2]'
+    """
+    if isinstance(key, str) and key and not set(key) & set(".[]= \n"):
+        return f"{prefix}.{key}" if prefix else key
+    return f"{prefix}[{key!r}]"
+
+
+def nearest_key(key: Any, known: Iterable[Any]) -> str:
+    """Returns a sentence on the keys that exist, the nearest first of all."""
+    names = [str(name) for name in known]
+    return nearest(str(key), names) if names else "there is no key at all"
+
+
+def copied(value: Any) -> Any:
+    """Copies dicts, lists and tuples and leaves everything in them as it is.
+
+    Example:
+        >>> inner = [1]
+        >>> copied({"a": inner})["a"] is inner
+        False
+    """
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [copied(item) for item in value]
+    if isinstance(value, tuple):
+        return same_tuple(value, [copied(item) for item in value])
+    return value
+
+
+def same_tuple(original: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """Makes a tuple of ``items``, of the named type of ``original`` where it has one and the length allows it."""
+    if hasattr(original, "_make") and len(items) == len(original):
+        return original._make(items)  # type: ignore[no-any-return]
+    return tuple(items)
