@@ -1,0 +1,302 @@
+"""Objects from configurations: ``{"type": "torch.optim.AdamW", "lr": 3e-4}`` becomes the optimizer.
+
+A trainer whose parts come from one configuration gets their sections as arguments, beside its own section::
+
+    cfg = load_config("configs/train.py")
+    trainer = build_from_cfg(
+        cfg["trainer"], data_cfg=cfg["data"], model_cfg=cfg["model"], optimizer_cfg=cfg["optimizer"]
+    )
+    trainer.train()
+
+A ``type`` may name anything that can be imported and called, so a configuration is as trusted as code.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from treadle.config.tree import copied, join_path, same_tuple
+from treadle.errors import ConfigError
+
+T = TypeVar("T")
+
+_PARTIAL = "partial:"
+
+
+class Registry:
+    """Names for classes and functions that configurations may build.
+
+    Example:
+        >>> registry = Registry()
+        >>> @registry.register()
+        ... class Net:
+        ...     def __init__(self, width):
+        ...         self.width = width
+        >>> build_from_cfg({"type": "Net", "width": 8}, registry).width
+        8
+    """
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Callable[..., Any]] = {}
+
+    def register(self, name: str | None = None) -> Callable[[T], T]:
+        """Makes a decorator that registers a class or function and returns it unchanged.
+
+        Args:
+            name: the name in configurations; None takes the ``__name__`` of the object.
+
+        Returns:
+            The decorator. Registering one object again under its name does nothing.
+
+        Raises:
+            ConfigError: the name belongs to another object, or cannot be one; the object cannot be called.
+
+        Example:
+            >>> registry = Registry()
+            >>> registry.register("mlp")(dict) is registry.get("mlp")
+            True
+        """
+        if name is not None and not isinstance(name, str):
+            raise ConfigError(f"register takes a name, not {name!r}; write @registry.register() with parentheses")
+
+        def decorate(target: T) -> T:
+            self._add(name if name is not None else getattr(target, "__name__", ""), target)
+            return target
+
+        return decorate
+
+    def _add(self, name: str, target: Any) -> None:
+        if not callable(target):
+            raise ConfigError(f"{target!r} cannot be registered: only classes and functions can be built")
+        if not name or name.startswith(_PARTIAL):
+            raise ConfigError(f"{target!r} cannot be registered as {name!r}; give register() a plain name")
+        known = self._objects.setdefault(name, target)
+        if known is not target:
+            raise ConfigError(f"{name!r} is registered already, for {known!r}; register {target!r} by another name")
+
+    def get(self, name: str) -> object | None:
+        """Returns what is registered under a name, or None.
+
+        Example:
+            >>> Registry().get("nothing") is None
+            True
+        """
+        return self._objects.get(name)
+
+    def names(self) -> list[str]:
+        """Returns all registered names, sorted.
+
+        Example:
+            >>> Registry().names()
+            []
+        """
+        return sorted(self._objects)
+
+    def __repr__(self) -> str:
+        return f"Registry({', '.join(self.names())})"
+
+
+REGISTRY = Registry()
+"""The shared registry, which ``build_from_cfg`` looks into unless told otherwise."""
+
+
+def build_from_cfg(cfg: Any, registry: Registry = REGISTRY, recursive: bool = False, **kwargs: Any) -> Any:
+    """Calls what ``cfg["type"]`` names with the other entries of ``cfg`` as arguments.
+
+    ``type`` is a registered name or a dotted path such as ``torch.nn.Linear``; with the prefix ``partial:`` a
+    ``functools.partial`` comes back instead of the result. The entry ``"*"`` holds a list of positional arguments.
+
+    Args:
+        cfg: the configuration; it is not changed, and what is built gets copies of its dicts, lists and tuples.
+        registry: where names are looked up before they are taken for dotted paths.
+        recursive: also build every nested dict that has a ``type``, in dicts, lists and tuples.
+        **kwargs: more arguments, passed on as they are, never built; they win over those of ``cfg``.
+
+    Returns:
+        What the call returned. With ``recursive``, a dict without ``type``, a list or a tuple with its contents built.
+
+    Raises:
+        ConfigError: an unknown name, a path that cannot be imported, or arguments that the constructor does not
+            take, named by their place in ``cfg``. Errors raised inside the constructor leave unchanged.
+
+    Example:
+        >>> build_from_cfg({"type": "torch.nn.Linear", "*": [3], "out_features": 2}, bias=False)
+        Linear(in_features=3, out_features=2, bias=False)
+    """
+    if isinstance(cfg, Mapping) and "type" in cfg:
+        return _build(cfg, "", registry, recursive, kwargs)
+    if not recursive or not isinstance(cfg, (Mapping, list, tuple)):
+        keys = (
+            f"a dict with the keys {sorted(map(str, cfg))}" if isinstance(cfg, Mapping) else f"a {type(cfg).__name__}"
+        )
+        raise ConfigError(f"build_from_cfg: cfg must be a dict with the key 'type', but it is {keys}; add the type")
+    if kwargs:
+        raise ConfigError(f"build_from_cfg: cfg has no 'type', so nothing takes the arguments {sorted(kwargs)}")
+    return _build_nested(cfg, "", registry)
+
+
+def _build_nested(value: Any, place: str, registry: Registry) -> Any:
+    if isinstance(value, Mapping):
+        if "type" in value:
+            return _build(value, place, registry, True, {})
+        return {key: _build_nested(item, join_path(place, key), registry) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_build_nested(item, join_path(place, index), registry) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else same_tuple(value, items)
+    return value
+
+
+def _build(cfg: Mapping[str, Any], place: str, registry: Registry, recursive: bool, given: dict[str, Any]) -> Any:
+    name = cfg["type"]
+    target = _find(name, join_path(place, "type"), registry)
+    named: dict[str, Any] = {}
+    for key, value in cfg.items():
+        here = join_path(place, key)
+        if not isinstance(key, str):
+            raise ConfigError(f"{here}: the key {key!r} is no argument of {name!r}; argument names are strings")
+        # An argument that kwargs replace is not built either: it may be a placeholder.
+        if key == "type" or key in given:
+            continue
+        if key == "*" and not isinstance(value, (list, tuple)):
+            raise ConfigError(f"{here}: positional arguments must be a list, not {value!r}; write [{value!r}]")
+        named[key] = _build_nested(value, here, registry) if recursive else copied(value)
+    positional = named.pop("*", [])
+    named.update(given)
+    if name.startswith(_PARTIAL):
+        _check_partial(target, positional, named, name, place)
+        return functools.partial(target, *positional, **named)
+    try:
+        return target(*positional, **named)
+    except TypeError as error:
+        if not _refused_by_call(target, positional, named, error):
+            raise
+        raise ConfigError(_refusal(target, named, name, place, str(error))) from error
+
+
+def _find(name: Any, place: str, registry: Registry) -> Callable[..., Any]:
+    """Returns the registered or imported object that ``name`` means."""
+    if not isinstance(name, str):
+        raise ConfigError(f"{place}: {name!r} is no name; write a registered name or a dotted path as a string")
+    name = name.removeprefix(_PARTIAL)
+    target: Any = registry.get(name)
+    if target is None:
+        if "." not in name:
+            raise ConfigError(f"{place}: {name!r} is not registered; {_nearest_names(name, registry)}")
+        target = _import(name, place)
+    if not callable(target):
+        raise ConfigError(
+            f"{place}: {name!r} is a {type(target).__name__} and cannot be called; name a class or function"
+        )
+    return target  # type: ignore[no-any-return]
+
+
+def _nearest_names(name: str, registry: Registry) -> str:
+    names = registry.names()
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    listed = ", ".join(repr(option) for option in close or names)
+    return f"{'nearest' if close else 'known'}: {listed or 'none'}; or use a dotted path such as 'torch.nn.Linear'"
+
+
+def _import(name: str, place: str) -> Any:
+    """Follows a dotted path step by step, importing modules where an attribute is not there yet."""
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise ConfigError(f"{place}: {name!r} is no dotted path; write it like 'torch.nn.Linear'")
+    found: Any = None
+    for count, part in enumerate(parts, 1):
+        if count > 1 and hasattr(found, part):
+            found = getattr(found, part)
+            continue
+        path = ".".join(parts[:count])
+        module = _module(path) if count == 1 or isinstance(found, types.ModuleType) else None
+        if module is None:
+            missing = _missing_part(parts[: count - 1], part, found)
+            raise ConfigError(f"{place}: {name!r} is not registered and cannot be imported: {missing}")
+        found = module
+    return found
+
+
+def _module(path: str) -> types.ModuleType | None:
+    """Imports a module; None if there is none. An import that fails inside the module leaves as it was raised."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        # Also raised for "x.y" where x is a module without parts; its name is the path then.
+        if error.name is None or error.name != path:
+            raise
+        return None
+
+
+def _missing_part(before: list[str], part: str, found: Any) -> str:
+    if not before:
+        return f"there is no module {part!r}; install it or correct the name"
+    close = difflib.get_close_matches(part, dir(found), n=1)
+    hint = f", did you mean {close[0]!r}?" if close else ""
+    return f"{'.'.join(before)!r} has no {part!r}{hint}"
+
+
+def _signature(target: Callable[..., Any], *, follow_wrapped: bool = True) -> inspect.Signature | None:
+    try:
+        return inspect.signature(target, follow_wrapped=follow_wrapped)
+    except (ValueError, TypeError):  # written in C without one
+        return None
+
+
+def _check_partial(target: Callable[..., Any], args: Any, named: dict[str, Any], name: str, place: str) -> None:
+    """Refuses what the call would refuse later, far from the configuration."""
+    signature = _signature(target, follow_wrapped=False)  # a wrapper may add arguments of its own
+    if signature is None:
+        return
+    try:
+        signature.bind_partial(*args, **named)
+    except TypeError as error:
+        raise ConfigError(_refusal(target, named, name, place, str(error))) from error
+
+
+def _refused_by_call(target: Callable[..., Any], args: Any, named: dict[str, Any], error: TypeError) -> bool:
+    """Tells whether the arguments did not fit, rather than that something failed inside the constructor."""
+    inside = error.__traceback__.tb_next if error.__traceback__ else None
+    if inside is None:
+        return True
+    # Raised deeper: by a wrapper that passed the arguments on, or by the constructor itself.
+    own = inspect.unwrap(target)
+    codes = {getattr(function, "__code__", None) for function in (own, getattr(own, "__init__", None))}
+    while inside is not None:
+        if inside.tb_frame.f_code in codes:
+            return False
+        inside = inside.tb_next
+    signature = _signature(target)
+    if signature is None:
+        return False
+    try:
+        signature.bind(*args, **named)
+    except TypeError:
+        return True
+    return False
+
+
+def _refusal(target: Callable[..., Any], named: dict[str, Any], name: str, place: str, reason: str) -> str:
+    """Says which argument a constructor does not take, and which ones it takes."""
+    signature = _signature(target)
+    where = join_path(place, "type")
+    if signature is None:
+        return f"{where}: {name!r} refuses its arguments: {reason}"
+    parameters = signature.parameters.values()
+    names = [item.name for item in parameters if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)]
+    unknown = [key for key in named if key not in names]
+    hint = ""
+    if unknown and not any(item.kind is item.VAR_KEYWORD for item in parameters):
+        close = difflib.get_close_matches(unknown[0], names, n=1, cutoff=0.5)
+        near = f", did you mean {close[0]!r}?" if close else ""
+        hint = f"; it has no argument for {join_path(place, unknown[0])}{near}"
+    # Without the types: they are long, and the names are what was wrong.
+    bare = [item.replace(annotation=item.empty) for item in parameters]
+    short = signature.replace(parameters=bare, return_annotation=signature.empty)
+    called = getattr(target, "__name__", type(target).__name__)
+    return f"{where}: {name!r} refuses its arguments: {reason}{hint}; its signature is {called}{short}"
