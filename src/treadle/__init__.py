@@ -18,6 +18,7 @@ from treadle.hooks import (
     EmaHook,
     HistoryHook,
     LoggingHook,
+    ProgressBarHook,
     ProgressHook,
     SignalHook,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "HistoryHook",
     "LoggingHook",
     "NonFiniteError",
+    "ProgressBarHook",
     "ProgressHook",
     "ReproducibilityContext",
     "SignalHook",

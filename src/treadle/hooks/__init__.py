@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from treadle.hooks.bar import ProgressBarHook
 from treadle.hooks.base import EVENTS, BaseHook
 from treadle.hooks.checkpointing import CheckpointingHook
 from treadle.hooks.ema import EmaHook
@@ -17,6 +18,7 @@ __all__ = [
     "EmaHook",
     "HistoryHook",
     "LoggingHook",
+    "ProgressBarHook",
     "ProgressHook",
     "SignalHook",
 ]

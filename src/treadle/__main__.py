@@ -1,0 +1,8 @@
+"""``python -m treadle`` is the command ``treadle``."""
+
+from __future__ import annotations
+
+from treadle.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The commands of ``treadle``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from treadle.cli.train_spectra import spectra
+
+# Plain help and usage errors: no boxes, so that they read the same in a file and on a narrow terminal.
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+)  # fmt: skip
+train = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train a model; the same command again goes on.")
+app.add_typer(train, name="train")
+train.command()(spectra)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"treadle {version('treadle')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """PyTorch training that you can stop, resume and replay to the bit.
+
+    \b
+    Examples:
+      treadle train spectra
+      treadle train spectra --help
+    """

@@ -1,0 +1,89 @@
+"""Where the commands write: results on stdout, what happens meanwhile on stderr, errors as one line."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.text import Text
+
+from treadle.errors import ConfigError, TreadleError
+
+
+def result_console() -> Console:
+    """Returns the console of results: stdout."""
+    return _console(stderr=False)
+
+
+def message_console() -> Console:
+    """Returns the console of progress, log lines and errors: stderr."""
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    # Never control characters in a file or a pipe, not even when FORCE_COLOR is set for other programs.
+    return Console(stderr=stderr, force_terminal=None if stream.isatty() else False, highlight=False)
+
+
+class ConsoleHandler(logging.Handler):
+    """Writes log records above the bar that is drawn on the same console, and never wraps them."""
+
+    def __init__(self, console: Console):
+        super().__init__(logging.INFO)
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one record; warnings and errors say so."""
+        try:
+            line = Text(record.getMessage())
+            if record.levelno >= logging.WARNING:
+                style = "red" if record.levelno >= logging.ERROR else "yellow"
+                line = Text(f"{record.levelname.lower()}: ", style=style).append(line)
+            self.console.print(line, soft_wrap=True)
+        except Exception:  # noqa: BLE001  (logging's own rule: a log line that fails must not end the run)
+            self.handleError(record)
+
+
+@contextlib.contextmanager
+def log_to(console: Console) -> Iterator[None]:
+    """Shows the library's log on a console inside the block."""
+    logger = logging.getLogger("treadle")
+    handler = ConsoleHandler(console)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def errors_as_one_line(console: Console) -> Iterator[None]:
+    """Turns the errors that treadle raises on purpose into one line and an exit code; others keep their traceback.
+
+    Raises:
+        SystemExit: 2 for a wrong setting, 1 for a run that failed.
+    """
+    try:
+        yield
+    except TreadleError as error:
+        text = " ".join(str(error).split())
+        console.print(Text("error: ", style="bold red").append(Text(text, style="default")), soft_wrap=True)
+        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+@contextlib.contextmanager
+def as_settings(section: str) -> Iterator[None]:
+    """Turns the ValueError of a constructor into a ConfigError that names the section of the settings."""
+    try:
+        yield
+    except TreadleError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{section}: {error}") from error

@@ -1,0 +1,28 @@
+"""The entry point of the command ``treadle``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line and leaves with its exit code.
+
+    Args:
+        argv: the arguments after the program's name; None takes those of the process.
+
+    Raises:
+        SystemExit: always; 0 for success, 2 for a wrong setting, 1 for a run that failed, 128 + n for signal n.
+
+    Example:
+        >>> # main(["train", "spectra", "epochs=20", "--out", "runs/short"])
+    """
+    try:
+        from treadle.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.stderr.write(f"treadle: the command line needs {error.name}: pip install 'treadle[cli]'\n")
+        sys.exit(1)
+    app(args=None if argv is None else list(argv), prog_name="treadle")

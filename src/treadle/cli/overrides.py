@@ -1,0 +1,139 @@
+"""``key=value`` on the command line: parsed, checked against the field's type, and set in a tree of dataclasses."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from treadle.errors import ConfigError, nearest
+
+Config = TypeVar("Config")
+
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+
+
+def apply_overrides(
+    config: Config, assignments: Sequence[str], *, elsewhere: Mapping[str, str] | None = None
+) -> Config:
+    """Returns a copy of a configuration with assignments such as ``"model.d_model=64"`` made.
+
+    Values are Python literals, else strings; ``true``, ``false``, ``none`` and ``null`` are read too. They must be of
+    the field's type; a whole number is good for a float. The later of two assignments to one field counts.
+
+    Args:
+        config: a dataclass whose fields are values or further dataclasses; not changed.
+        assignments: texts ``key=value``; a dot goes one level down.
+        elsewhere: fields that are not set this way -> what to use instead.
+
+    Raises:
+        ConfigError: a text has no ``=``, a key is unknown, a value is of the wrong type, or a dataclass refuses it.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Settings:
+        ...     lr: float = 0.1
+        >>> apply_overrides(Settings(), ["lr=1e-3"])
+        Settings(lr=0.001)
+    """
+    known = dict(leaves(config))
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ConfigError(f"{assignment!r}: settings are written key=value, for example {_example(config)}")
+        if elsewhere and key in elsewhere:
+            raise ConfigError(f"{key}: is not set this way; use {elsewhere[key]}")
+        _refuse_unknown(key, known)
+        config = _replaced(config, key.split("."), key, text.strip())
+    return config
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields ``(dotted key, value)`` of every field that is no section.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Settings:
+        ...     seed: int = 0
+        >>> list(leaves(Settings()))
+        [('seed', 0)]
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", value
+
+
+def _example(config: Any) -> str:
+    key, value = next(iter(leaves(config)))
+    return f"{key}={value}"
+
+
+def _refuse_unknown(key: str, known: Mapping[str, Any]) -> None:
+    if key in known:
+        return
+    inside = [name for name in known if name.startswith(f"{key}.")]
+    if inside:
+        raise ConfigError(f"{key}: is a section; set its fields one by one, for example {inside[0]}={known[inside[0]]}")
+    # "lr" is far from "optimizer.lr" letter by letter, though nobody could mean anything else.
+    same_end = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    section = [name for name in known if "." in key and name.startswith(f"{key.rsplit('.', 1)[0]}.")]
+    advice = f"did you mean {same_end[0]!r}?" if same_end else nearest(key, section or known)
+    raise ConfigError(f"unknown setting {key!r}; {advice}")
+
+
+def _replaced(config: Any, path: Sequence[str], key: str, text: str) -> Any:
+    name = path[0]
+    if len(path) > 1:
+        value = _replaced(getattr(config, name), path[1:], key, text)
+    else:
+        value = _typed(_parse(text), text, typing.get_type_hints(type(config))[name], key)
+    return dataclasses.replace(config, **{name: value})
+
+
+def _parse(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def _typed(value: Any, text: str, hint: Any, key: str) -> Any:
+    """Returns the value as the field's type has it, or raises ConfigError."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) or _is_union(hint) else (hint,)
+    for option in options:
+        if _fits(value, option):
+            return float(value) if option is float else value
+    if str in options:  # a string that happens to look like a number, such as a folder named 2024
+        return text
+    names = [("None" if option is types.NoneType else getattr(option, "__name__", str(option))) for option in options]
+    raise ConfigError(f"{key}={text}: must be {' or '.join(names)}, but this is {_kind(value)}")
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) is typing.Union
+
+
+def _fits(value: Any, option: Any) -> bool:
+    if option is types.NoneType:
+        return value is None
+    if option is bool or isinstance(value, bool):
+        return option is bool and isinstance(value, bool)
+    if option is float:
+        return isinstance(value, (int, float))
+    if option is Path:
+        return False  # plain text is taken where str is allowed too
+    return isinstance(option, type) and isinstance(value, option)
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"the {type(value).__name__} {value!r}"

@@ -1,0 +1,290 @@
+"""The steps of ``treadle train spectra``: settings, data, model, training; what follows is in ``spectra_report``."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from treadle.checkpoint.store import find_latest, write_text
+from treadle.cli.console import as_settings
+from treadle.cli.overrides import apply_overrides, leaves
+from treadle.cli.spectra_config import FLAGS, SpectraConfig, changes, check_changes
+from treadle.cli.spectra_data import SpectraData, prepare_data
+from treadle.cli.spectra_report import evaluate_run, print_results
+from treadle.data import steps_per_epoch
+from treadle.device import get_device
+from treadle.errors import CheckpointError, ConfigError
+from treadle.hooks import SignalHook
+from treadle.hooks.bar import ProgressBarHook
+from treadle.seed import set_seed
+from treadle.spectra.model import ChemoMAE
+from treadle.spectra.optim import build_optimizer, build_scheduler
+from treadle.spectra.trainer import SpectraTrainer
+
+_log = logging.getLogger("treadle.cli")
+
+
+def run_spectra(
+    settings: Sequence[str], *, out: Path, device: str | None, resume: bool, results: Console, messages: Console
+) -> dict[str, Any]:
+    """Trains, or goes on training, evaluates and writes the run folder; a finished run shows its results.
+
+    Args:
+        settings: texts ``key=value``.
+        out: the run folder.
+        device: None takes CUDA, then MPS, then the CPU.
+        resume: go on from the folder's checkpoint.
+        results: where the summary goes.
+        messages: where progress goes.
+
+    Returns:
+        What ``metrics.json`` holds.
+
+    Raises:
+        ConfigError: a setting is wrong, or not that of the run in this folder.
+        CheckpointError: no checkpoint of the folder is intact, or a file cannot be written.
+        NonFiniteError: training diverged.
+    """
+    where = get_device(device)
+    config = apply_overrides(SpectraConfig.for_device(where), settings, elsewhere=FLAGS)
+    values = config.to_dict()
+    finished = _stored(out / "metrics.json") if resume else None
+    if finished is not None and finished.get("config") == values and (out / "best_model.pt").exists():
+        _log.info("%s is finished; --no-resume would start it afresh", out)
+        print_results(finished, out, results)
+        return finished
+    with cpu_threads(config.threads):
+        return _run(
+            config, out=out, device=where, explicit=device is not None, resume=resume, consoles=(results, messages)
+        )
+
+
+def _run(
+    config: SpectraConfig,
+    *,
+    out: Path,
+    device: torch.device,
+    explicit: bool,
+    resume: bool,
+    consoles: tuple[Console, Console],
+) -> dict[str, Any]:
+    results, messages = consoles
+    data = prepare_data(config.data)
+    set_seed(config.seed)
+    model = build_model(config, data.x.shape[1])
+    untrained = copy.deepcopy(model)
+    trainer = build_trainer(config, model, data, out=out, device=device, resume=resume, messages=messages)
+    source = _open_folder(out, config.to_dict(), trainer, resume=resume)
+    _print_start(config, data, trainer, source, explicit=explicit, console=messages)
+    started, first_epoch = time.perf_counter(), trainer.epoch
+    _fit(trainer, config.epochs)
+    if trainer.epoch > first_epoch:
+        seconds = timedelta(seconds=round(time.perf_counter() - started))
+        _log.info(
+            "trained %d epochs in %s; now the test, the probes and the pictures", trainer.epoch - first_epoch, seconds
+        )
+    metrics = evaluate_run(config, data, trainer, untrained, out)
+    print_results(metrics, out, results)
+    return metrics
+
+
+@contextlib.contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Sets torch's number of threads inside the block; None leaves it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def show_settings(settings: Sequence[str], device: str | None, console: Console) -> None:
+    """Prints every setting with its value, one ``key=value`` a line."""
+    config = apply_overrides(SpectraConfig.for_device(get_device(device)), settings, elsewhere=FLAGS)
+    for key, value in leaves(config):
+        if key not in FLAGS:
+            console.print(f"{key}={value}", markup=False, soft_wrap=True)
+
+
+def build_model(config: SpectraConfig, seq_len: int) -> ChemoMAE:
+    """Returns the model with its initial weights, drawn from the global RNG."""
+    with as_settings("model"):
+        return ChemoMAE(seq_len=seq_len, **vars(config.model))
+
+
+def build_trainer(
+    config: SpectraConfig,
+    model: nn.Module,
+    data: SpectraData,
+    *,
+    out: Path,
+    device: torch.device,
+    resume: bool,
+    messages: Console,
+) -> SpectraTrainer:
+    """Returns the trainer with its loaders, optimizer, schedule, bar and signals."""
+    train_loader = data.loader(data.train, config.batch_size, shuffle=True)
+    model = model.to(device)
+    with as_settings("optimizer"):
+        optimizer = build_optimizer(model, **vars(config.optimizer))
+    with as_settings("schedule"):
+        scheduler = build_scheduler(
+            optimizer,
+            steps_per_epoch=steps_per_epoch(train_loader, config.trainer.accumulation_steps),
+            epochs=config.epochs,
+            **vars(config.schedule),
+        )
+    cfg = copy.copy(config.trainer)
+    cfg.out_dir, cfg.device, cfg.resume_from = out, str(device), "auto" if resume else None
+    trainer = SpectraTrainer(
+        model,
+        optimizer,
+        train_loader,
+        data.loader(data.val, 256),
+        scheduler=scheduler,
+        cfg=cfg,
+        hooks=[
+            ProgressBarHook(status=lambda: _status(trainer), console=messages),
+            SignalHook(lambda: trainer.save_checkpoint(trainer.epoch, False)),
+        ],
+    )
+    return trainer
+
+
+def _status(trainer: SpectraTrainer) -> str:
+    if not trainer.history:
+        return ""
+    return f"val {trainer.history[-1]['val_loss']:.4f} (best {trainer.best['val_loss']:.4f})"
+
+
+def _fit(trainer: SpectraTrainer, epochs: int) -> None:
+    try:
+        trainer.fit(epochs)
+    except SystemExit:
+        _log.info("saved at step %d; the same command goes on from here", trainer.step)
+        raise
+    if trainer.epoch < epochs:
+        _log.info(
+            "stopped early after epoch %d of %d: no better validation loss for %s epochs",
+            trainer.epoch, epochs, trainer.cfg.early_stop_patience,
+        )  # fmt: skip
+
+
+# -- the run folder -----------------------------------------------------------------------------------------------
+
+
+def _open_folder(out: Path, values: dict[str, Any], trainer: SpectraTrainer, *, resume: bool) -> Path | None:
+    """Loads the folder's checkpoint, if there is one and it is of these settings, and writes ``config.json``.
+
+    Returns:
+        The checkpoint that was loaded, or None for a fresh start.
+    """
+    checkpoints = out / "checkpoints"
+    source: Path | None = None
+    try:
+        candidates = [path for path in (checkpoints / "last.pt", checkpoints / "best.pt") if path.exists()]
+        stored = _stored(out / "config.json")
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be read ({error.strerror}); choose another folder") from error
+    if resume and candidates:
+        if stored is not None:
+            for sentence in check_changes(changes(stored, values), str(out)):
+                _log.warning("%s", sentence)
+        # A damaged last.pt is named, and best.pt taken in its place.
+        found = find_latest(candidates, prefer=(checkpoints / "last.pt").resolve())
+        if found is not None:
+            source = found[0]
+            trainer.load_checkpoint(source)
+    try:
+        if not resume:
+            # Else a killed fresh start would be taken for the finished run that was here before.
+            (out / "metrics.json").unlink(missing_ok=True)
+        if stored != values:
+            write_text(json.dumps(values, indent=2) + "\n", out / "config.json")
+    except (CheckpointError, OSError) as error:
+        raise ConfigError(f"--out {out}: cannot be written ({_cause(error)}); choose another folder") from error
+    return source
+
+
+def _cause(error: Exception) -> str:
+    cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+    return cause.strerror or str(cause) if isinstance(cause, OSError) else str(error)
+
+
+def _stored(path: Path) -> dict[str, Any] | None:
+    """Reads one of the run's JSON files; a damaged one is named and counts as absent."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        _log.warning("%s is damaged (%s) and will be written anew", path, error)
+        return None
+    return values if isinstance(values, dict) else None
+
+
+# -- the block at the start ---------------------------------------------------------------------------------------
+
+
+def _print_start(
+    config: SpectraConfig,
+    data: SpectraData,
+    trainer: SpectraTrainer,
+    source: Path | None,
+    *,
+    explicit: bool,
+    console: Console,
+) -> None:
+    """Prints what was decided and why, a line each."""
+    device = trainer.device
+    rows, groups = len(data.x), data.num_groups
+    low, high = float(data.wavelengths[0]), float(data.wavelengths[-1])
+    per_epoch = steps_per_epoch(trainer.train_loader, config.trainer.accumulation_steps)
+    if source is None:
+        start = "fresh"
+    else:
+        start = f"goes on from {source}: epoch {trainer.epoch} of {config.epochs}, step {trainer.step:,}"
+    model, trained = config.model, sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    lines = {
+        "device": _device_line(device, explicit=explicit),
+        "precision": _precision_line(config, device),
+        "data": f"SpeX, {rows:,} spectra of {groups:,} objects, {data.x.shape[1]} channels, {low:.2f} to {high:.2f} "
+        f"{data.wavelength_unit}, SNV-scaled",
+        "split": f"by object: {len(data.train):,} spectra train, {len(data.val):,} validate, {len(data.test):,} test",
+        "model": f"ChemoMAE, {trained:,} parameters, latent of {model.latent_dim}; hides {model.n_mask} of "
+        f"{model.n_blocks} blocks",
+        "schedule": f"{config.epochs} epochs of {per_epoch} steps, batches of {config.batch_size}, learning rate "
+        f"{config.optimizer.lr:g} after {config.schedule.warmup_epochs} epochs of warm-up",
+        "start": start,
+    }  # fmt: skip
+    for name, text in lines.items():
+        console.print(f"[bold]{name:<10}[/bold]", end="")
+        console.print(text, markup=False, soft_wrap=True)
+
+
+def _device_line(device: torch.device, *, explicit: bool) -> str:
+    if device.type == "cpu":
+        why = "as asked" if explicit else "neither CUDA nor MPS is here"
+        count = torch.get_num_threads()
+        return f"cpu, {count} thread{'s' if count > 1 else ''} ({why})"
+    name = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
+    return f"{device}{name} ({'as asked' if explicit else 'the first accelerator found'})"
+
+
+def _precision_line(config: SpectraConfig, device: torch.device) -> str:
+    if config.trainer.amp:
+        return f"{config.trainer.amp_dtype} autocast (trainer.amp=false turns it off)"
+    why = "bf16 is slower than fp32 on most CPUs" if device.type == "cpu" else "trainer.amp=false"
+    return f"fp32 ({why})"

@@ -1,0 +1,210 @@
+"""ProgressBarHook: a bar on a terminal or in a notebook, plain log lines anywhere else."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from treadle import distributed
+from treadle.errors import ConfigError
+from treadle.hooks.base import BaseHook
+from treadle.means import RunningMeans, Total, read_scalars
+from treadle.task import add_output
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID
+
+    from treadle.engine import Engine
+
+_BAR_WIDTH = 24
+_LEAST_BAR = 8
+
+
+class ProgressBarHook(BaseHook):
+    """Shows epoch, step, loss, learning rate, gradient norm, samples per second and the time left.
+
+    On a terminal and in notebooks it is one line that is redrawn; where stderr is a file or a pipe it is a log line
+    of ``trainer.logger`` now and then. Loss and gradient norm are means since the last one shown. Tensors are read on
+    the host when something is shown, and at no other time. The hook has no part in a checkpoint, so a run may be
+    resumed with or without it.
+
+    Args:
+        refresh_seconds: time between two updates of the bar, at least 0.1.
+        line_seconds: time between two log lines; one comes after every epoch that ends later than this.
+        status: returns a short text to show at the end, such as the last validation loss.
+        console: where the bar is drawn, and whether it is one; None takes stderr.
+
+    Raises:
+        ConfigError: a time is out of range.
+        ImportError: when training starts and rich is not installed.
+
+    Example:
+        >>> hook = ProgressBarHook(line_seconds=30)
+    """
+
+    def __init__(
+        self,
+        *,
+        refresh_seconds: float = 0.25,
+        line_seconds: float = 10.0,
+        status: Callable[[], str] | None = None,
+        console: Console | None = None,
+    ):
+        if not refresh_seconds >= 0.1:
+            raise ConfigError(f"refresh_seconds={refresh_seconds!r}: must be at least 0.1, as every update waits")
+        if not line_seconds >= 0:
+            raise ConfigError(f"line_seconds={line_seconds!r}: must be >= 0; 0 logs every step")
+        self.refresh_seconds = refresh_seconds
+        self.line_seconds = line_seconds
+        self.status = status
+        self.console = console
+        self._means = RunningMeans()
+        self._progress: Progress | None = None
+        self._bar: BarColumn | None = None
+        self._task: TaskID | None = None
+        self._shown: dict[str, Any] = {}
+        self._first_step = 0
+        self._started = 0.0
+        self._last_time = 0.0
+        self._silent = False
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Starts the clock of this process and opens the bar where there is a terminal."""
+        self._silent = distributed.rank() != 0
+        self._first_step = trainer.step
+        self._started = self._last_time = time.perf_counter()
+        self._means.reset()
+        self._shown = {}
+        self._progress = None
+        if not self._silent:
+            self._open(trainer)
+
+    def _open(self, trainer: Engine) -> None:
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+        except ImportError as error:
+            raise ImportError(f"ProgressBarHook needs rich ({error}): pip install 'treadle[cli]'") from error
+        if self.console is None:
+            # rich takes FORCE_COLOR for a terminal, and a bar in a log file is of no use to anybody.
+            console = Console(stderr=True, force_terminal=None if sys.stderr.isatty() else False)
+        else:
+            console = self.console
+        if not (console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)):
+            return
+        self._bar = BarColumn(bar_width=_BAR_WIDTH, style="bright_black", complete_style="cyan", finished_style="green")
+        text = TextColumn("{task.description}", markup=False)
+        # Drawn by the updates alone: a thread of its own would take time from the training threads.
+        self._progress = Progress(self._bar, text, console=console, auto_refresh=False)
+        self._task = self._progress.add_task(f"starting at step {trainer.step:,}", total=None)
+        self._progress.start()
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Collects the step, and shows it when it is time."""
+        if self._silent:
+            return
+        for output in trainer.step_outputs:
+            add_output(self._means, output)
+        if "grad_norm" in trainer.step_info:
+            self._means.add({"grad_norm": trainer.step_info["grad_norm"]})
+        self._means.add({"num_samples": Total(trainer.step_info["num_samples"])})
+        waited = time.perf_counter() - self._last_time
+        if self._progress is not None:
+            if waited >= self.refresh_seconds or trainer.is_last_step:
+                self._show(trainer)
+        elif waited >= self.line_seconds and not _at_the_end_of_an_epoch(trainer):
+            # At the end of an epoch the line waits for the evaluation, so that the status is that of the epoch.
+            self._show(trainer)
+
+    def on_after_epoch(self, trainer: Engine) -> None:
+        """Shows what the epoch's evaluation gave."""
+        if self._silent:
+            return
+        if self._progress is not None or time.perf_counter() - self._last_time >= self.line_seconds:
+            self._show(trainer, epoch=trainer.epoch)
+
+    def on_after_train(self, trainer: Engine) -> None:
+        """Shows the end of the run, as far as it was not shown yet."""
+        if not self._silent and self._shown.get("step") != trainer.step:
+            self._show(trainer, epoch=trainer.epoch)
+
+    def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
+        """Leaves the terminal as it was, with the last state of the bar on it."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    # -- what is shown --------------------------------------------------------------------------------------------
+
+    def _show(self, trainer: Engine, *, epoch: int | None = None) -> None:
+        """Reads the means and shows them; the only place where the host waits for the device."""
+        now = time.perf_counter()
+        means = self._means.compute()
+        samples = means.pop("num_samples", 0.0)
+        if samples and now > self._last_time:
+            means["rate"] = samples / (now - self._last_time)
+        if trainer.last_lr:
+            means["lr"] = float(read_scalars(trainer.last_lr)[0])
+        self._shown.update(means, step=trainer.step)
+        self._means.reset()
+        self._last_time = now
+        total = trainer.total_steps
+        if self._progress is None:
+            trainer.logger.info("%s", " ".join(text for _, text in self._parts(trainer, epoch, total, now)))
+            return
+        assert self._task is not None
+        room = self._progress.console.width - _LEAST_BAR - 1
+        description = fitting(self._parts(trainer, epoch, total, now), room)
+        assert self._bar is not None
+        # What the text leaves over is the bar's, and the text never wraps.
+        self._bar.bar_width = max(_LEAST_BAR, min(_BAR_WIDTH, self._progress.console.width - 1 - len(description)))
+        self._progress.update(self._task, completed=trainer.step, total=total, description=description)
+        self._progress.refresh()
+
+    def _parts(self, trainer: Engine, epoch: int | None, total: int | None, now: float) -> list[tuple[int, str]]:
+        """The texts in their order on the line, each with its rank: where room is short, high ranks go first."""
+        shown = self._shown
+        of = "" if total is None else f"/{total}"
+        per_epoch = math.ceil((trainer.cursor.length or 0) / trainer.accumulation_steps)
+        of_epochs = f"/{total // per_epoch}" if total and per_epoch and total % per_epoch == 0 else ""
+        number = trainer.epoch + 1 if epoch is None else epoch
+        parts = [(0, f"epoch {number}{of_epochs}"), (3, f"step {trainer.step}{of}")]
+        if "loss" in shown:
+            parts.append((0, f"loss {shown['loss']:.4g}"))
+        if "lr" in shown:
+            parts.append((4, f"lr {shown['lr']:.1e}"))
+        if "grad_norm" in shown:
+            parts.append((5, f"grad {shown['grad_norm']:.2g}"))
+        if "rate" in shown:
+            parts.append((6, f"{shown['rate']:.0f}/s"))
+        done = trainer.step - self._first_step
+        if total is not None and done > 0 and trainer.step < total:
+            # Of this process alone: the steps before a resume took no time here.
+            left = (now - self._started) / done * (total - trainer.step)
+            parts.append((1, f"eta {timedelta(seconds=round(left))}"))
+        if self.status is not None and (status := self.status()):
+            parts.append((2, status))
+        return parts
+
+
+def _at_the_end_of_an_epoch(trainer: Engine) -> bool:
+    cursor = trainer.cursor
+    return cursor.ended or cursor.position == cursor.length
+
+
+def fitting(parts: list[tuple[int, str]], room: int) -> str:
+    """Joins texts in their order, leaving out those of the highest rank until the line fits.
+
+    Example:
+        >>> fitting([(0, "loss 1"), (2, "lr 2"), (1, "eta 3")], room=12)
+        'loss 1 eta 3'
+    """
+    kept = list(parts)
+    while len(kept) > 1 and len(" ".join(text for _, text in kept)) > room:
+        kept.remove(max(kept, key=lambda part: part[0]))
+    return " ".join(text for _, text in kept)[: max(room, 1)]
