@@ -84,3 +84,41 @@ class Snapshots(BaseHook):
 
     def on_after_step(self, trainer) -> None:
         trainer.request_write(lambda: self.states.__setitem__(trainer.step, through_a_file(trainer.state_dict())))
+
+
+class Scalar(nn.Module):
+    """One weight; with the loss g·w its gradient is g, so every right value can be computed by hand."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(start))
+
+    def forward(self, g: Any) -> torch.Tensor:
+        return self.weight * g
+
+
+class Slopes:
+    """Turns a batch g, or (g, weight), into the loss g·w; None gives no loss.
+
+    ``fail_at`` raises at the n-th micro-batch (1-based).
+    """
+
+    def __init__(self, fail_at: dict[int, BaseException] | None = None):
+        self.fail_at = fail_at or {}
+        self.calls = 0
+
+    def step(self, model, batch, totals=None, generator=None):
+        self.calls += 1
+        if self.calls in self.fail_at:
+            raise self.fail_at[self.calls]
+        g, weight = batch if isinstance(batch, tuple) else (batch, None)
+        return StepOutput(None if g is None else model(g), {"g": float("nan") if g is None else g}, weight=weight)
+
+
+def scalar_engine(start: float = 0.0, lr: float = 1.0, task: Any = None, **kwargs: Any) -> Any:
+    """An engine over one weight with plain SGD: after each step the weight has moved by -lr·gradient."""
+    from treadle.engine import Engine
+
+    model = Scalar(start)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return Engine(model, optimizer, task or Slopes(), **{"device": "cpu", **kwargs})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from treadle import distributed
 from treadle.data.cursor import Cursor
 from treadle.data.sources import generators_of
 from treadle.means import RunningMeans
+from treadle.nested import as_number, flatten_nested_dict, unflatten
 from treadle.precision import Precision
 from treadle.seed import forked_rng
 from treadle.task import HasMetrics, Task, add_output, as_step_output
@@ -64,7 +65,18 @@ def evaluate(
     for_each_batch(model, loader, score, precision=precision, eval_seed=eval_seed, cursor=cursor)
     values = means.compute(lambda table: distributed.sum_over_ranks(table, precision.device))
     result = {"loss": values.get("loss", math.nan), **values.get("records", {})}
-    return {**result, **(metrics.compute() if metrics is not None else {})}
+    return {**result, **(_as_numbers(metrics.compute()) if metrics is not None else {})}
+
+
+def _as_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Turns 0-d tensors and numpy numbers into floats, for records and files; tables and texts stay as they are."""
+    flat = {}
+    for path, value in flatten_nested_dict(values).items():
+        try:
+            flat[path] = float(as_number(path, value))
+        except TypeError:
+            flat[path] = value
+    return unflatten(flat)
 
 
 def for_each_batch(

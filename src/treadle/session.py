@@ -18,6 +18,19 @@ if TYPE_CHECKING:
     from treadle.engine import Engine
 
 
+def resume_from_hooks(engine: Engine) -> None:
+    """Loads what a hook names, before any event of the first run; a state loaded by hand wins."""
+    if engine.resumed or (engine.step > 0 and not engine.loaded):
+        return  # this object goes on from where it stands
+    engine.resumed = True
+    for hook in engine.hooks:
+        tree = hook.checkpoint_to_resume(engine)
+        if tree is not None and engine.loaded:
+            engine.logger.warning("%s: a state was loaded already and wins", type(hook).__name__)
+        elif tree is not None:
+            engine.load_state_dict(tree)
+
+
 @contextlib.contextmanager
 def training_session(engine: Engine) -> Iterator[None]:
     """Opens the hooks and signal handlers for a run and closes them whatever happens."""

@@ -6,12 +6,14 @@ Restored in the same order, the RNG last. A missing or unknown entry is an error
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from treadle import distributed
 from treadle.checkpoint.schema import FORMAT_NAME, FORMAT_VERSION, KEYS, to_plain, versions
 from treadle.errors import CheckpointError
+from treadle.hooks.base import BaseHook
 from treadle.naming import load_model_state, model_state
 from treadle.optim import load_optimizer_state, optimizer_state
 from treadle.seed import RngState
@@ -53,7 +55,7 @@ def collect_state(engine: Engine) -> dict[str, Any]:
     tree["ema"] = {name: ema.snapshot() for name, ema in engine.averages.items()} or None
     tree["epoch"] = engine.epoch
     tree["global_step"] = engine.step
-    tree["progress"] = engine.progress_state()
+    tree["progress"] = _progress_state(engine)
     tree["data"] = engine.cursor.state_dict()
     tree["config"] = engine.config
     tree["versions"] = versions()
@@ -63,6 +65,32 @@ def collect_state(engine: Engine) -> dict[str, Any]:
     _ask_hooks(engine, tree)
     tree["rng"] = distributed.gather_objects(RngState.capture().to_plain())
     return {key: to_plain(value, key) for key, value in tree.items()}
+
+
+def _progress_state(engine: Engine) -> dict[str, Any]:
+    return {
+        "applied_steps": engine.applied_steps,
+        "micro_steps": engine.micro_steps,
+        "epoch_applied_steps": engine.epoch_applied_steps,
+        "epoch_means": engine.epoch_means.state_dict(),
+        "lr": engine.last_lr,
+    }
+
+
+def _load_progress(engine: Engine, tree: Mapping[str, Any]) -> None:
+    progress = tree.get("progress") or {}
+    engine.step = int(tree.get("global_step") or 0)
+    engine.cursor.restart()
+    engine.cursor.epoch = int(tree.get("epoch") or 0)
+    engine.applied_steps = int(progress.get("applied_steps", engine.step))
+    engine.micro_steps = int(progress.get("micro_steps", 0))
+    engine.epoch_applied_steps = int(progress.get("epoch_applied_steps", 0))
+    engine.last_lr = list(progress.get("lr", []))
+    engine.epoch_means.reset()
+    if "epoch_means" in progress:
+        engine.epoch_means.load_state_dict(progress["epoch_means"], device=engine.device)
+    described = tree.get("format")
+    engine.scored = described.get("scored") if isinstance(described, Mapping) else None
 
 
 def _ask_hooks(engine: Engine, tree: dict[str, Any]) -> None:
@@ -92,7 +120,7 @@ def restore_state(engine: Engine, tree: Mapping[str, Any]) -> None:
         load_optimizer_state(engine.optimizer, engine.model, tree["optimizer"])
     _load_scaler(engine, tree.get("scaler"))
     _load_averages(engine, tree.get("ema") or {})
-    engine.load_progress_state(tree)
+    _load_progress(engine, tree)
     rng = _own_rng(engine, tree.get("rng"))
     if tree.get("data") is not None:
         engine.cursor.load_state_dict(tree["data"], rng=rng)
@@ -125,7 +153,9 @@ def _note_what_starts_fresh(engine: Engine, tree: Mapping[str, Any]) -> None:
 def _load_schedule(engine: Engine, tree: Mapping[str, Any]) -> None:
     saved = tree.get("scheduler")
     if engine.lr_scheduler is not None and saved is not None:
-        engine.lr_scheduler.load_state_dict(dict(saved))
+        before = vars(engine.lr_scheduler)
+        kept = {key: _as_before(before.get(key), value) for key, value in saved.items()}
+        engine.lr_scheduler.load_state_dict(kept)
         if (tree.get("progress") or {}).get("applied_steps"):
             # The optimizer did step, in another process; torch would warn of a wrong order at an epoch's end.
             engine.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -133,6 +163,12 @@ def _load_schedule(engine: Engine, tree: Mapping[str, Any]) -> None:
         engine.logger.warning("the checkpoint has no scheduler state: the scheduler starts fresh")
     elif saved is not None:
         engine.logger.warning("the checkpoint's scheduler state is ignored: this run has no scheduler")
+
+
+def _as_before(before: Any, value: Any) -> Any:
+    """Gives a plain value the container type that the scheduler made it with, such as MultiStepLR's Counter."""
+    container = type(before) in (tuple, Counter) and isinstance(value, (list, dict))
+    return type(before)(value) if container else value
 
 
 def _load_scaler(engine: Engine, saved: Any) -> None:
@@ -177,5 +213,9 @@ def _load_hooks(engine: Engine, tree: Mapping[str, Any]) -> None:
     for key in saved:
         if key not in known:
             engine.logger.warning("the checkpoint's state of hook %r is ignored: this run has no such hook", key)
+    own_keys = set(tree) - set(KEYS)  # a hook may keep its state under a key of its own
     for hook in engine.hooks:
+        keeps_state = type(hook).on_state_dict is not BaseHook.on_state_dict
+        if keeps_state and "hooks" in tree and not own_keys and hook.state_key not in saved:
+            engine.logger.warning("the checkpoint has no state of hook %r: it starts fresh", hook.state_key)
         hook.on_load_state_dict(engine, tree)

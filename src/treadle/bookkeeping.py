@@ -1,0 +1,160 @@
+"""What a step writes down about itself, and how it ends when it is not applied."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from treadle import distributed
+from treadle.data.cursor import Group
+from treadle.errors import ConfigError, NonFiniteError
+from treadle.nested import map_nested_tensor
+from treadle.session import leave_on_signal
+from treadle.task import StepOutput, WeighsTerms, add_output
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+Outcome = Literal["applied", "skipped", "refused"]
+
+
+def check_settings(interval: str, grad_clip: float | None, accumulation: int, retries: int | None) -> None:
+    """Raises ConfigError for a setting of the engine that is outside its range.
+
+    Example:
+        >>> check_settings("step", None, 1, None)
+    """
+    if interval not in ("step", "epoch"):
+        raise ConfigError(f"scheduler_interval={interval!r}: must be 'step' or 'epoch'")
+    if grad_clip is not None and not grad_clip >= 0:
+        raise ConfigError(f"grad_clip={grad_clip!r}: a norm cannot be negative; use None or 0 to turn clipping off")
+    if accumulation < 1:
+        raise ConfigError(f"accumulation_steps={accumulation!r}: a step needs at least 1 micro-batch")
+    if retries is not None and retries < 0:
+        raise ConfigError(f"max_non_finite_grad_retries={retries!r}: must be None or >= 0")
+
+
+def begin_step(engine: Engine) -> None:
+    """Counts a step and tells the hooks."""
+    engine.step += 1
+    engine.tries = 1
+    engine.step_started = time.perf_counter()
+    engine.emit("on_before_step")
+
+
+def start_attempt(engine: Engine, group: Group) -> dict[str, Any]:
+    """Clears the gradients and starts a fresh record of the step, dropping that of a refused attempt."""
+    _clear_gradients(engine)
+    engine.micro_steps += len(group.batches)
+    engine.last_lr = [_frozen(param_group["lr"]) for param_group in engine.optimizer.param_groups]
+    engine.step_outputs = []
+    engine.step_info = {
+        "loss": [], "weight": [], "records": [], "data_time": group.data_time, "lr": engine.last_lr,
+        "applied": False, "retries": engine.tries - 1, "reason": None, "num_samples": 0,
+    }  # fmt: skip
+    return engine.step_info
+
+
+def _frozen(lr: Any) -> Any:
+    return lr.clone() if isinstance(lr, Tensor) else lr  # a capturable optimizer changes its tensor in place
+
+
+def _clear_gradients(engine: Engine) -> None:
+    engine.optimizer.zero_grad(set_to_none=True)
+    for parameter in engine.stray_parameters:
+        parameter.grad = None
+
+
+def sum_term_counts(engine: Engine, batches: Sequence[Any]) -> Mapping[str, float] | None:
+    """Sums the counts of each loss term over the group and the ranks, before the first forward."""
+    if not isinstance(engine.task, WeighsTerms):
+        return None
+    totals: dict[str, float] = {}
+    for batch in batches:
+        counts = engine.task.weights(batch)
+        if counts is None:
+            return None
+        for term, count in counts.items():
+            totals[term] = totals.get(term, 0.0) + float(count)
+    summed = distributed.sum_over_ranks(torch.tensor(list(totals.values()), dtype=torch.float64), engine.device)
+    return dict(zip(totals, summed.tolist(), strict=True))
+
+
+def note_output(engine: Engine, output: StepOutput) -> None:
+    """Keeps a micro-batch's loss and records on the device, free of their graph."""
+    weight = 1.0 if output.weight is None else output.weight
+    kept = replace(
+        output,
+        loss=None if output.loss is None else output.loss.detach(),
+        records=map_nested_tensor(Tensor.detach, output.records),
+        weight=weight.detach() if isinstance(weight, Tensor) else weight,
+        outputs=None,
+    )
+    engine.step_outputs.append(kept)
+    info = engine.step_info
+    info["loss"].append(kept.loss)
+    info["weight"].append(kept.weight)
+    info["records"].append(kept.records)
+    info["num_samples"] += output.num_samples or 0
+
+
+def decide(engine: Engine, norm: Tensor, total_weight: float | Tensor) -> tuple[bool, bool]:
+    """Reads on the host, once a step and for all ranks: is the norm finite, and is anything counted?"""
+    flags = [torch.isfinite(norm)]
+    if isinstance(total_weight, Tensor):
+        flags.append(total_weight.to(norm.device) > 0)
+    bad = distributed.max_over_ranks((~torch.stack(flags)).to(torch.uint8), engine.device)
+    verdict = bad.tolist()
+    return not verdict[0], len(verdict) == 1 or not verdict[1]
+
+
+def skip(engine: Engine, reason: str) -> Outcome:
+    """Gives a step up that has nothing to apply."""
+    engine.step_info["reason"] = reason
+    engine.precision.skipped()
+    _clear_gradients(engine)
+    return "skipped"
+
+
+def refuse(engine: Engine) -> Outcome:
+    """Refuses a non-finite gradient: lowers the fp16 scale where that is possible, else asks for other data."""
+    _clear_gradients(engine)
+    if engine.precision.refused():
+        engine.step_info["reason"] = "non-finite gradient: the fp16 scale was lowered"
+        return "skipped"
+    engine.step_info["reason"] = "non-finite gradient"
+    return "refused"
+
+
+def non_finite_error(engine: Engine) -> NonFiniteError:
+    """Returns the error of a step whose gradient is not finite and whose retries are used up."""
+    norm = float(engine.step_info.get("grad_norm", math.nan))
+    last = engine.cursor.position
+    first = max(last - len(engine.step_info["loss"]) + 1, min(last, 1))
+    where = f"batch {last}" if first == last else f"batches {first} to {last}"
+    return NonFiniteError(
+        f"the gradient of step {engine.step} is not finite (norm {norm}) after {engine.tries} tries: {where} of epoch "
+        f"{engine.epoch + 1}. The weights are those of the last applied step ({engine.applied_steps}). Look at that "
+        "batch, lower the learning rate, clip gradients, or set max_non_finite_grad_retries",
+        step=engine.step, norm=norm, epoch=engine.epoch, batch_index=last, tries=engine.tries,
+    )  # fmt: skip
+
+
+def finish_step(engine: Engine, outcome: Outcome) -> None:
+    """Closes the record of a step, tells the hooks, writes what they ask for, and leaves if a signal says so."""
+    info = engine.step_info
+    info["applied"] = outcome == "applied"
+    info["step_time"] = time.perf_counter() - engine.step_started
+    if outcome == "refused":
+        engine.step_outputs = []  # as on a retry, the discarded group is in no mean
+    for output in engine.step_outputs:
+        add_output(engine.epoch_means, output)
+    engine.emit("on_after_step")
+    engine.write_requested()
+    leave_on_signal(engine)
