@@ -1,0 +1,80 @@
+"""SIGKILL at random moments of ``treadle train spectra``: every rerun resumes, the end equals the uninterrupted run."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from helpers import differences
+
+from treadle import verify_checkpoint
+from treadle.checkpoint import load_checkpoint
+
+SETTINGS = [
+    "data.max_rows=80", "epochs=20", "batch_size=16", "model.d_model=16", "model.nhead=2", "model.num_layers=1",
+    "model.dropout=0.1", "schedule.warmup_epochs=1",
+]  # fmt: skip
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def command(folder):
+    return [sys.executable, "-m", "treadle", "train", "spectra", *SETTINGS, "--out", str(folder)]
+
+
+def run_to_the_end(folder):
+    done = subprocess.run(command(folder), capture_output=True, text=True, env=ENV, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def kill_inside_a_save(child, folder):
+    """Waits for a temporary file of a save and kills at once."""
+    while child.poll() is None:
+        if any((folder / "checkpoints").glob(".*treadle-tmp")) or any(folder.glob(".*treadle-tmp")):
+            break
+    child.send_signal(signal.SIGKILL)
+
+
+def kill_at_random(child, folder, chance):
+    """Waits until training has begun, then kills some time within the run."""
+    begun = (folder / "config.json").stat().st_mtime_ns if (folder / "config.json").exists() else None
+    while child.poll() is None and begun is None and not (folder / "config.json").exists():
+        time.sleep(0.01)
+    time.sleep(chance.uniform(0.0, 4.0))
+    child.send_signal(signal.SIGKILL)
+
+
+def the_end(folder):
+    tree = load_checkpoint(folder / "checkpoints" / "last.pt")
+    return {key: value for key, value in tree.items() if key not in ("config", "hooks")}
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_every_rerun_resumes_and_the_end_is_the_same(tmp_path, kills):
+    chance = random.Random(kills)
+    straight, folder = tmp_path / "straight", tmp_path / "killed"
+    run_to_the_end(straight)
+    killed = 0
+    for attempt in range(kills):
+        child = subprocess.Popen(command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENV)
+        if attempt % 2:
+            kill_inside_a_save(child, folder)
+        else:
+            kill_at_random(child, folder, chance)
+        _, err = child.communicate(timeout=60)
+        assert "Traceback" not in err, err
+        killed += child.returncode == -signal.SIGKILL
+        last = folder / "checkpoints" / "last.pt"
+        assert not last.exists() or verify_checkpoint(last) == []
+    assert killed >= kills / 2
+    run_to_the_end(folder)
+    assert differences(the_end(straight), the_end(folder)) == []
+    assert (folder / "training_history.json").read_text() == (straight / "training_history.json").read_text()
+    ends = [torch.load(path / "best_model.pt", weights_only=True) for path in (straight, folder)]
+    assert differences(*ends) == []
