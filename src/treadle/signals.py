@@ -56,18 +56,18 @@ def exit_plan(
     Raises:
         ConfigError: ``code`` is another string, ``wait`` is negative, or a signal cannot be handled.
     """
-    if signals is None:
-        return None
     if isinstance(code, str) and code != "128+signal":
         raise ConfigError(f"exit_code={code!r}: must be '128+signal' or an int")
+    seconds = wait.total_seconds() if isinstance(wait, timedelta) else float(wait)
+    if not seconds >= 0:
+        raise ConfigError(f"exit_wait={wait!r}: a time to wait cannot be negative")
+    if signals is None:
+        return None
     numbers = tuple(int(number) for number in ([signals] if isinstance(signals, int) else signals))
     refused = [int(getattr(signal, name)) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name)]
     for number in numbers:
         if number in refused or number not in signal.valid_signals():
             raise ConfigError(f"exit_signals: signal {number} cannot be handled; use SIGTERM, SIGINT or SIGUSR1")
-    seconds = wait.total_seconds() if isinstance(wait, timedelta) else float(wait)
-    if not seconds >= 0:
-        raise ConfigError(f"exit_wait={wait!r}: a time to wait cannot be negative")
     return ExitPlan(numbers, write, code, seconds) if numbers else None
 
 

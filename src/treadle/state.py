@@ -98,8 +98,9 @@ def _ask_hooks(engine: Engine, tree: dict[str, Any]) -> None:
         before = {key: id(value) for key, value in tree.items()}
         others = dict(tree["hooks"])
         hook.on_state_dict(engine, tree)
-        changed = [key for key, identity in before.items() if id(tree.get(key)) != identity]
-        changed += [f"hooks.{key}" for key, value in others.items() if tree["hooks"].get(key) is not value]
+        changed = [key for key, identity in before.items() if key not in tree or id(tree[key]) != identity]
+        kept = tree.get("hooks") or {}
+        changed += [f"hooks.{key}" for key, value in others.items() if kept.get(key) is not value]
         if changed:
             raise CheckpointError(
                 f"{type(hook).__name__}.on_state_dict overwrites {changed[0]!r}, which belongs to somebody else; "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from treadle.engine import Engine
 
 _PATTERN = r"checkpoint_step_(\d+)\.pt"
+_ANY = r"checkpoint_step_\d+(\.nonfinite)?\.pt"
 _LATEST = "checkpoint_latest.pt"
 
 
@@ -94,7 +97,8 @@ class CheckpointingHook(BaseHook):
             self._resumed_from = inside if len(path.parts) == 1 and inside.exists() else path
             return load_checkpoint(self._resumed_from)
         link = folder / _LATEST
-        found = find_latest(folder.glob("checkpoint_step_*.pt"), prefer=link.resolve() if link.exists() else None)
+        candidates = [path for path in folder.glob("checkpoint_step_*.pt") if re.fullmatch(_ANY, path.name)]
+        found = find_latest(candidates, prefer=link.resolve() if link.exists() else None)
         if found is None:
             return None
         self._resumed_from, tree = found
@@ -114,7 +118,7 @@ class CheckpointingHook(BaseHook):
 
     def on_after_train(self, trainer: Engine) -> None:
         """Saves the last step of a run that was stopped early."""
-        self.save(trainer)
+        trainer.request_write(lambda: self.save(trainer))
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
         """Saves at a signal, if signals were named."""
@@ -125,10 +129,12 @@ class CheckpointingHook(BaseHook):
         """Writes the checkpoint of the present step, points the link to it and prunes; once per step."""
         if self._saved_step == trainer.step:
             return
-        self._saved_step = trainer.step
         tree = trainer.state_dict()
-        if distributed.rank() != 0:
-            return
+        if distributed.rank() == 0:
+            self._write(trainer, tree)
+        self._saved_step = trainer.step
+
+    def _write(self, trainer: Engine, tree: Mapping[str, Any]) -> None:
         folder = self.folder(trainer)
         target = folder / f"checkpoint_step_{trainer.step}.pt"
         if save_checkpoint(tree, target) != target:
@@ -143,4 +149,13 @@ def _point_latest_to(target: Path) -> None:
         try:
             os.symlink(target.name, temporary)
         except OSError:  # a file system without symbolic links
-            os.link(target, temporary)
+            _give_second_name(target, temporary)
+
+
+def _give_second_name(target: Path, name: Path) -> None:
+    try:
+        os.link(target, name)
+    except OSError:  # nor hard ones
+        shutil.copyfile(target, name)
+        with open(name, "rb+") as file:
+            os.fsync(file.fileno())

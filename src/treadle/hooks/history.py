@@ -70,9 +70,14 @@ class HistoryHook(BaseHook):
             aside = next_free(self.path)
             self.path.rename(aside)
             trainer.logger.info("%s belonged to an earlier run and is now %s", self.path.name, aside.name)
+        elif trainer.step > 0 and self.history():
+            self._write()  # epochs that were recorded after the checkpoint never happened
 
     def on_after_epoch(self, trainer: Engine) -> None:
         """Writes the file."""
+        self._write()
+
+    def _write(self) -> None:
         if distributed.rank() == 0:
             write_text(dump_records([self._kept(record) for record in self.history()]), self.path)
 
