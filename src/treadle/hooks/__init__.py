@@ -7,18 +7,34 @@ from treadle.hooks.base import EVENTS, BaseHook
 from treadle.hooks.checkpointing import CheckpointingHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.history import HistoryHook
+from treadle.hooks.images import ImageFileLoggerHook
+from treadle.hooks.jsonl import JsonlHook
 from treadle.hooks.logging import LoggingHook
+from treadle.hooks.memory import CudaMaxMemoryHook
+from treadle.hooks.mlflow import MlflowHook
+from treadle.hooks.profiler import ProfilerHook
 from treadle.hooks.progress import ProgressHook
 from treadle.hooks.signals import SignalHook
+from treadle.hooks.tensorboard import TensorBoardHook
+from treadle.hooks.throughput import ThroughputHook
+from treadle.hooks.wandb import WandbHook
 
 __all__ = [
     "EVENTS",
     "BaseHook",
     "CheckpointingHook",
+    "CudaMaxMemoryHook",
     "EmaHook",
     "HistoryHook",
+    "ImageFileLoggerHook",
+    "JsonlHook",
     "LoggingHook",
+    "MlflowHook",
+    "ProfilerHook",
     "ProgressBarHook",
     "ProgressHook",
     "SignalHook",
+    "TensorBoardHook",
+    "ThroughputHook",
+    "WandbHook",
 ]

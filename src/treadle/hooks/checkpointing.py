@@ -14,6 +14,7 @@ from treadle import distributed
 from treadle.checkpoint.store import Retention, find_latest, load_checkpoint, replacing, save_checkpoint
 from treadle.errors import ConfigError
 from treadle.hooks.base import BaseHook
+from treadle.hooks.files import in_workspace
 from treadle.signals import ExitCode, ExitPlan, exit_plan
 
 if TYPE_CHECKING:
@@ -77,14 +78,7 @@ class CheckpointingHook(BaseHook):
         Raises:
             ConfigError: the path is relative and the trainer has no workspace.
         """
-        if self.path.is_absolute():
-            return self.path
-        if trainer.workspace is None:
-            raise ConfigError(
-                f"path={str(self.path)!r} is relative and the trainer has no workspace; pass workspace= to the "
-                "trainer or an absolute path"
-            )
-        return trainer.workspace / self.path
+        return in_workspace(trainer, self.path)
 
     def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
         """Reads what ``load`` names."""

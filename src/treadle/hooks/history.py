@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,25 +10,11 @@ from typing import TYPE_CHECKING, Any
 from treadle import distributed
 from treadle.checkpoint.store import write_text
 from treadle.hooks.base import BaseHook
+from treadle.hooks.files import next_free
+from treadle.hooks.files import to_json as to_json
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
-
-
-def to_json(value: Any) -> Any:
-    """Returns a value that is valid JSON: NaN and infinities become null.
-
-    Example:
-        >>> to_json({"a": float("nan"), "b": [1, float("inf")]})
-        {'a': None, 'b': [1, None]}
-    """
-    if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def dump_records(records: Sequence[Mapping[str, Any]]) -> str:
@@ -83,11 +68,3 @@ class HistoryHook(BaseHook):
 
     def _kept(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         return record if self.keep is None else {key: record.get(key) for key in self.keep}
-
-
-def next_free(path: Path) -> Path:
-    """Returns ``<stem>.N<suffix>`` with the smallest N that is free."""
-    number = 1
-    while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    return candidate

@@ -1,0 +1,95 @@
+"""JsonlHook: log points as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from treadle.checkpoint.store import write_text
+from treadle.hooks.files import in_workspace, next_free, to_json
+from treadle.hooks.tracking import TrackerHook
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+
+class JsonlHook(TrackerHook):
+    """Appends one line per log point: ``{"step": 10, "train/loss": 0.5, ...}``; NaN and infinities are null.
+
+    A resumed run first cuts the lines after its step, so the curve has no gaps and no doubles. A run that starts from
+    nothing renames the file it finds to ``<stem>.1.jsonl`` (next free number).
+
+    Args:
+        path: the file; a relative one lies in the trainer's workspace.
+
+    Example:
+        >>> hook = JsonlHook("metrics.jsonl")
+    """
+
+    def __init__(self, path: str | Path = "metrics.jsonl"):
+        super().__init__()
+        self.path = Path(path)
+        self._file: IO[str] | None = None
+        self._last_keys: set[str] = set()
+
+    def check(self, trainer: Engine) -> None:
+        """Checks the path."""
+        in_workspace(trainer, self.path)
+
+    def open(self, trainer: Engine) -> None:
+        """Sets the file of another run aside, or cuts what a resumed run will write again."""
+        path = in_workspace(trainer, self.path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.sent_through = trainer.step
+        self._last_keys = set()
+        if path.exists() and trainer.step == 0:
+            aside = next_free(path)
+            path.rename(aside)
+            trainer.logger.info("%s belonged to an earlier run and is now %s", path.name, aside.name)
+        elif path.exists():
+            self._last_keys = _cut(path, trainer.step)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed in close)
+
+    def was_sent(self, key: str, step: int) -> bool:
+        """Looks at the lines of the step resumed from."""
+        return key in self._last_keys
+
+    def write(self, trainer: Engine, values: dict[str, Any]) -> None:
+        """Appends a line and hands it to the system, so that a killed process loses none."""
+        assert self._file is not None
+        plain = {key: value for key, value in values.items() if key != "step" and _is_plain(value)}
+        self.name_skipped(trainer, [key for key in values if key not in plain])
+        line = json.dumps(to_json({"step": trainer.step, **plain}), allow_nan=False)
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def close(self, trainer: Engine, error: BaseException | None) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _cut(path: Path, step: int) -> set[str]:
+    """Drops lines after a step, and what a killed process left of a line; returns the keys at that step."""
+    kept, keys = [], set()
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+            at = record["step"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if at <= step:
+            kept.append(line + "\n")
+        if at == step:
+            keys |= set(record)
+    if "".join(kept) != text:
+        write_text("".join(kept), path)
+    return keys

@@ -1,0 +1,57 @@
+"""CudaMaxMemoryHook: the most GPU memory a step needed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from treadle.hooks.base import BaseHook
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+
+class CudaMaxMemoryHook(BaseHook):
+    """Sets ``trainer.step_info["max_memory"]``: the peak of the memory allocated in the step, in GiB.
+
+    ``LoggingHook`` and ``ProgressHook`` show it, before or after this hook in the list. Without CUDA it does nothing
+    but warn.
+
+    Example:
+        >>> hook = CudaMaxMemoryHook()
+    """
+
+    def __init__(self) -> None:
+        self._device: torch.device | None = None
+        self._warned = False
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Looks for CUDA."""
+        self._device = trainer.device if trainer.device.type == "cuda" and torch.cuda.is_available() else None
+        if self._device is None and not self._warned:
+            self._warned = True
+            trainer.logger.warning("CudaMaxMemoryHook: the device is %s, so no memory is measured", trainer.device)
+
+    def on_before_step(self, trainer: Engine) -> None:
+        """Forgets the peak of earlier steps."""
+        if self._device is not None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def on_before_optimizer_step(self, trainer: Engine) -> None:
+        """Leaves a value that is read when it is used, for hooks that see the end of the step before this one."""
+        if self._device is not None:
+            trainer.step_info["max_memory"] = _Peak(self._device)
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Notes the peak; the allocator counts on the host, so this does not wait for the device."""
+        if self._device is not None:
+            trainer.step_info["max_memory"] = float(_Peak(self._device))
+
+
+class _Peak:
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def __float__(self) -> float:
+        return float(torch.cuda.max_memory_allocated(self.device)) / 2**30

@@ -1,0 +1,165 @@
+"""MlflowHook: log points, parameters and images to MLflow."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from treadle.errors import ConfigError
+from treadle.hooks.tracking import TrackerHook, flat_values, require
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+_ID_FILE = "mlflow_run_id"
+_LAST_STEP = "treadle.last_step"
+_BATCH = 100  # the most parameters MLflow takes at once; it takes more metrics
+
+
+class MlflowHook(TrackerHook):
+    """Sends log points at ``trainer.step`` and images as artifacts ``images/<step>/<key>.png``, on rank 0.
+
+    The run's id is kept in ``<workspace>/mlflow_run_id`` and the run is continued from there; ``MLFLOW_RUN_ID`` in
+    the environment wins over the file. After a resume, points that the run has already are not sent again. The hook
+    talks to the store through a client of its own: the process's active MLflow run is not touched.
+
+    Args:
+        experiment: name of the experiment, created if there is none; None takes ``MLFLOW_EXPERIMENT_NAME``, else
+            MLflow's ``Default``, or ``treadle`` in a store that the hook makes.
+        tracking_uri: where the runs are kept. None takes what MLflow was told (``MLFLOW_TRACKING_URI``), else
+            ``sqlite:///<workspace>/mlflow.db`` with the artifacts beside it.
+        run_name: name of a new run.
+        params: parameters of the run; nested keys are joined by ``/``.
+
+    Raises:
+        ImportError: when training starts, if MLflow is not installed.
+        ConfigError: when training starts, if there is neither a tracking URI nor a workspace.
+
+    Example:
+        >>> hook = MlflowHook(experiment="digits", params={"lr": 1e-3})
+    """
+
+    def __init__(
+        self,
+        experiment: str | None = None,
+        tracking_uri: str | None = None,
+        run_name: str | None = None,
+        params: Mapping[str, Any] | None = None,
+    ):
+        super().__init__()
+        self.experiment = experiment
+        self.tracking_uri = tracking_uri
+        self.run_name = run_name
+        self.params = dict(params or {})
+        self._mlflow: Any = None
+        self._client: Any = None
+        self._run_id = ""
+        self._last_steps: dict[str, int] = {}
+
+    def check(self, trainer: Engine) -> None:
+        """Imports MLflow and finds the store."""
+        self._mlflow = require("mlflow", "MlflowHook")
+        if self.tracking_uri is None and trainer.workspace is None and not self._mlflow.is_tracking_uri_set():
+            raise ConfigError(
+                "tracking_uri=None and the trainer has no workspace to keep the runs in; pass tracking_uri= to "
+                "MlflowHook, workspace= to the trainer, or set MLFLOW_TRACKING_URI"
+            )
+
+    def open(self, trainer: Engine) -> None:
+        """Starts the run, or continues the one whose id is known."""
+        own_store = self.tracking_uri is None and not self._mlflow.is_tracking_uri_set()
+        uri = self.tracking_uri
+        if trainer.workspace is None:
+            trainer.logger.warning("MlflowHook: without a workspace the run id is not kept; a resume is a new run")
+        else:
+            trainer.workspace.mkdir(parents=True, exist_ok=True)
+            if own_store:
+                uri = f"sqlite:///{(trainer.workspace / 'mlflow.db').absolute().as_posix()}"
+        self._client = self._mlflow.MlflowClient(tracking_uri=uri)
+        self._last_steps = {}
+        run = self._known_run(trainer) or self._client.create_run(
+            self._experiment_id(trainer, own_store), run_name=self.run_name
+        )
+        self._run_id = run.info.run_id
+        if trainer.workspace is not None:
+            (trainer.workspace / _ID_FILE).write_text(f"{self._run_id}\n", encoding="utf-8")
+        self._client.update_run(self._run_id, status="RUNNING")
+        self._log_params(trainer, run.data.params)
+        self.sent_through = int(run.data.tags.get(_LAST_STEP, -1))
+        self.say_what_is_kept(trainer, self._run_id, _ID_FILE)
+
+    def _known_run(self, trainer: Engine) -> Any:
+        named = os.environ.get("MLFLOW_RUN_ID")
+        if named:
+            return self._client.get_run(named)
+        file = None if trainer.workspace is None else trainer.workspace / _ID_FILE
+        if file is None or not file.is_file():
+            return None
+        kept = file.read_text(encoding="utf-8").strip()
+        try:
+            return self._client.get_run(kept)
+        except self._mlflow.MlflowException as error:
+            trainer.logger.warning("MlflowHook: the run in %s is not continued (%s); a new one starts", _ID_FILE, error)
+            return None
+
+    def _experiment_id(self, trainer: Engine, own_store: bool) -> str:
+        name = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
+        found = self._client.get_experiment_by_name(name)
+        if found is not None and not (own_store and name == "Default"):
+            return str(found.experiment_id)
+        artifacts = None
+        if own_store and trainer.workspace is not None:
+            # Without a place of their own the artifacts of a local store go to the current directory.
+            artifacts = (trainer.workspace / "mlflow_artifacts").absolute().as_uri()
+            name = "treadle" if name == "Default" else name
+            found = self._client.get_experiment_by_name(name)
+        return str(found.experiment_id if found else self._client.create_experiment(name, artifact_location=artifacts))
+
+    def _log_params(self, trainer: Engine, logged: Mapping[str, str]) -> None:
+        """Logs the parameters the run does not have; MLflow does not let one change."""
+        param = self._mlflow.entities.Param
+        wanted = {_name(key): str(value) for key, value in flat_values(self.params).items()}
+        changed = [key for key, value in wanted.items() if logged.get(key, value) != value]
+        if changed:
+            trainer.logger.warning("MlflowHook: the run keeps its earlier values of the params %s", changed)
+        missing = [param(key, value) for key, value in wanted.items() if key not in logged]
+        for start in range(0, len(missing), _BATCH):
+            self._client.log_batch(self._run_id, params=missing[start : start + _BATCH])
+
+    def was_sent(self, key: str, step: int) -> bool:
+        """Asks the store, once for each key."""
+        name = _name(key)
+        if name not in self._last_steps:
+            history = self._client.get_metric_history(self._run_id, name)
+            self._last_steps[name] = max((metric.step for metric in history), default=-1)
+        return step <= self._last_steps[name]
+
+    def write(self, trainer: Engine, values: dict[str, Any]) -> None:
+        """Sends the numbers together with a tag of the step they are of."""
+        entities, now = self._mlflow.entities, int(time.time() * 1000)
+        metrics = [
+            entities.Metric(_name(key), value, now, trainer.step)
+            for key, value in self.only_numbers(trainer, values).items()
+        ]
+        tag = [entities.RunTag(_LAST_STEP, str(max(trainer.step, self.sent_through)))]
+        for start in range(0, len(metrics), _BATCH):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _BATCH], tags=tag)
+
+    def write_images(self, trainer: Engine, images: dict[str, Any]) -> None:
+        """Stores the images as artifacts; a step that is run again replaces its own."""
+        for key, image in images.items():
+            self._client.log_image(self._run_id, image, artifact_file=f"images/{trainer.step}/{_name(key)}.png")
+
+    def close(self, trainer: Engine, error: BaseException | None) -> None:
+        """Ends the run as finished, killed or failed."""
+        killed = isinstance(error, (KeyboardInterrupt, SystemExit))
+        status = "FINISHED" if error is None else "KILLED" if killed else "FAILED"
+        self._client.set_terminated(self._run_id, status=status)
+
+
+def _name(key: str) -> str:
+    """Returns a key in the characters MLflow allows."""
+    return re.sub(r"[^\w\-. :/]", "_", key)

@@ -1,0 +1,86 @@
+"""TensorBoardHook: log points and images as TensorBoard events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treadle.hooks.files import in_workspace
+from treadle.hooks.tracking import TrackerHook, require
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+
+class TensorBoardHook(TrackerHook):
+    """Writes scalars and images as event files, on rank 0: ``tensorboard --logdir <workspace>/tensorboard``.
+
+    A resumed run tells TensorBoard to drop the points after its step, so no curve goes back or doubles. A run that
+    starts from nothing in a used folder hides the older curves.
+
+    Args:
+        path: folder; a relative one lies in the trainer's workspace.
+        **writer_kwargs: further arguments of ``torch.utils.tensorboard.SummaryWriter``.
+
+    Raises:
+        ImportError: when training starts, if tensorboard is not installed.
+
+    Example:
+        >>> hook = TensorBoardHook("tensorboard")
+    """
+
+    def __init__(self, path: str | Path = "tensorboard", **writer_kwargs: Any):
+        super().__init__()
+        self.path = Path(path)
+        self.writer_kwargs = writer_kwargs
+        self._writer: Any = None
+        self._folder = self.path
+        self._last_tags: set[str] | None = None
+
+    def check(self, trainer: Engine) -> None:
+        """Checks the path and imports tensorboard."""
+        self._folder = in_workspace(trainer, self.path)
+        require("torch.utils.tensorboard", "TensorBoardHook")
+
+    def open(self, trainer: Engine) -> None:
+        """Opens an event file that cuts off what lies after the present step."""
+        step = trainer.step
+        # Points at the purge step itself are dropped, and those of the resumed step were written before its checkpoint.
+        arguments = {"purge_step": step + 1 if step else 0, **self.writer_kwargs}
+        writer = require("torch.utils.tensorboard", "TensorBoardHook").SummaryWriter
+        self._writer = writer(log_dir=str(self._folder), **arguments)
+        self.sent_through = step if step else -1
+        self._last_tags = None
+
+    def was_sent(self, key: str, step: int) -> bool:
+        """Looks into the files; only an epoch that ended at the resumed step makes this necessary."""
+        if self._last_tags is None:
+            self._last_tags = _tags_at(self._folder, step)
+        return key in self._last_tags
+
+    def write(self, trainer: Engine, values: dict[str, Any]) -> None:
+        """Writes the scalars through to the file, so that a killed process loses none."""
+        for key, value in self.only_numbers(trainer, values).items():
+            self._writer.add_scalar(key, value, trainer.step)
+        self._writer.flush()
+
+    def write_images(self, trainer: Engine, images: dict[str, Any]) -> None:
+        """Writes the images."""
+        for key, image in images.items():
+            self._writer.add_image(key, np.array(image.convert("RGB")), trainer.step, dataformats="HWC")
+        self._writer.flush()
+
+    def close(self, trainer: Engine, error: BaseException | None) -> None:
+        """Closes the event file."""
+        self._writer.close()
+
+
+def _tags_at(folder: Path, step: int) -> set[str]:
+    module = "tensorboard.backend.event_processing.event_accumulator"
+    reader = require(module, "TensorBoardHook").EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0})
+    reader.Reload()
+    tags = reader.Tags()
+    scalars = {tag for tag in tags["scalars"] if any(event.step == step for event in reader.Scalars(tag))}
+    return scalars | {tag for tag in tags["images"] if any(event.step == step for event in reader.Images(tag))}
