@@ -116,7 +116,7 @@ class SpectraConfig:
 
     seed: int = 0
     """Seeds weights, data order, masks and the folds of the probes."""
-    epochs: int = 100
+    epochs: int = 80
     """Epochs of the whole run; the learning-rate schedule ends with them."""
     batch_size: int = 32
     """Spectra in a batch."""

@@ -14,7 +14,7 @@ def spectra(
     settings: Annotated[
         Optional[list[str]],  # noqa: UP045  (typer on Python 3.10 reads this form)
         typer.Argument(
-            metavar="[KEY=VALUE]...", show_default=False, help="Settings, such as epochs=20 model.d_model=32."
+            metavar="KEY=VALUE", show_default=False, help="Settings, such as epochs=20 model.d_model=32."
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The run folder; made if it is not there.")] = Path("runs/spectra"),
