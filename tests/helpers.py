@@ -122,3 +122,29 @@ def scalar_engine(start: float = 0.0, lr: float = 1.0, task: Any = None, **kwarg
     model = Scalar(start)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     return Engine(model, optimizer, task or Slopes(), **{"device": "cpu", **kwargs})
+
+
+# What `import treadle` must not load, and what a missing extra may lack.
+OPTIONAL_PACKAGES = frozenset(
+    [
+        "PIL",
+        "hydra",
+        "joblib",
+        "matplotlib",
+        "mlflow",
+        "omegaconf",
+        "pandas",
+        "rdkit",
+        "rich",
+        "safetensors",
+        "scipy",
+        "sklearn",
+        "tensorboard",
+        "torch_geometric",
+        "torchdata",
+        "transformers",
+        "typer",
+        "wandb",
+        "yaml",
+    ]
+)

@@ -26,6 +26,7 @@ def map_nested_tensor(fn: Callable[[Tensor], Any], obj: T) -> T:
         A new nesting of the same types.
 
     Example:
+        >>> import torch
         >>> map_nested_tensor(lambda t: t + 1, {"x": torch.zeros(1), "n": 3})
         {'x': tensor([1.]), 'n': 3}
     """

@@ -225,7 +225,10 @@ def test_the_order_of_hooks_changes_nothing_in_a_checkpoint(tmp_path, stop):
         assert differences(other, trees[0]) == []
 
 
-@pytest.mark.parametrize("wrong", [{"interval": 0}, {"keep_previous": 0}, {"keep_interval": -1}, {"exit_code": "x"}, {"exit_signals": 9}])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [{"interval": 0}, {"keep_previous": 0}, {"keep_interval": -1}, {"exit_code": "x"}, {"exit_signals": 9}],
+)
 def test_a_setting_outside_its_range_is_refused_by_name(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         CheckpointingHook(**{"interval": 1, **wrong})

@@ -7,9 +7,9 @@ import signal
 
 import pytest
 import torch
-from helpers import Scalar, Slopes, scalar_engine
 from torch import nn
 
+from helpers import Scalar, Slopes, scalar_engine
 from treadle import BestRule, CheckpointingHook, EpochTrainer
 from treadle.engine import Engine
 from treadle.errors import ConfigError, DataExhaustedError

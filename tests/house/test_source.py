@@ -1,0 +1,192 @@
+"""Rules for every source file."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SOURCES = sorted((REPOSITORY / "src").rglob("*.py"))
+OWN = sorted([*SOURCES, *(REPOSITORY / "tests").rglob("*.py")])
+MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+
+
+def short(path):
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+@cache
+def tree_of(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def functions(path):
+    return [node for node in ast.walk(tree_of(path)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+def where(path, node):
+    return f"{short(path)}:{node.lineno}"
+
+
+def test_there_are_sources_to_look_at():
+    assert len(SOURCES) > 30
+
+
+@pytest.mark.parametrize("path", OWN, ids=short)
+def test_the_first_statement_is_the_future_import(path):
+    body = [
+        node for node in tree_of(path).body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    ]
+    assert body, "an empty file has no reason to be"
+    assert ast.unparse(body[0]) == "from __future__ import annotations"
+
+
+def test_no_function_is_longer_than_a_screen():
+    long = [where(p, f) for p in SOURCES for f in functions(p) if f.end_lineno - f.lineno + 1 > 60]
+    assert long == []
+
+
+def test_no_file_is_longer_than_can_be_read():
+    assert [short(p) for p in SOURCES if len(p.read_text(encoding="utf-8").splitlines()) > 400] == []
+
+
+def test_nothing_prints_outside_the_command_line():
+    calls = [
+        where(path, node)
+        for path in SOURCES
+        if "cli" not in path.parts
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
+    ]
+    assert calls == []
+
+
+def test_no_file_is_read_with_weights_only_off():
+    off = [
+        where(path, node.value)
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.keyword) and node.arg == "weights_only" and ast.unparse(node.value) != "True"
+    ]
+    assert off == []
+
+
+def test_every_load_of_torch_says_weights_only_and_the_cpu():
+    for path in SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                assert given.get("weights_only") == "True", where(path, node)
+                assert "cpu" in given.get("map_location", ""), where(path, node)
+
+
+def test_no_error_is_swallowed():
+    for path in SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ExceptHandler):
+                assert node.type is not None, f"{where(path, node)}: a bare except"
+                broad = ast.unparse(node.type) in ("Exception", "BaseException")
+                silent = all(isinstance(inner, (ast.Pass, ast.Continue)) for inner in node.body)
+                assert not (broad and silent), f"{where(path, node)}: swallows everything"
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+                caught = {ast.unparse(argument) for argument in node.args}
+                assert not caught & {"Exception", "BaseException"}, where(path, node)
+
+
+def test_no_return_in_a_finally_hides_an_error():
+    for path in SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Try):
+                for statement in node.finalbody:
+                    hidden = [inner for inner in ast.walk(statement) if isinstance(inner, (ast.Return, ast.Break))]
+                    assert not hidden, where(path, node)
+
+
+def test_no_default_is_shared_between_calls():
+    for path in SOURCES:
+        for function in functions(path):
+            defaults = [*function.args.defaults, *function.args.kw_defaults]
+            assert not any(isinstance(default, MUTABLE) for default in defaults), where(path, function)
+
+
+def code_without_texts(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node.value = ""
+    return ast.unparse(tree)
+
+
+FACES = [p for p in SOURCES if p.name in ("trainer.py", "functional.py", "epochs.py") and "cli" not in p.parts]
+
+
+@pytest.mark.parametrize("path", FACES, ids=short)
+def test_a_face_has_no_loop_of_its_own(path):
+    code = code_without_texts(path)
+    for word in ("for batch in", ".backward(", "optimizer.step", "autocast", "torch.save"):
+        assert word not in code, word
+
+
+def test_there_are_faces_to_look_at():
+    assert {short(path) for path in FACES} >= {"src/treadle/trainer.py", "src/treadle/spectra/trainer.py"}
+
+
+def test_only_the_engine_runs_backward_and_the_optimizer():
+    users = {
+        word: {short(path) for path in SOURCES if word in code_without_texts(path)}
+        for word in (".backward(", "optimizer.step(")
+    }
+    assert users == {
+        ".backward(": {"src/treadle/engine.py"},
+        # The guard calls it for the engine: it alone knows whether the optimizer skips on the device.
+        "optimizer.step(": {"src/treadle/engine.py", "src/treadle/guard.py"},
+    }
+
+
+def test_everything_public_says_what_it_does():
+    silent = []
+    for path in SOURCES:
+        if any(part.startswith("_") and part != "__init__.py" for part in path.parts):
+            continue
+        tree = tree_of(path)
+        assert ast.get_docstring(tree), f"{short(path)} has no docstring"
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                silent += [] if ast.get_docstring(node) else [where(path, node)]
+                for inner in node.body if isinstance(node, ast.ClassDef) else ():
+                    public = isinstance(inner, ast.FunctionDef) and not inner.name.startswith("_")
+                    if public and not inner.decorator_list:
+                        silent += [] if ast.get_docstring(inner) else [where(path, inner)]
+    assert silent == []
+
+
+@cache
+def tracked():
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [REPOSITORY / name for name in done.stdout.split("\0") if name]
+
+
+def test_no_tracked_file_names_a_path_of_one_machine():
+    folders = "|".join(["home", "work", "Users", "root", "mnt"])
+    pattern = re.compile(rf"(?<![\w.}}/*-])/(?:{folders})/\w")
+    found = []
+    for path in tracked():
+        if not path.is_file() or "seeds" in path.parts:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        found += [f"{short(path)}:{n}" for n, line in enumerate(text.splitlines(), 1) if pattern.search(line)]
+    assert found == []
+
+
+def test_no_test_folder_is_a_package():
+    assert [short(path) for path in OWN if path.name == "__init__.py" and "tests" in path.parts] == []

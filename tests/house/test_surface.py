@@ -1,0 +1,78 @@
+"""The public names, and the examples in their docstrings."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import types
+
+import pytest
+
+import treadle
+from helpers import OPTIONAL_PACKAGES
+from treadle.seed import ReproducibilityContext
+
+PROMISED = {
+    "BaseHook", "BaseTrainer", "BestRule", "CheckpointError", "CheckpointingHook", "ConfigError", "DataExhaustedError",
+    "EmaHook", "Engine", "EpochTrainer", "LoggingHook", "NonFiniteError", "ProgressHook", "ReproducibilityContext",
+    "StepOutput", "Task", "Total", "TreadleError", "Weighted", "flatten_nested_dict", "get_device", "key_average",
+    "load_weights", "map_nested_tensor", "set_seed", "steps_per_epoch", "verify_checkpoint",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["treadle", "treadle.spectra", "treadle.hooks", "treadle.checkpoint", "treadle.data"])
+def test_all_is_complete_and_every_name_is_there(name):
+    module = importlib.import_module(name)
+    assert len(set(module.__all__)) == len(module.__all__)
+    assert [public for public in module.__all__ if not hasattr(module, public)] == []
+    present = {
+        public
+        for public, value in vars(module).items()
+        if not public.startswith("_") and not isinstance(value, types.ModuleType) and public != "annotations"
+    }
+    assert present - set(module.__all__) == set()
+
+
+@pytest.mark.parametrize("name", ["treadle", "treadle.spectra"])
+def test_all_is_sorted(name):
+    names = importlib.import_module(name).__all__
+    assert names == sorted(names)
+
+
+def test_the_promised_names_are_at_the_root():
+    assert PROMISED - set(treadle.__all__) == set()
+
+
+def test_a_packs_trainer_is_its_trainer():
+    from treadle import spectra
+
+    assert spectra.Trainer is spectra.SpectraTrainer
+
+
+def module_names():
+    found = pkgutil.walk_packages(treadle.__path__, "treadle.")
+    return ["treadle", *(module.name for module in found if not module.name.endswith("__main__"))]
+
+
+@pytest.mark.parametrize("name", module_names())
+def test_the_examples_in_docstrings_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        if error.name is not None and error.name.split(".")[0] in OPTIONAL_PACKAGES:
+            pytest.skip(f"needs {error.name}")
+        raise
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    report: list[str] = []
+    with ReproducibilityContext(0):
+        for example in doctest.DocTestFinder(exclude_empty=True).find(module, name):
+            runner.run(example, out=report.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(report)
+
+
+def test_examples_are_found_at_all():
+    finder = doctest.DocTestFinder()
+    counted = sum(len(test.examples) for test in finder.find(importlib.import_module("treadle.nested")))
+    assert counted > 3
