@@ -42,25 +42,6 @@ STANDALONE = {
     "model", "encoder", "losses", "metrics", "masks", "vocab", "codebooks", "tokenizers", "layers", "encodings",
     "clustering", "arrays", "augment", "preprocessing",
 }  # fmt: skip
-    "wandb",
-    "PIL",
-    "matplotlib",
-    "tensorboard",
-    "torch_geometric",
-    "hydra",
-    "omegaconf",
-    "sklearn",
-    "transformers",
-    "yaml",
-    "safetensors",
-    "joblib",
-    "scipy",
-    "pandas",
-    "rich",
-    "typer",
-    "mlflow",
-    "rdkit",
-]
 
 
 @cache
