@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
 from helpers import OPTIONAL_PACKAGES
 
 ROOT = Path(__file__).parents[2] / "src"
