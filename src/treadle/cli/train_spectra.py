@@ -13,9 +13,7 @@ from treadle.cli.console import errors_as_one_line, log_to, message_console, res
 def spectra(
     settings: Annotated[
         Optional[list[str]],  # noqa: UP045  (typer on Python 3.10 reads this form)
-        typer.Argument(
-            metavar="KEY=VALUE", show_default=False, help="Settings, such as epochs=20 model.d_model=32."
-        ),
+        typer.Argument(metavar="KEY=VALUE", show_default=False, help="Settings, such as epochs=20 model.d_model=32."),
     ] = None,
     out: Annotated[Path, typer.Option(help="The run folder; made if it is not there.")] = Path("runs/spectra"),
     device: Annotated[
