@@ -14,6 +14,7 @@ from torch import Tensor
 from treadle import distributed
 from treadle.data.cursor import Group
 from treadle.errors import ConfigError, NonFiniteError
+from treadle.guard import Place
 from treadle.nested import map_nested_tensor
 from treadle.session import leave_on_signal
 from treadle.task import StepOutput, WeighsTerms, add_output
@@ -104,16 +105,6 @@ def note_output(engine: Engine, output: StepOutput) -> None:
     info["num_samples"] += output.num_samples or 0
 
 
-def decide(engine: Engine, norm: Tensor, total_weight: float | Tensor) -> tuple[bool, bool]:
-    """Reads on the host, once a step and for all ranks: is the norm finite, and is anything counted?"""
-    flags = [torch.isfinite(norm)]
-    if isinstance(total_weight, Tensor):
-        flags.append(total_weight.to(norm.device) > 0)
-    bad = distributed.max_over_ranks((~torch.stack(flags)).to(torch.uint8), engine.device)
-    verdict = bad.tolist()
-    return not verdict[0], len(verdict) == 1 or not verdict[1]
-
-
 def skip(engine: Engine, reason: str) -> Outcome:
     """Gives a step up that has nothing to apply."""
     engine.step_info["reason"] = reason
@@ -132,18 +123,38 @@ def refuse(engine: Engine) -> Outcome:
     return "refused"
 
 
-def non_finite_error(engine: Engine) -> NonFiniteError:
+def place_of(engine: Engine) -> Place:
+    """Returns where the present step stands."""
+    return Place(engine.step, engine.epoch, engine.cursor.position, len(engine.step_info["loss"]), engine.tries)
+
+
+def non_finite_error(engine: Engine, place: Place | None = None, norm: Tensor | None = None) -> NonFiniteError:
     """Returns the error of a step whose gradient is not finite and whose retries are used up."""
-    norm = float(engine.step_info.get("grad_norm", math.nan))
-    last = engine.cursor.position
-    first = max(last - len(engine.step_info["loss"]) + 1, min(last, 1))
-    where = f"batch {last}" if first == last else f"batches {first} to {last}"
+    at = place_of(engine) if place is None else place
+    measured = float(engine.step_info.get("grad_norm", math.nan) if norm is None else norm)
+    first = max(at.position - at.num_batches + 1, min(at.position, 1))
+    where = f"batch {at.position}" if first == at.position else f"batches {first} to {at.position}"
     return NonFiniteError(
-        f"the gradient of step {engine.step} is not finite (norm {norm}) after {engine.tries} tries: {where} of epoch "
-        f"{engine.epoch + 1}. The weights are those of the last applied step ({engine.applied_steps}). Look at that "
+        f"the gradient of step {at.step} is not finite (norm {measured}) after {at.tries} tries: {where} of epoch "
+        f"{at.epoch + 1}. The weights are those of the last applied step ({engine.applied_steps}). Look at that "
         "batch, lower the learning rate, clip gradients, or set max_non_finite_grad_retries",
-        step=engine.step, norm=norm, epoch=engine.epoch, batch_index=last, tries=engine.tries,
+        step=at.step, norm=measured, epoch=at.epoch, batch_index=at.position, tries=at.tries,
     )  # fmt: skip
+
+
+def settle(engine: Engine) -> None:
+    """Raises NonFiniteError if the last step was refused on the device and the host did not look until now.
+
+    The optimizer skipped that step, so the weights and its state are those of the last applied step. The schedule and
+    the averages in memory are one update ahead; whatever is saved is settled before.
+    """
+    late = engine.guard.late_refusal()
+    if late is None:
+        return
+    engine.applied_steps -= 1
+    engine.epoch_applied_steps -= 1
+    _clear_gradients(engine)
+    raise non_finite_error(engine, *late)
 
 
 def finish_step(engine: Engine, outcome: Outcome) -> None:

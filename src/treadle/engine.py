@@ -19,11 +19,12 @@ from treadle.bookkeeping import (
     Outcome,
     begin_step,
     check_settings,
-    decide,
     finish_step,
     non_finite_error,
     note_output,
+    place_of,
     refuse,
+    settle,
     skip,
     start_attempt,
     sum_term_counts,
@@ -34,7 +35,8 @@ from treadle.ema import Ema
 from treadle.epoch_end import finish_epoch, fresh_group, moves_each_step
 from treadle.errors import ConfigError
 from treadle.evaluation import evaluate
-from treadle.hooks.base import BaseHook
+from treadle.guard import FiniteGuard, skips_on_device
+from treadle.hooks.base import BaseHook, reaches_hooks
 from treadle.means import RunningMeans
 from treadle.precision import Precision, PrecisionName
 from treadle.session import leave_on_signal, resume_from_hooks, training_session
@@ -158,10 +160,11 @@ class Engine:
         self.writes: list[Callable[[], Any]] = []
         self.eval_cursor = Cursor()
         self.target = Target(max_steps=0)
+        self.guard = FiniteGuard(device)
         self._prepared = False
         self.loaded = False
         self.resumed = False
-        self._logged = False
+        self.hooks_served = False
 
     @property
     def epoch(self) -> int:
@@ -218,6 +221,7 @@ class Engine:
                         break
                 if self.target.completes_epoch(self):
                     finish_epoch(self)
+            settle(self)
             self.emit("on_after_train")
             self.write_requested()
 
@@ -248,15 +252,16 @@ class Engine:
         divide_(grads, weights.divisor())
         info["grad_norm"] = norm = get_total_norm(grads)
         self.emit("on_before_optimizer_step")
-        finite, counted = decide(self, norm, weights.total)
-        if not counted:
+        settle(self)
+        verdict = self.guard.judge(norm, weights.total)
+        if not verdict.counted:
             return skip(self, "the total weight is 0")
-        if not finite:
+        if not verdict.finite:
             return refuse(self)
 
         if self.grad_clip is not None:
             clip_grads_with_norm_(params, self.grad_clip, norm)
-        self.optimizer.step()
+        self.guard.apply(self.optimizer, norm, weights.total, place=place_of(self))
         self.precision.applied()
         self.applied_steps += 1
         self.epoch_applied_steps += 1
@@ -351,11 +356,15 @@ class Engine:
                     raise ConfigError(f"hooks: two averages are named {name!r}; pass another name= to one")
                 averages[name] = ema
         self.averages = averages
+        must_know_now = bool(self.max_non_finite_grad_retries) or self.precision.scaled
+        deferred = not must_know_now and skips_on_device(self.optimizer, self.device)
+        self.guard = FiniteGuard(self.device, deferred=deferred)
         self._prepared = True
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the whole training state as plain values and CPU copies; see ``treadle.checkpoint.schema``."""
         self.prepare()
+        settle(self)
         return collect_state(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -375,14 +384,19 @@ class Engine:
         for hook in self.hooks:
             getattr(hook, event)(self, *args)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Sees to it that an overridden ``log`` or ``log_images`` serves the hooks, with or without ``super()``."""
+        super().__init_subclass__(**kwargs)
+        for name in ("log", "log_images"):
+            if name in cls.__dict__:
+                setattr(cls, name, reaches_hooks(cls.__dict__[name], f"on_{name}"))
+
     def log(self, records: Mapping[str, Any], dry_run: bool = False) -> None:
         """Hands aggregated records to ``on_log`` of every hook; may be overridden, with or without ``super()``."""
-        self._logged = True
+        self.hooks_served = True
         self.emit("on_log", records, dry_run)
 
-    def emit_log(self, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        """Calls :meth:`log` and sees to it that every hook gets the records exactly once."""
-        self._logged = False
-        self.log(records, dry_run)
-        if not self._logged:
-            self.emit("on_log", records, dry_run)
+    def log_images(self, records: Mapping[str, Any], dry_run: bool = False) -> None:
+        """Hands nested images to ``on_log_images`` of every hook; may be overridden as ``log`` may."""
+        self.hooks_served = True
+        self.emit("on_log_images", records, dry_run)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from treadle.bookkeeping import non_finite_error
+from treadle.bookkeeping import non_finite_error, settle
 from treadle.data.cursor import Group
 from treadle.errors import DataExhaustedError
 from treadle.evaluation import EvaluationAbandoned
@@ -29,6 +29,7 @@ def finish_epoch(engine: Engine) -> None:
             f"{engine.target}: it is empty, or a one-shot iterator that is used up; pass an iterable that can be "
             "opened again"
         )
+    settle(engine)
     score_epoch, after_epoch = engine.target.score_epoch, engine.target.after_epoch
     try:
         value = score_epoch() if score_epoch is not None else engine.train_means().get("loss")

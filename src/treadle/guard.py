@@ -21,6 +21,25 @@ from treadle import distributed
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a step stands, for the message of an error about it.
+
+    Attributes:
+        step: 1-based.
+        epoch: epochs completed.
+        position: micro-batches of the epoch consumed, this step's included.
+        num_batches: micro-batches of the step.
+        tries: groups tried.
+    """
+
+    step: int
+    epoch: int
+    position: int
+    num_batches: int
+    tries: int
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What is known of a step's gradient.
 
@@ -33,31 +52,35 @@ class Verdict:
     counted: bool
 
 
-def skips_on_device(optimizer: Optimizer) -> bool:
-    """Returns whether every group is fused, so that the optimizer takes ``found_inf``."""
-    return all(group.get("fused") for group in optimizer.param_groups)
+def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:
+    """Returns whether the optimizer itself can leave a non-finite gradient out: fused, on CUDA.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> skips_on_device(torch.optim.SGD([weight], lr=1.0), torch.device("cpu"))
+        False
+    """
+    return device.type == "cuda" and all(group.get("fused") for group in optimizer.param_groups)
 
 
 class FiniteGuard:
     """Decides whether a step may change the weights.
 
     Args:
-        optimizer: the optimizer of the run.
         device: where the gradients lie.
-        may_defer: whether the answer may come one step late; not with retries or an fp16 scaler.
+        deferred: whether the answer comes one step late; only where the optimizer skips on the device, and not with
+            retries or an fp16 scaler.
 
     Example:
-        >>> weight = torch.nn.Parameter(torch.ones(1))
-        >>> guard = FiniteGuard(torch.optim.SGD([weight], lr=1.0), torch.device("cpu"), may_defer=True)
+        >>> guard = FiniteGuard(torch.device("cpu"))
         >>> guard.judge(torch.tensor(float("nan")), 1.0)
         Verdict(finite=False, counted=True)
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device, *, may_defer: bool):
-        self.optimizer = optimizer
+    def __init__(self, device: torch.device, *, deferred: bool = False):
         self.device = device
-        self.deferred = may_defer and device.type == "cuda" and skips_on_device(optimizer)
-        self._waiting: tuple[int, Tensor, torch.cuda.Event] | None = None
+        self.deferred = deferred
+        self._waiting: tuple[Place, Tensor, torch.cuda.Event] | None = None
         self._host: Tensor | None = None
 
     def judge(self, norm: Tensor, total_weight: float | Tensor) -> Verdict:
@@ -71,29 +94,36 @@ class FiniteGuard:
         flags = [bool(flag) for flag in (shared.numpy() if shared.device.type == "cpu" else shared.tolist())]
         return Verdict(finite=not flags[0], counted=len(flags) == 1 or not flags[1])
 
-    def apply(self, step: int, norm: Tensor, total_weight: float | Tensor) -> None:
-        """Steps the optimizer; where the verdict is deferred, the optimizer itself skips a non-finite gradient."""
+    def apply(self, optimizer: Optimizer, norm: Tensor, total_weight: float | Tensor, *, place: Place) -> None:
+        """Steps the optimizer; where the verdict is deferred, the optimizer itself skips a non-finite gradient.
+
+        Args:
+            optimizer: the optimizer of the run.
+            norm: the gradient's norm, before clipping.
+            total_weight: as given to :meth:`judge`.
+            place: what an error that comes late has to say.
+        """
         if not self.deferred or isinstance(total_weight, Tensor):
-            self.optimizer.step()
+            optimizer.step()
             return
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
-        self.optimizer.grad_scale, self.optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
+        optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
         try:
-            self.optimizer.step()
+            optimizer.step()
         finally:
-            del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
         if self._host is None:
             self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
         self._host.copy_(found_inf, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        self._waiting = (step, norm, arrived)
+        self._waiting = (place, norm, arrived)
 
-    def late_refusal(self) -> tuple[int, Tensor] | None:
-        """Returns (step, norm) of the last deferred step if its gradient was not finite, else None."""
+    def late_refusal(self) -> tuple[Place, Tensor] | None:
+        """Returns place and norm of the last deferred step if its gradient was not finite, else None."""
         if self._waiting is None or self._host is None:
             return None
-        step, norm, arrived = self._waiting
+        place, norm, arrived = self._waiting
         self._waiting = None
         arrived.synchronize()
-        return (step, norm) if bool(self._host.numpy()) else None
+        return (place, norm) if bool(self._host.numpy()) else None

@@ -97,7 +97,8 @@ class BaseTrainer(Engine):
             logger=logger or logging.getLogger("treadle.trainer"),
         )
         self.max_steps = max_steps
-        self.workspace = None if workspace is None else Path(workspace)
+        # Absolute, so that a hook given `trainer.workspace / "checkpoints"` does not put it below itself once more.
+        self.workspace = None if workspace is None else Path(workspace).absolute()
         self.no_sync_accumulate = no_sync_accumulate
         self.state_dict_options = state_dict_options
         self.task = _ForwardTask(self)

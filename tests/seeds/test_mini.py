@@ -45,7 +45,7 @@ def test_the_quick_tour_trains(blocks, tmp_path):
     trainer = names["trainer"]
     assert (trainer.step, trainer.applied_steps) == (5, 5)
     assert trainer.micro_steps == 20
-    assert trainer.workspace == Path("runs/experiment_1")
+    assert trainer.workspace == tmp_path / "runs" / "experiment_1"
     assert "accuracy" in trainer.step_info["records"][0]
 
 

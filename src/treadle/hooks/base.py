@@ -35,7 +35,8 @@ for and acts on itself: the averages it keeps, the checkpoint to resume from, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -120,3 +121,17 @@ class BaseHook:
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
         """Returns what to do at a signal, or None; asked for when training starts."""
         return None
+
+
+def reaches_hooks(method: Callable[..., None], event: str) -> Callable[..., None]:
+    """Wraps an overridden ``log`` so that every hook gets the records exactly once, whatever the override does."""
+
+    @functools.wraps(method)
+    def served(trainer: Any, records: Mapping[str, Any], dry_run: bool = False) -> None:
+        trainer.hooks_served = False
+        method(trainer, records, dry_run)
+        if not trainer.hooks_served:
+            trainer.hooks_served = True
+            trainer.emit(event, records, dry_run)
+
+    return served

@@ -42,4 +42,4 @@ class LoggingHook(IntervalHook):
         own["lr"] = {f"group_{index}": value for index, value in enumerate(means["lr"])}
         if means["retries"]:
             own["retries"] = means["retries"]
-        trainer.emit_log({"train": {**records, **own}})
+        trainer.log({"train": {**records, **own}})

@@ -62,4 +62,4 @@ class ThroughputHook(BaseHook):
         if self._samples:
             rates["samples_per_second"] = self._samples / self._seconds
         self._reset()
-        trainer.emit_log({"throughput": rates})
+        trainer.log({"throughput": rates})

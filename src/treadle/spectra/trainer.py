@@ -122,7 +122,7 @@ class SpectraTrainer:
         )
         engine.face = "spectra"
         engine.config = cfg.to_dict()
-        engine.workspace = self.out_dir
+        engine.workspace = self.out_dir.absolute()
         return engine
 
     # -- what happened so far -------------------------------------------------------------------------------------
