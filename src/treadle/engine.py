@@ -105,7 +105,7 @@ class Engine:
         self.hooks = list(hooks)
         self._configure(
             scheduler_interval=scheduler_interval,
-            device=get_device(device),
+            device=device,
             precision=precision,
             grad_clip=grad_clip,
             accumulation_steps=accumulation_steps,
@@ -118,7 +118,7 @@ class Engine:
         self,
         *,
         scheduler_interval: Literal["step", "epoch"],
-        device: torch.device,
+        device: torch.device | str | int | None,
         precision: PrecisionName | None,
         grad_clip: float | None,
         accumulation_steps: int,
@@ -129,8 +129,9 @@ class Engine:
         """Checks and keeps the settings, and starts every counter at 0; builds nothing."""
         check_settings(scheduler_interval, grad_clip, accumulation_steps, max_non_finite_grad_retries)
         self.scheduler_interval = scheduler_interval
-        self.device = device
-        self.precision = Precision(precision, device)
+        self.device_asked = device
+        self.device = get_device(device)
+        self.precision = Precision(precision, self.device)
         self.grad_clip = grad_clip or None
         self.accumulation_steps = accumulation_steps
         self.max_non_finite_grad_retries = max_non_finite_grad_retries or 0
@@ -160,10 +161,11 @@ class Engine:
         self.writes: list[Callable[[], Any]] = []
         self.eval_cursor = Cursor()
         self.target = Target(max_steps=0)
-        self.guard = FiniteGuard(device)
+        self.guard = FiniteGuard(self.device)
         self._prepared = False
         self.loaded = False
         self.resumed = False
+        self.resume_source: str | None = None
         self.hooks_served = False
 
     @property

@@ -13,6 +13,7 @@ from treadle import distributed
 from treadle.errors import ConfigError
 from treadle.hooks.base import BaseHook
 from treadle.optim import uncovered_parameters
+from treadle.startup import start_block
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -37,6 +38,8 @@ def training_session(engine: Engine) -> Iterator[None]:
     check_before_training(engine)
     engine.exit_plans = [plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None]
     signals = [number for plan in engine.exit_plans for number in plan.signals]
+    if distributed.rank() == 0:
+        engine.logger.info(start_block(engine))
     opened: list[BaseHook] = []
     failure: BaseException | None = None
     try:

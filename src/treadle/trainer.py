@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from treadle.device import get_device
 from treadle.distributed import unwrap
 from treadle.engine import Engine
 from treadle.errors import ConfigError
@@ -88,7 +87,7 @@ class BaseTrainer(Engine):
             raise ConfigError(f"max_steps={max_steps!r}: must be >= 0 optimizer steps")
         self._configure(
             scheduler_interval=scheduler_interval,
-            device=get_device(device),
+            device=device,
             precision=mixed_precision,
             grad_clip=grad_clip,
             accumulation_steps=1 if gradient_accumulation_steps is None else gradient_accumulation_steps,

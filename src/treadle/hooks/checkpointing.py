@@ -89,6 +89,7 @@ class CheckpointingHook(BaseHook):
             path = Path(self.load)
             inside = folder / path
             self._resumed_from = inside if len(path.parts) == 1 and inside.exists() else path
+            trainer.resume_source = str(self._resumed_from)
             return load_checkpoint(self._resumed_from)
         link = folder / _LATEST
         candidates = [path for path in folder.glob("checkpoint_step_*.pt") if re.fullmatch(_ANY, path.name)]
@@ -96,7 +97,7 @@ class CheckpointingHook(BaseHook):
         if found is None:
             return None
         self._resumed_from, tree = found
-        trainer.logger.info("resuming from %s", self._resumed_from)
+        trainer.resume_source = str(self._resumed_from)
         return tree
 
     def on_before_train(self, trainer: Engine) -> None:

@@ -72,6 +72,7 @@ class SpectraTrainer:
         augmenter: Augmenter | None = None,
     ):
         self.cfg = TrainerConfig() if cfg is None else dataclasses.replace(cfg)
+        self._device_asked = self.cfg.device if device is None else device
         self.device = _one_device(device, self.cfg.device)
         self.model = model.to(self.device)
         move_optimizer_state(optimizer)
@@ -111,7 +112,7 @@ class SpectraTrainer:
             SpectraTask(self.device, loss_type=cfg.loss_type, reduction=cfg.reduction, augmenter=augmenter),
             scheduler=self.scheduler,
             scheduler_interval=interval,
-            device=self.device,
+            device=self._device_asked,
             precision=precision,
             grad_clip=cfg.grad_clip,
             accumulation_steps=cfg.accumulation_steps,
@@ -208,6 +209,7 @@ class SpectraTrainer:
             raise CheckpointError(
                 f"{source}: {error}. Another model needs another out_dir, or resume_from=None to start afresh here"
             ) from error
+        self._engine.resume_source = source
         _log.info("resumed from %s at step %d, epoch %d", source, self.step, self.epoch)
 
     def _write_epoch(self, record: Mapping[str, Any]) -> None:
