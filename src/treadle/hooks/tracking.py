@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import random
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,18 @@ class Guard:
         self._said.add(topic)
 
 
+@contextlib.contextmanager
+def random_numbers_untouched() -> Iterator[None]:
+    """Puts the global generators back: MLflow draws a run's name from one, and data would be shuffled otherwise."""
+    python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(torch_state)
+
+
 class TrackerHook(BaseHook):
     """Sends log points and images somewhere, at ``trainer.step``.
 
@@ -143,14 +156,15 @@ class TrackerHook(BaseHook):
         """Opens the tracker on rank 0."""
         self.check(trainer)
         if distributed.rank() == 0:
-            self.open(trainer)
+            with random_numbers_untouched():
+                self.open(trainer)
             self._open = True
 
     def on_log(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
         """Sends the records."""
         if not self._may_write(trainer):
             return
-        with self.guard(trainer, self, f"logging step {trainer.step}"):
+        with self.guard(trainer, self, f"logging step {trainer.step}"), random_numbers_untouched():
             values = self._unsent(trainer, flat_values(records))
             if values and not dry_run:
                 self.write(trainer, values)
@@ -159,7 +173,7 @@ class TrackerHook(BaseHook):
         """Sends the images."""
         if not self._may_write(trainer):
             return
-        with self.guard(trainer, self, f"logging images at step {trainer.step}"):
+        with self.guard(trainer, self, f"logging images at step {trainer.step}"), random_numbers_untouched():
             flat = {"/".join(path): image for path, image in flatten_nested_dict(records).items()}
             images = {key: as_image(image) for key, image in self._unsent(trainer, flat).items()}
             if images and not dry_run:
@@ -169,7 +183,7 @@ class TrackerHook(BaseHook):
         """Closes the tracker, after an error too."""
         if self._open:
             self._open = False
-            with self.guard(trainer, self, "closing"):
+            with self.guard(trainer, self, "closing"), random_numbers_untouched():
                 self.close(trainer, error)
 
     # -- helpers --------------------------------------------------------------------------------------------------
