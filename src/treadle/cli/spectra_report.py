@@ -116,6 +116,8 @@ def _probe(
     latent: npt.NDArray[np.float32], untrained: npt.NDArray[np.float32], data: SpectraData, config: SpectraConfig
 ) -> dict[str, Any]:
     """Linear probes of the latent, of as many principal components, and of the encoder before training."""
+    from threadpoolctl import threadpool_limits  # comes with scikit-learn
+
     size = latent.shape[1]
     try:
         features = {
@@ -123,7 +125,11 @@ def _probe(
             f"pca{size}": pca_features(data.x[data.train], data.x, size),
             "untrained": untrained,
         }
-        return dict(compare_probes(features, data.j_minus_k, data.spectral_class, groups=data.groups, seed=config.seed))
+        # On matrices this small, threads of BLAS wait for each other longer than they compute.
+        with threadpool_limits(1):
+            return dict(
+                compare_probes(features, data.j_minus_k, data.spectral_class, groups=data.groups, seed=config.seed)
+            )
     except ValueError as error:
         _log.warning("no probes: %s", error)
         return {}
