@@ -35,6 +35,8 @@ class ConsoleHandler(logging.Handler):
     def __init__(self, console: Console):
         super().__init__(logging.INFO)
         self.console = console
+        # A command says where it runs and where it starts from in words of its own, with data and model.
+        self.addFilter(lambda record: not str(record.msg).startswith("training starts"))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes one record; warnings and errors say so."""

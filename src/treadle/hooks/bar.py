@@ -131,7 +131,8 @@ class ProgressBarHook(BaseHook):
     def on_after_train(self, trainer: Engine) -> None:
         """Shows the end of the run, as far as it was not shown yet."""
         if not self._silent and self._shown.get("step") != trainer.step:
-            self._show(trainer, epoch=trainer.epoch)
+            # Where no micro-batch of the next epoch is taken, the epoch that ended is the one to name.
+            self._show(trainer, epoch=None if trainer.cursor.position else trainer.epoch)
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
         """Leaves the terminal as it was, with the last state of the bar on it."""
