@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from treadle.checkpoint.lock import check_free
 from treadle.checkpoint.store import find_latest, write_text
 from treadle.cli.console import as_settings
 from treadle.cli.overrides import apply_overrides, leaves
@@ -191,10 +193,11 @@ def _open_folder(out: Path, values: dict[str, Any], trainer: SpectraTrainer, *, 
     Returns:
         The checkpoint that was loaded, or None for a fresh start.
     """
+    check_free(out)  # before config.json is written: it may be that of a run that is going on
     checkpoints = out / "checkpoints"
     source: Path | None = None
     try:
-        candidates = [path for path in (checkpoints / "last.pt", checkpoints / "best.pt") if path.exists()]
+        candidates = [path for path in (checkpoints / "last.pt", checkpoints / "best.pt") if os.path.lexists(path)]
         stored = _stored(out / "config.json")
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be read ({error.strerror}); choose another folder") from error
@@ -203,7 +206,7 @@ def _open_folder(out: Path, values: dict[str, Any], trainer: SpectraTrainer, *, 
             for sentence in check_changes(changes(stored, values), str(out)):
                 _log.warning("%s", sentence)
         # A damaged last.pt is named, and best.pt taken in its place.
-        found = find_latest(candidates, prefer=(checkpoints / "last.pt").resolve())
+        found = find_latest(candidates, prefer=checkpoints / "last.pt")
         if found is not None:
             source = found[0]
             trainer.load_checkpoint(source)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
-from treadle.checkpoint.store import Retention, find_latest, load_checkpoint, replacing, save_checkpoint
+from treadle.checkpoint.lock import RunLock, check_free
+from treadle.checkpoint.store import Retention, find_latest, load_checkpoint, point_to, save_checkpoint
 from treadle.errors import ConfigError
 from treadle.hooks.base import BaseHook
 from treadle.hooks.files import in_workspace
@@ -37,6 +36,8 @@ class CheckpointingHook(BaseHook):
         exit_signals: a signal or several that save and leave; None installs no handler.
         exit_code: ``"128+signal"`` or a number.
         exit_wait: seconds or a timedelta to sleep between saving and leaving.
+
+    One process at a time trains in a folder; a second one is refused before it reads or writes anything.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -71,6 +72,7 @@ class CheckpointingHook(BaseHook):
         exit_plan(exit_signals, lambda: None, code=exit_code, wait=exit_wait)  # refuse bad values now
         self._saved_step: int | None = None
         self._resumed_from: Path | None = None
+        self._lock = RunLock()
 
     def folder(self, trainer: Engine) -> Path:
         """Returns the folder of the checkpoints.
@@ -81,8 +83,14 @@ class CheckpointingHook(BaseHook):
         return in_workspace(trainer, self.path)
 
     def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
-        """Reads what ``load`` names."""
+        """Reads what ``load`` names.
+
+        Raises:
+            CheckpointError: another process trains in this folder, or no file is intact.
+        """
         folder = self.folder(trainer)
+        if distributed.rank() == 0:
+            check_free(folder)  # before any event, so that no hook touches the files of the other run
         if self.load is None:
             return None
         if str(self.load) != "latest":
@@ -91,9 +99,9 @@ class CheckpointingHook(BaseHook):
             self._resumed_from = inside if len(path.parts) == 1 and inside.exists() else path
             trainer.resume_source = str(self._resumed_from)
             return load_checkpoint(self._resumed_from)
-        link = folder / _LATEST
+        link = folder / _LATEST  # a copy, where there are no links, and then as good as the others
         candidates = [path for path in folder.glob("checkpoint_step_*.pt") if re.fullmatch(_ANY, path.name)]
-        found = find_latest(candidates, prefer=link.resolve() if link.exists() else None)
+        found = find_latest([*candidates, link], prefer=link)
         if found is None:
             return None
         self._resumed_from, tree = found
@@ -101,8 +109,9 @@ class CheckpointingHook(BaseHook):
         return tree
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Checks the folder before any work is lost."""
-        self.folder(trainer)
+        """Takes the folder for this process, and so checks that it can be written before any work is lost."""
+        if distributed.rank() == 0:
+            self._lock.take(self.folder(trainer))
         self._saved_step = trainer.step if self._resumed_from is not None else None
 
     def on_after_step(self, trainer: Engine) -> None:
@@ -114,6 +123,10 @@ class CheckpointingHook(BaseHook):
     def on_after_train(self, trainer: Engine) -> None:
         """Saves the last step of a run that was stopped early."""
         trainer.request_write(lambda: self.save(trainer))
+
+    def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
+        """Gives the folder back."""
+        self._lock.release()
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
         """Saves at a signal, if signals were named."""
@@ -134,23 +147,7 @@ class CheckpointingHook(BaseHook):
         target = folder / f"checkpoint_step_{trainer.step}.pt"
         if save_checkpoint(tree, target) != target:
             return  # not finite: put aside, nothing linked, nothing pruned
-        _point_latest_to(target)
-        protect = [] if self._resumed_from is None else [self._resumed_from]
+        point_to(target, _LATEST)
+        # A clock that was set back makes the newest file look old; it is never the one to go.
+        protect = [target] if self._resumed_from is None else [target, self._resumed_from]
         self.retention.prune(folder, _PATTERN, protect)
-
-
-def _point_latest_to(target: Path) -> None:
-    with replacing(target.with_name(_LATEST)) as temporary:
-        try:
-            os.symlink(target.name, temporary)
-        except OSError:  # a file system without symbolic links
-            _give_second_name(target, temporary)
-
-
-def _give_second_name(target: Path, name: Path) -> None:
-    try:
-        os.link(target, name)
-    except OSError:  # nor hard ones
-        shutil.copyfile(target, name)
-        with open(name, "rb+") as file:
-            os.fsync(file.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -16,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from treadle import distributed
 from treadle.best import BestRule
+from treadle.checkpoint.lock import run_lock
 from treadle.checkpoint.store import find_latest, link_checkpoint, load_checkpoint, save_checkpoint
 from treadle.device import get_device
 from treadle.ema import Ema
@@ -167,11 +169,14 @@ class SpectraTrainer:
 
         Returns:
             ``{"best": {"epoch", "val_loss"}, "epochs": epochs completed}``.
+
+        Raises:
+            CheckpointError: another process trains in ``out_dir``, or no checkpoint of it is intact.
         """
         if self._epochs.best is not None:
             self._epochs.best.start_epoch = max(1, int(epochs * self.cfg.early_stop_start_ratio))
-        self._resume()
-        with tf32(self.cfg.enable_tf32):
+        with self._own_folder(), tf32(self.cfg.enable_tf32):
+            self._resume()
             self._epochs.fit(self.train_loader, self.val_loader, epochs, after_epoch=self._write_epoch)
         return {"best": self.best, "epochs": self.epoch}
 
@@ -188,6 +193,9 @@ class SpectraTrainer:
 
     # -- files ----------------------------------------------------------------------------------------------------
 
+    def _own_folder(self) -> contextlib.AbstractContextManager[None]:
+        return run_lock(self.out_dir) if distributed.rank() == 0 else contextlib.nullcontext()
+
     def _resume(self) -> None:
         """Loads what ``cfg.resume_from`` names, once and only into a run that has not started."""
         source = self.cfg.resume_from
@@ -198,7 +206,7 @@ class SpectraTrainer:
             self._restore(load_checkpoint(source), str(source))
             return
         folder = self.out_dir / "checkpoints"
-        found = find_latest([folder / "last.pt", folder / "best.pt"], prefer=(folder / "last.pt").resolve())
+        found = find_latest([folder / "last.pt", folder / "best.pt"], prefer=folder / "last.pt")
         if found is not None:
             self._restore(found[1], str(found[0]))
 

@@ -1,0 +1,169 @@
+"""What a pickle claims about tensors, checked against the records before anything is allocated.
+
+``torch.load(weights_only=True)`` runs no foreign code, but it believes the sizes it reads: a storage that claims more
+elements than its record has bytes is read beyond its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+REBUILDS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor")
+CALLABLE = {
+    *(f"torch._utils.{name}" for name in REBUILDS),
+    "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state",
+    "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_meta_tensor_no_storage",
+    "torch._tensor._rebuild_from_type_v2", "torch.serialization._get_layout", "torch.Size", "torch.device",
+    "collections.OrderedDict", "collections.Counter", "_codecs.encode", "builtins.set", "builtins.complex",
+}  # fmt: skip
+_ITEM_SIZES = {
+    "Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1, "Bool": 1,
+    "ComplexDouble": 16, "ComplexFloat": 8, "QInt8": 1, "QUInt8": 1, "QInt32": 4, "QUInt4x2": 1, "QUInt2x4": 1,
+    "Untyped": 1,
+}  # fmt: skip
+_NAMES = {
+    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64", "Int": "int32",
+    "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexDouble": "complex128",
+    "ComplexFloat": "complex64",
+}  # fmt: skip
+_DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+DATA = {
+    *_DTYPES, "torch.Tensor", "torch.nn.parameter.Parameter", "torch.storage.UntypedStorage",
+    *(f"torch.{kind}Storage" for kind in _ITEM_SIZES),
+    *(f"torch.per_{kind}" for kind in ("tensor_affine", "tensor_symmetric", "channel_affine", "channel_symmetric")),
+}  # fmt: skip
+
+
+class PickleError(Exception):
+    """Why a pickle is refused or damaged, in one sentence; for this package's own use."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """Something that the pickle names and an unpickler would import."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Memory of tensors: what it holds and how many elements it claims."""
+
+    kind: str
+    key: str
+    numel: int
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor as the pickle describes it.
+
+    Attributes:
+        shape: its sizes.
+        dtype: without ``torch.``.
+        nbytes: of its elements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+@dataclass
+class Made:
+    """What a call would return."""
+
+    function: str
+    arguments: Any
+    state: Any = None
+
+
+def shortened(text: str) -> str:
+    r"""Returns a foreign text in ASCII and at most 80 characters, safe to show on a terminal.
+
+    Example:
+        >>> shortened("a\x1b[31m")
+        'a\\x1b[31m'
+    """
+    plain = ascii(text)[1:-1]
+    return plain if len(plain) <= 80 else f"{plain[:77]}..."
+
+
+def storage_of(claim: Any, storages: Mapping[str, int]) -> Storage:
+    """Returns the storage that a persistent id names, if its record has exactly the bytes that it claims.
+
+    Raises:
+        PickleError: it has not.
+    """
+    match claim:
+        case ("storage", Named(name=name), str(key), str(), int(numel)) if not isinstance(numel, bool):
+            kind = name.rpartition(".")[2].removesuffix("Storage")
+        case _:
+            raise PickleError("its pickle refers to something outside the archive")
+    if name not in DATA or kind not in _ITEM_SIZES:
+        raise PickleError(f"it holds a storage of unknown kind {shortened(name)}")
+    if key not in storages:
+        raise PickleError(f"the record data/{shortened(key)} is missing")
+    if numel * _ITEM_SIZES[kind] != storages[key]:
+        raise PickleError(
+            f"storage {shortened(key)} claims {numel:,} elements of {_ITEM_SIZES[kind]} bytes and its record has "
+            f"{storages[key]:,} bytes"
+        )
+    return Storage(kind, key, numel)
+
+
+def sizes_of(value: Any) -> tuple[int, ...]:
+    """Returns sizes or strides.
+
+    Raises:
+        PickleError: they are not a tuple of whole numbers >= 0.
+    """
+    if isinstance(value, Made) and value.function == "torch.Size" and len(value.arguments) == 1:
+        value = value.arguments[0]
+    if not isinstance(value, tuple) or not all(type(size) is int and 0 <= size < 2**63 for size in value):
+        raise PickleError("a tensor's sizes are not whole numbers >= 0")
+    return value
+
+
+def tensor_of(function: str, arguments: tuple[Any, ...]) -> TensorEntry:
+    """Returns the tensor that a rebuilding call would make, if it lies inside its storage.
+
+    Raises:
+        PickleError: it does not.
+    """
+    storage, offset, size, stride = arguments[:4]
+    if not isinstance(storage, Storage):
+        raise PickleError("a tensor has no storage")
+    sizes, strides = sizes_of(size), sizes_of(stride)
+    (first,) = sizes_of((offset,))
+    dtype = _NAMES.get(storage.kind, storage.kind.lower())
+    width = _ITEM_SIZES[storage.kind]
+    if function == "_rebuild_tensor_v3":
+        dtype = dtype_name(arguments[6])
+        width = _DTYPES[f"torch.{dtype}"].itemsize
+    if len(sizes) != len(strides):
+        raise PickleError(f"a tensor has {len(sizes)} sizes and {len(strides)} strides")
+    numel = math.prod(sizes)
+    available = storage.numel * _ITEM_SIZES[storage.kind] // width
+    last = first + sum((count - 1) * step for count, step in zip(sizes, strides, strict=True))
+    if (numel and (last >= available or numel > available)) or first > available:
+        raise PickleError(
+            f"a tensor of shape {shortened(str(list(sizes)))} reaches outside its storage of {available:,} elements"
+        )
+    return TensorEntry(sizes, dtype, numel * width)
+
+
+def dtype_name(value: Any) -> str:
+    """Returns a dtype without ``torch.``.
+
+    Raises:
+        PickleError: it is none.
+    """
+    if not isinstance(value, Named) or value.name not in _DTYPES:
+        raise PickleError("a tensor's dtype is none of torch's")
+    return value.name.removeprefix("torch.")

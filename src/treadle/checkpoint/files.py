@@ -1,0 +1,186 @@
+"""Whole files or none: staged beside the target, flushed, renamed, and the folder synced.
+
+A crash at any point leaves the old file or the new one. The staged file lies in the target's own folder, so the
+rename never crosses a file system. System calls go through ``os``, where the tests count every one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from treadle.errors import CheckpointError
+
+_TEMPORARY = ".treadle-tmp"
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS}  # network and FUSE file systems
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and its parents, each durable: a power loss after a save must not take the folder away."""
+    missing = []
+    while not os.path.isdir(folder):
+        missing.append(folder)
+        if folder == folder.parent:
+            break
+        folder = folder.parent
+    for new in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(new)
+        sync_folder(new.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames and unlinks in a folder durable, where the platform can."""
+    if os.name == "nt":  # a directory cannot be opened for fsync there
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def reported(target: Path) -> Iterator[None]:
+    """Turns whatever goes wrong while a file is written into a CheckpointError of one clear line."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{str(target)!r} was not written: {first_line(_system_error(error))}. What was there before is intact; "
+            "free some space or choose another folder"
+        ) from error
+
+
+def _system_error(error: BaseException) -> BaseException:
+    """Returns the OSError behind an error: torch's writer hides a full disk behind 'unexpected pos 64 vs 0'."""
+    cause: BaseException | None = error
+    for _ in range(10):
+        if cause is None or isinstance(cause, OSError):
+            break
+        cause = cause.__cause__ or cause.__context__
+    return error if cause is None else cause
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of a message, shortened; torch's have pages."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Gives a temporary path beside ``target`` and renames it over ``target`` when the block succeeds.
+
+    The block must leave a flushed and fsynced file. Temporary files that a killed process left are removed.
+    """
+    _remove_stale(target)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}{_TEMPORARY}")
+    try:
+        yield temporary
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    with contextlib.suppress(OSError):  # a rename between two names of one file does nothing and leaves both
+        os.unlink(temporary)
+    try:
+        sync_folder(target.parent)
+    except Exception as error:
+        raise CheckpointError(
+            f"{str(target)!r} is written, but the disk did not confirm it ({first_line(error)}): after a power loss "
+            "the file before it may be back; check the disk"
+        ) from error
+
+
+def _remove_stale(target: Path) -> None:
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*{_TEMPORARY}"):
+        owner = leftover.name.removesuffix(_TEMPORARY).rsplit(".", 1)[-1]
+        if owner.isdecimal() and int(owner) != os.getpid() and process_lives(int(owner)):
+            continue
+        with contextlib.suppress(OSError):
+            os.unlink(leftover)
+
+
+def process_lives(pid: int) -> bool:
+    """Returns whether a process of this machine has the number.
+
+    Example:
+        >>> process_lives(os.getpid())
+        True
+    """
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def write_bytes(write: Callable[[BinaryIO], Any], path: str | os.PathLike[str]) -> Path:
+    """Writes a file atomically with what ``write`` puts into it."""
+    target = Path(path)
+    with reported(target):
+        make_folder(target.parent)
+        with replacing(target) as temporary, open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+    return target
+
+
+def write_text(text: str, path: str | os.PathLike[str]) -> Path:
+    """Writes a small text file atomically."""
+    return write_bytes(lambda file: file.write(text.encode("utf-8")), path)
+
+
+def save_tensor(tensor: Tensor, path: str | os.PathLike[str]) -> Path:
+    """Writes one tensor atomically, for ``torch.load``."""
+    return write_bytes(lambda file: torch.save(tensor, file), path)
+
+
+def link_checkpoint(source: Path, target: Path) -> Path:
+    """Gives a written checkpoint a second name, atomically and without writing it again.
+
+    Files are only ever replaced, never changed, so both names keep their content. A file system without hard links
+    gets a copy.
+    """
+    with reported(target), replacing(target) as temporary:
+        _give_second_name(source, temporary)
+    return target
+
+
+def point_to(target: Path, name: str) -> Path:
+    """Makes ``name``, beside ``target``, a symbolic link to it, atomically; where there are none, a second name."""
+    link = target.with_name(name)
+    with reported(link), replacing(link) as temporary:
+        try:
+            os.symlink(target.name, temporary)
+        except OSError:  # a file system without symbolic links
+            _give_second_name(target, temporary)
+    return link
+
+
+def _give_second_name(source: Path, name: Path) -> None:
+    try:
+        os.link(source, name)
+    except OSError:  # nor hard ones
+        shutil.copyfile(source, name)
+        with open(name, "rb+") as file:
+            os.fsync(file.fileno())

@@ -1,0 +1,271 @@
+"""One process per run folder: a lock that names its holder and dies with it.
+
+The lock is ``flock`` on a small file in the folder, held open for the run. The system drops it when the process
+ends, however it ends, so a file that is left behind hinders nobody. Three things could keep it alive or take it away
+wrongly:
+
+- Forked data workers share the open file, and would keep the lock for seconds after their parent was killed. Each
+  child closes its copy at once. (Closing a copy does not unlock; unlocking in the child would.)
+- The file is removed at the end, so a waiting process may hold the lock of a file that no longer has the name: it
+  looks again after locking.
+- A process that was just killed may still be on its way out: a refusal is tried again for a second.
+
+Within one process the lock is shared: a second trainer may go on where a first one failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from treadle.checkpoint.files import make_folder, reported
+from treadle.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # not on this platform
+    fcntl = None  # type: ignore[assignment]
+
+_log = logging.getLogger("treadle.checkpoint")
+LOCK_NAME = ".treadle-lock"
+_PATIENCE = 1.0  # seconds
+_UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
+_guard = threading.RLock()
+_held: dict[str, _Held] = {}
+_warned: set[str] = set()
+
+
+class _Held:
+    """A lock of this process, and how many of its runs share it."""
+
+    def __init__(self, descriptor: int | None):
+        self.descriptor = descriptor
+        self.users = 1
+
+
+class _Occupied(Exception):
+    """Another process holds the lock; carries its description."""
+
+
+class RunLock:
+    """Holds a run folder for this process; take it when a run starts and release it when the run ends.
+
+    Example:
+        >>> lock = RunLock()
+        >>> lock.take("run")
+        >>> lock.release()
+    """
+
+    def __init__(self) -> None:
+        self._key: str | None = None
+
+    def take(self, folder: str | os.PathLike[str]) -> None:
+        """Takes the folder, making it if it is not there; once taken, taking it again does nothing.
+
+        Raises:
+            CheckpointError: another process holds it, named with its number and machine, or it cannot be written.
+        """
+        key = os.path.realpath(folder)
+        with _guard:
+            if self._key == key and key in _held:
+                return
+            self.release()
+            if key in _held:
+                _held[key].users += 1
+            else:
+                _held[key] = _Held(_lock_patiently(Path(folder)))
+            self._key = key
+
+    def release(self) -> None:
+        """Gives the folder back; without a lock it does nothing."""
+        with _guard:
+            held = None if self._key is None else _held.get(self._key)
+            if held is not None and self._key is not None:
+                held.users -= 1
+                if held.users == 0:
+                    del _held[self._key]
+                    _unlock(held.descriptor, Path(self._key) / LOCK_NAME)
+            self._key = None
+
+
+@contextlib.contextmanager
+def run_lock(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Holds a run folder inside the block.
+
+    Raises:
+        CheckpointError: another process holds it, or it cannot be written.
+
+    Example:
+        >>> with run_lock("run"):
+        ...     os.listdir("run")
+        ['.treadle-lock']
+    """
+    lock = RunLock()
+    lock.take(folder)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_free(folder: str | os.PathLike[str]) -> None:
+    """Raises if another process holds the folder now; takes nothing and makes no file.
+
+    Raises:
+        CheckpointError: it does, named with its number and machine.
+    """
+    path = Path(folder) / LOCK_NAME
+    with _guard:
+        if fcntl is None or os.path.realpath(folder) in _held or not path.exists():
+            return
+        _remember_to_close_in_children()
+        deadline = time.monotonic() + _PATIENCE
+        while (occupied := _is_occupied(path)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    if occupied:
+        raise _refusal(Path(folder), _holder(path))
+
+
+def _is_occupied(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:  # gone meanwhile, or not ours to open; taking the lock will say so
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    else:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # at once, also for a child that was forked in between
+        return False
+    finally:
+        os.close(descriptor)
+
+
+# -- the file -----------------------------------------------------------------------------------------------------
+
+
+def _lock_patiently(folder: Path) -> int | None:
+    deadline = time.monotonic() + _PATIENCE
+    _remember_to_close_in_children()
+    while True:
+        try:
+            with reported(folder):
+                make_folder(folder)
+                return _lock(folder / LOCK_NAME)
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, _Occupied):
+                raise
+            if time.monotonic() >= deadline:
+                raise _refusal(folder, str(error.__cause__)) from None
+        time.sleep(0.05)
+
+
+def _lock(path: Path) -> int | None:
+    """Returns the descriptor that holds the lock, or None where the file system knows no locks."""
+    if fcntl is None:
+        _go_without(path, "this platform has no file locks")
+        return None
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _still_has_its_name(descriptor, path):
+                _describe(descriptor)
+                return descriptor
+            os.close(descriptor)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise _Occupied(_holder(path)) from None
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in _UNSUPPORTED:
+                raise
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            _go_without(path, str(error.strerror))
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+
+def _still_has_its_name(descriptor: int, path: Path) -> bool:
+    try:
+        named = os.stat(path)
+    except FileNotFoundError:
+        return False
+    opened = os.fstat(descriptor)
+    return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
+
+
+def _describe(descriptor: int) -> None:
+    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
+    with contextlib.suppress(OSError):  # a full disk: the lock holds, only its message is poorer
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text.encode(), 0)
+
+
+def _holder(path: Path) -> str:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {int(found['pid'])} on {str(found['host'])[:80]!r}, since {str(found['since'])[:40]}"
+    except (OSError, ValueError, KeyError, TypeError):  # it has just been made
+        return "another process"
+
+
+def _refusal(folder: Path, holder: str) -> CheckpointError:
+    return CheckpointError(
+        f"{str(folder)!r} is in use by {holder}: two runs in one folder would overwrite each other's checkpoints. "
+        "Wait for it, end it, or choose another folder"
+    )
+
+
+def _go_without(path: Path, reason: str) -> None:
+    if str(path.parent) not in _warned:
+        _warned.add(str(path.parent))
+        _log.warning("%s cannot be locked (%s): see to it that only one run uses it", path.parent, reason)
+
+
+def _unlock(descriptor: int | None, path: Path) -> None:
+    if descriptor is None:
+        return
+    with contextlib.suppress(OSError):
+        if _still_has_its_name(descriptor, path):
+            os.unlink(path)
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+
+
+# -- forked children ----------------------------------------------------------------------------------------------
+
+_registered = False
+
+
+def _remember_to_close_in_children() -> None:
+    global _registered
+    if not _registered and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_close_in_child)
+        _registered = True
+
+
+def _close_in_child() -> None:
+    global _guard
+    _guard = threading.RLock()  # another thread of the parent may have held it
+    for held in _held.values():
+        if held.descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(held.descriptor)
+    _held.clear()

@@ -1,0 +1,75 @@
+"""Which numbered checkpoints stay, and in what order they were written."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_log = logging.getLogger("treadle.checkpoint")
+
+
+def write_order(path: Path) -> tuple[int, int]:
+    """Returns a key that sorts checkpoints by write time, then by number; a file that vanished sorts first."""
+    digits = re.findall(r"\d+", path.stem)
+    try:
+        written = os.stat(path).st_mtime_ns
+    except OSError:
+        written = -1
+    return written, int(digits[-1]) if digits else -1
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which numbered files stay.
+
+    Attributes:
+        keep_previous: the N newest stay, the newest included; None keeps all.
+        keep_interval: numbers divisible by this stay for ever; None or 0: none.
+
+    Example:
+        >>> Retention(keep_previous=2, keep_interval=1000).keep_previous
+        2
+    """
+
+    keep_previous: int | None = None
+    keep_interval: int | None = None
+
+    def prune(self, folder: Path, pattern: str, protect: Iterable[Path] = ()) -> list[Path]:
+        """Deletes what the rule does not keep, oldest number first.
+
+        Args:
+            folder: where the files lie; files that do not match, folders and links are never touched.
+            pattern: regular expression with one group, the number.
+            protect: files that stay in any case: the one just written, since a clock that was set back makes it look
+                old, and the one resumed from.
+
+        Returns:
+            What was deleted. A file that cannot be deleted is logged, not raised.
+        """
+        if self.keep_previous is None:
+            return []
+        safe = {os.path.realpath(path) for path in protect}
+        try:
+            with os.scandir(folder) as entries:
+                names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+        except OSError as error:
+            _log.warning("old checkpoints in %s cannot be listed and stay: %s", folder, error)
+            return []
+        numbered = [(int(match.group(1)), folder / name) for name in names if (match := re.fullmatch(pattern, name))]
+        # The newest are those written last: after a rewind, steps of the abandoned future are older.
+        by_time = sorted(numbered, key=lambda item: write_order(item[1]))
+        deleted = []
+        for number, path in sorted(by_time[: -self.keep_previous]):
+            kept_for_ever = self.keep_interval and number % self.keep_interval == 0
+            if kept_for_ever or os.path.realpath(path) in safe:
+                continue
+            try:
+                os.unlink(path)
+                deleted.append(path)
+            except Exception as error:  # noqa: BLE001  (one file too many must not end a run)
+                _log.warning("old checkpoint %s cannot be deleted: %s", path, error)
+        return deleted
