@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from treadle.best import BestRule, EarlyStopping
 from treadle.checkpoint import load_weights, verify_checkpoint
-from treadle.data import steps_per_epoch
+from treadle.data import TensorLoader, steps_per_epoch
 from treadle.device import get_device
 from treadle.engine import Engine
 from treadle.epochs import EpochTrainer
@@ -64,6 +64,7 @@ __all__ = [
     "Task",
     "TensorBoardHook",
     "ThroughputHook",
+    "TensorLoader",
     "Total",
     "TreadleError",
     "WandbHook",
