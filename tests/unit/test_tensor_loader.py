@@ -66,8 +66,12 @@ def test_a_position_in_other_data_is_refused_by_name():
 
 @pytest.mark.parametrize(
     ("tensors", "batch_size", "words"),
-    [((), 4, "at least one"), ((torch.ones(3), torch.ones(4)), 4, r"\[3, 4\] rows"), ((torch.ones(3),), 0, "batch_size=0")],
-)  # fmt: skip
+    [
+        ((), 4, "at least one"),
+        ((torch.ones(3), torch.ones(4)), 4, r"\[3, 4\] rows"),
+        ((torch.ones(3),), 0, "batch_size=0"),
+    ],
+)
 def test_what_makes_no_sense_is_refused_when_it_is_made(tensors, batch_size, words):
     with pytest.raises(ConfigError, match=words):
         TensorLoader(*tensors, batch_size=batch_size)
