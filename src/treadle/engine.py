@@ -38,6 +38,7 @@ from treadle.evaluation import evaluate
 from treadle.guard import FiniteGuard, skips_on_device
 from treadle.hooks.base import BaseHook, reaches_hooks
 from treadle.means import RunningMeans
+from treadle.observers import announce_running
 from treadle.precision import Precision, PrecisionName
 from treadle.session import leave_on_signal, resume_from_hooks, training_session
 from treadle.signals import ExitPlan, SignalListener
@@ -347,6 +348,7 @@ class Engine:
         """Collects what hooks declare, once; runs before any state is made or loaded."""
         if self._prepared:
             return
+        announce_running(self)
         keys: set[str] = set()
         averages: dict[str, Ema] = {}
         for hook in self.hooks:

@@ -17,6 +17,7 @@ from treadle.distributed import unwrap
 from treadle.engine import Engine
 from treadle.errors import ConfigError
 from treadle.hooks.base import BaseHook
+from treadle.observers import announce_building
 from treadle.precision import Precision
 from treadle.task import StepOutput, as_step_output
 
@@ -162,6 +163,7 @@ class BaseTrainer(Engine):
     def prepare(self) -> None:
         """Builds data loader, model, optimizer, scheduler, scaler and hooks, in this order, the first time."""
         if self.hooks is None:
+            announce_building(self)
             self.data_loader = self.build_data_loader()
             self.model = self.build_model()
             self.optimizer = self.build_optimizer()
