@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 _CHUNK = 1 << 22
+_END_SIZE = 22  # of the last entry of an archive without a comment
 _RECORD = re.compile(r"data\.pkl|data/[0-9]+|byteorder|version|\.[a-z_]+|\.data/serialization_id")
 _PROGRAM = re.compile(r"constants\.pkl|code/.*|data/.*\.py")
 
@@ -50,13 +51,14 @@ def read_archive(path: str | os.PathLike[str]) -> Archive:
     """
     with open_plain_file(path) as file:
         try:
+            _check_end(file)
             with zipfile.ZipFile(file) as archive:
                 return _read(archive, os.fstat(file.fileno()).st_size)
         except ArchiveError:
             raise
         except Exception as error:  # zlib.error and struct.error too, from a mangled header
             detail = str(error) if isinstance(error, (zipfile.BadZipFile, OSError)) else f"{type(error).__name__}"
-            raise ArchiveError(f"damaged or truncated archive: {detail[:200] or type(error).__name__}") from error
+            raise ArchiveError(f"damaged or truncated archive: {detail[:200]}") from error
 
 
 def open_plain_file(path: str | os.PathLike[str]) -> BinaryIO:
@@ -76,9 +78,18 @@ def open_plain_file(path: str | os.PathLike[str]) -> BinaryIO:
         raise ArchiveError(getattr(error, "strerror", None) or str(error)) from None
 
 
+def _check_end(file: BinaryIO) -> None:
+    """Refuses what follows the archive: readers that search for its end could each find another one."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _END_SIZE))
+    end = file.read()
+    if len(end) < _END_SIZE or not end.startswith(b"PK\x05\x06") or end[-2:] != b"\0\0":
+        raise ArchiveError("damaged or truncated archive: its last bytes are not the end of one")
+
+
 def _read(archive: zipfile.ZipFile, size: int) -> Archive:
     records = archive.infolist()
-    root = _check_directory(archive, records, size)
+    root = _check_directory(records, size)
     storages: dict[str, int] = {}
     pickle = b""
     for record in records:
@@ -98,7 +109,7 @@ def _read(archive: zipfile.ZipFile, size: int) -> Archive:
     return Archive(storages, pickle)
 
 
-def _check_directory(archive: zipfile.ZipFile, records: list[zipfile.ZipInfo], size: int) -> str:
+def _check_directory(records: list[zipfile.ZipInfo], size: int) -> str:
     """Refuses what torch does not write, by the archive's table of contents alone; returns the records' folder."""
     seen: set[str] = set()
     for record in records:
@@ -126,8 +137,8 @@ def _check_directory(archive: zipfile.ZipFile, records: list[zipfile.ZipInfo], s
             raise ArchiveError(f"refused: a TorchScript program, its record {_short(name)} holds code")
         if not name.startswith(root) or not _RECORD.fullmatch(inner):
             raise ArchiveError(f"refused: record {_short(name)} is none that torch.save writes")
-    if archive.comment or min(record.header_offset for record in records) != 0:
-        raise ArchiveError("refused: there is something before or after the archive in the file")
+    if min(record.header_offset for record in records) != 0:
+        raise ArchiveError("refused: there is something before the archive in the file")
     return root
 
 

@@ -1,0 +1,92 @@
+"""The command ``treadle inspect``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from treadle.cli.console import errors_as_one_line, message_console, result_console
+
+_MOST_ROWS = 40
+
+
+def inspect(
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="A checkpoint, or a folder of checkpoints.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Every tensor and value, not the first ones only.")] = False,
+) -> None:
+    """Show what is in a checkpoint without executing anything in it.
+
+    Reads checkpoints of treadle and Lightning, plain torch files, safetensors and, by the names they would import,
+    pickles. The exit code is 1 if the file is damaged or must not be loaded.
+
+    \b
+    Examples:
+      treadle inspect runs/spectra/checkpoints/last.pt
+      treadle inspect runs/spectra/checkpoints
+      treadle inspect model.safetensors --json
+    """
+    console = result_console()
+    with errors_as_one_line(message_console()):
+        from treadle.checkpoint.inspect import inspect_path
+
+        report = inspect_path(target)
+        if as_json:
+            console.print(json.dumps(report, indent=1), markup=False, soft_wrap=True)
+        elif "checkpoints" in report:
+            _show_folder(report, console)
+        else:
+            _show_file(report, console, len(report["tensors"]) + len(report["values"]) if everything else _MOST_ROWS)
+        raise SystemExit(1 if report.get("problems") else 0)
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def _state(problems: list[str]) -> str:
+    return "; ".join(problems) if problems else "intact"
+
+
+def _show_folder(report: Mapping[str, Any], console: Console) -> None:
+    if not report["checkpoints"]:
+        _line(console, f"{report['path']}: no checkpoints")
+    for entry in report["checkpoints"]:
+        step = "" if entry["step"] is None else f"step {entry['step']:,}"
+        name = entry["name"] if entry["link"] is None else f"{entry['name']} -> {entry['link']}"
+        _line(console, f"{name:<44} {step:<14} {entry['size']:>14,} bytes  {_state(entry['problems'])}")
+
+
+def _show_file(report: Mapping[str, Any], console: Console, most: int) -> None:
+    _line(console, f"{report['kind']}, {report['size']:,} bytes: {_state(report['problems'])}")
+    for key in ("step", "epoch", "format", "versions"):
+        found = report.get(key)
+        if isinstance(found, dict):
+            found = ", ".join(f"{name} {value}" for name, value in found.items())
+        if found is not None:
+            _line(console, f"{key:<10}{found}")
+    if report.get("keys"):
+        _line(console, f"keys      {', '.join(str(key) for key in report['keys'][:_MOST_ROWS])}")
+    if report["globals"]:
+        _line(console, f"imports   {', '.join(report['globals'])}")
+    _show_tensors(report["tensors"], console, most)
+    values = list(report["values"].items())
+    for name, value in values[:most]:
+        _line(console, f"  {name} = {value}")
+    if len(values) > most:
+        _line(console, f"  and {len(values) - most:,} more values; --all shows them")
+
+
+def _show_tensors(tensors: list[dict[str, Any]], console: Console, most: int) -> None:
+    if not tensors:
+        return
+    _line(console, f"tensors   {len(tensors):,}, {sum(entry['bytes'] for entry in tensors):,} bytes")
+    for entry in tensors[:most]:
+        _line(console, f"  {entry['name']:<48} {entry['dtype']:<10} {entry['shape']}")
+    if len(tensors) > most:
+        _line(console, f"  and {len(tensors) - most:,} more; --all shows them")
