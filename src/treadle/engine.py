@@ -29,6 +29,7 @@ from treadle.bookkeeping import (
     start_attempt,
     sum_term_counts,
 )
+from treadle.checkpoint.buffers import HostBuffers
 from treadle.data.cursor import Cursor, Group
 from treadle.device import get_device
 from treadle.ema import Ema
@@ -365,11 +366,11 @@ class Engine:
         self.guard = FiniteGuard(self.device, deferred=deferred)
         self._prepared = True
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the whole training state as plain values and CPU copies; see ``treadle.checkpoint.schema``."""
+    def state_dict(self, *, buffers: HostBuffers | None = None) -> dict[str, Any]:
+        """Returns the whole training state as plain values and CPU copies, in ``buffers`` if given; see ``schema``."""
         self.prepare()
         settle(self)
-        return collect_state(self)
+        return collect_state(self, buffers)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned, in place.

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from treadle import distributed
+from treadle.checkpoint.buffers import HostBuffers
 from treadle.checkpoint.schema import FORMAT_NAME, FORMAT_VERSION, KEYS, to_plain, versions
 from treadle.errors import CheckpointError
 from treadle.hooks.base import BaseHook
@@ -39,8 +40,13 @@ class StatePart(Protocol):
         ...
 
 
-def collect_state(engine: Engine) -> dict[str, Any]:
-    """Returns the checkpoint tree of an engine: plain values and CPU copies that a following step cannot change."""
+def collect_state(engine: Engine, buffers: HostBuffers | None = None) -> dict[str, Any]:
+    """Returns the checkpoint tree of an engine: plain values and CPU copies that a following step cannot change.
+
+    Args:
+        engine: what to copy.
+        buffers: memory for the copies; None takes fresh memory.
+    """
     tree: dict[str, Any] = dict.fromkeys(KEYS)
     tree["format"] = {
         "name": FORMAT_NAME,
@@ -64,7 +70,7 @@ def collect_state(engine: Engine) -> dict[str, Any]:
         tree.update(part.state_dict())
     _ask_hooks(engine, tree)
     tree["rng"] = distributed.gather_objects(RngState.capture().to_plain())
-    return {key: to_plain(value, key) for key, value in tree.items()}
+    return {key: to_plain(value, key, buffers=buffers) for key, value in tree.items()}
 
 
 def _progress_state(engine: Engine) -> dict[str, Any]:

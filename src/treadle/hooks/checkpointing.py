@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from treadle import distributed
 from treadle.checkpoint.lock import RunLock, check_free
 from treadle.checkpoint.store import Retention, find_latest, load_checkpoint, point_to, save_checkpoint
-from treadle.errors import ConfigError
+from treadle.checkpoint.writer import CheckpointWriter
+from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks.base import BaseHook
 from treadle.hooks.files import in_workspace
 from treadle.signals import ExitCode, ExitPlan, exit_plan
@@ -36,6 +37,9 @@ class CheckpointingHook(BaseHook):
         exit_signals: a signal or several that save and leave; None installs no handler.
         exit_code: ``"128+signal"`` or a number.
         exit_wait: seconds or a timedelta to sleep between saving and leaving.
+        background: copy the state and write it while training goes on. One write at a time: a save that comes while
+            another is written waits for it, as the end of the run and a signal do. A write that failed raises at the
+            next step. Costs host memory for one copy of the state during the run.
 
     One process at a time trains in a folder; a second one is refused before it reads or writes anything.
 
@@ -56,6 +60,8 @@ class CheckpointingHook(BaseHook):
         exit_signals: int | Sequence[int] | None = None,
         exit_code: ExitCode = "128+signal",
         exit_wait: float | timedelta = 0.0,
+        *,
+        background: bool = False,
     ):
         if interval < 1:
             raise ConfigError(f"interval={interval!r}: must be at least 1 step")
@@ -73,6 +79,8 @@ class CheckpointingHook(BaseHook):
         self._saved_step: int | None = None
         self._resumed_from: Path | None = None
         self._lock = RunLock()
+        self._background = background
+        self._writer = CheckpointWriter()
 
     def folder(self, trainer: Engine) -> Path:
         """Returns the folder of the checkpoints.
@@ -116,38 +124,77 @@ class CheckpointingHook(BaseHook):
 
     def on_after_step(self, trainer: Engine) -> None:
         """Asks for a checkpoint when one is due; it is written once every hook has seen the step."""
+        if self._writer.landed:
+            trainer.request_write(self._wait)
         due = trainer.step % self.interval == 0 or trainer.is_last_step
         if due or (self.keep_interval and trainer.step % self.keep_interval == 0):
             trainer.request_write(lambda: self.save(trainer))
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Saves the last step of a run that was stopped early."""
+        """Saves the last step of a run that was stopped early, and waits for what is being written."""
         trainer.request_write(lambda: self.save(trainer))
+        trainer.request_write(self._wait)
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Gives the folder back."""
-        self._lock.release()
+        """Waits for what is being written and gives the folder back."""
+        try:
+            self._writer.close(error)
+        finally:
+            self._lock.release()
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
         """Saves at a signal, if signals were named."""
         signals, code, wait = self._exit
-        return exit_plan(signals, lambda: self.save(trainer), code=code, wait=wait)
+        return exit_plan(signals, lambda: self._save_and_leave(trainer), code=code, wait=wait)
 
     def save(self, trainer: Engine) -> None:
-        """Writes the checkpoint of the present step, points the link to it and prunes; once per step."""
+        """Writes the checkpoint of the present step, points the link to it and prunes; once per step.
+
+        With ``background=True`` it returns once the state is copied.
+
+        Raises:
+            CheckpointError: it could not be written, or the one before could not.
+        """
+        self._save(trainer, background=self._background)
+
+    def _save_and_leave(self, trainer: Engine) -> None:
+        late = self._writer.settle()
+        if late is not None:  # a state of the present step makes up for the one that failed
+            trainer.logger.error("%s", late)
+            self._saved_step = None
+        self._save(trainer, background=False)
+
+    def _wait(self) -> None:
+        try:
+            self._writer.wait()
+        except CheckpointError:
+            self._saved_step = None  # a later occasion at the same step tries again
+            raise
+
+    def _save(self, trainer: Engine, *, background: bool) -> None:
+        self._wait()
         if self._saved_step == trainer.step:
             return
-        tree = trainer.state_dict()
-        if distributed.rank() == 0:
-            self._write(trainer, tree)
+        if distributed.rank() != 0:
+            trainer.state_dict()  # the ranks' generators are gathered
+        elif self._background:
+            write = self._write_to(trainer)
+            self._writer.save(lambda buffers: trainer.state_dict(buffers=buffers), write, background=background)
+        else:
+            self._write_to(trainer)(trainer.state_dict())
         self._saved_step = trainer.step
 
-    def _write(self, trainer: Engine, tree: Mapping[str, Any]) -> None:
-        folder = self.folder(trainer)
-        target = folder / f"checkpoint_step_{trainer.step}.pt"
-        if save_checkpoint(tree, target) != target:
-            return  # not finite: put aside, nothing linked, nothing pruned
-        point_to(target, _LATEST)
+    def _write_to(self, trainer: Engine) -> Callable[[Mapping[str, Any]], None]:
+        """Returns what writes a copy of the present state; it asks nothing of the trainer or the hook any more."""
+        target = self.folder(trainer) / f"checkpoint_step_{trainer.step}.pt"
         # A clock that was set back makes the newest file look old; it is never the one to go.
         protect = [target] if self._resumed_from is None else [target, self._resumed_from]
-        self.retention.prune(folder, _PATTERN, protect)
+        retention = self.retention
+        return lambda tree: _write(tree, target, retention, protect)
+
+
+def _write(tree: Mapping[str, Any], target: Path, retention: Retention, protect: Iterable[Path]) -> None:
+    if save_checkpoint(tree, target) != target:
+        return  # not finite: put aside, nothing linked, nothing pruned
+    point_to(target, _LATEST)
+    retention.prune(target.parent, _PATTERN, protect)

@@ -72,6 +72,9 @@ class TrainerConfig:
     """Fresh groups to try before NonFiniteError."""
     eval_seed: int = 0
     """Seeds the masks of every validation."""
+    background_saves: bool = False
+    """Copy the state at the end of an epoch and write it while the next one trains, one write at a time; costs host
+    memory for one copy of the state. ``fit`` returns when all is written."""
 
     def __post_init__(self) -> None:
         for field, allowed in _ALLOWED.items():

@@ -18,12 +18,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from treadle import distributed
 from treadle.best import BestRule
 from treadle.checkpoint.lock import run_lock
-from treadle.checkpoint.store import find_latest, link_checkpoint, load_checkpoint, save_checkpoint
+from treadle.checkpoint.store import find_latest, load_checkpoint, save_checkpoint
+from treadle.checkpoint.writer import CheckpointWriter
 from treadle.device import get_device
 from treadle.ema import Ema
 from treadle.engine import Engine
 from treadle.epochs import EpochTrainer
 from treadle.errors import CheckpointError, ConfigError
+from treadle.hooks.background import BackgroundErrorHook
 from treadle.hooks.base import BaseHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.history import HistoryHook
@@ -31,6 +33,7 @@ from treadle.naming import model_state
 from treadle.optim import move_optimizer_state
 from treadle.precision import PrecisionName, tf32
 from treadle.spectra.config import TrainerConfig
+from treadle.spectra.files import Selection, write_checkpoints, write_epoch
 from treadle.spectra.task import Augmenter, SpectraTask
 
 _log = logging.getLogger("treadle.spectra")
@@ -84,6 +87,7 @@ class SpectraTrainer:
         self.val_loader = val_loader
         self.out_dir = Path(self.cfg.out_dir)
         self._resolved = False
+        self._writer = CheckpointWriter()
         self._selects = self._choose_selection()
         self._engine = self._build_engine(scheduler_interval, hooks, augmenter)
         rule = None
@@ -105,6 +109,8 @@ class SpectraTrainer:
         own: list[BaseHook] = [EmaHook(cfg.ema_decay, use_buffers=True)] if cfg.use_ema else []
         keys = ("epoch", "train_loss", "val_loss", "lr")
         own.append(HistoryHook(self.out_dir / "training_history.json", lambda: self.history, keep=keys))
+        if cfg.background_saves:
+            own.append(BackgroundErrorHook(self._writer))
         precision: PrecisionName | None = None
         if cfg.amp:
             precision = "bf16" if cfg.amp_dtype == "bf16" else "fp16"
@@ -175,7 +181,7 @@ class SpectraTrainer:
         """
         if self._epochs.best is not None:
             self._epochs.best.start_epoch = max(1, int(epochs * self.cfg.early_stop_start_ratio))
-        with self._own_folder(), tf32(self.cfg.enable_tf32):
+        with self._own_folder(), self._writer, tf32(self.cfg.enable_tf32):
             self._resume()
             self._epochs.fit(self.train_loader, self.val_loader, epochs, after_epoch=self._write_epoch)
         return {"best": self.best, "epochs": self.epoch}
@@ -221,14 +227,18 @@ class SpectraTrainer:
         _log.info("resumed from %s at step %d, epoch %d", source, self.step, self.epoch)
 
     def _write_epoch(self, record: Mapping[str, Any]) -> None:
-        improved = self._selects and self._epochs.improved
-        if improved:
-            self.save_weights_only()
-        elif not self._selects:
-            self._export("last_model.pt", scored=False)
-            if self.ema is not None:
-                self._export("ema_last_model.pt", scored=True)
-        self.save_checkpoint(self.epoch, improved)
+        out_dir = self.out_dir
+        selection: Selection = "last"
+        if self._selects:
+            selection = "improved" if self._epochs.improved else "not improved"
+        if distributed.rank() != 0:
+            self._engine.state_dict()  # the ranks' generators are gathered
+        else:
+            self._writer.save(
+                lambda buffers: self._engine.state_dict(buffers=buffers),
+                lambda tree: write_epoch(tree, out_dir, selection),
+                background=self.cfg.background_saves,
+            )
 
     def save_checkpoint(self, epoch: int, is_best: bool) -> None:
         """Writes ``checkpoints/last.pt``, and ``checkpoints/best.pt`` if ``is_best``.
@@ -241,22 +251,15 @@ class SpectraTrainer:
             _log.warning(
                 "save_checkpoint(epoch=%d): the state is that of epoch %d and is saved as such", epoch, self.epoch
             )
+        self._writer.wait()
         tree = self._engine.state_dict()
         if distributed.rank() == 0:
-            best, last = (self.out_dir / "checkpoints" / name for name in ("best.pt", "last.pt"))
-            # The best goes first: killed in between, the run repeats this epoch and writes both.
-            if is_best and save_checkpoint(tree, best) == best:
-                link_checkpoint(best, last)
-            else:
-                save_checkpoint(tree, last)
+            write_checkpoints(tree, self.out_dir / "checkpoints", is_best=is_best)
 
     def save_weights_only(self, filename: str = "best_model.pt") -> Path:
         """Writes the weights that are evaluated (the average when it is on) as a plain state dict."""
-        return self._export(filename, scored=True)
-
-    def _export(self, filename: str, *, scored: bool) -> Path:
-        average = self.ema if scored else None
-        weights = model_state(self.model) if average is None else average.export(self.model)
+        self._writer.wait()
+        weights = model_state(self.model) if self.ema is None else self.ema.export(self.model)
         return save_checkpoint(weights, self.out_dir / filename) if distributed.rank() == 0 else self.out_dir / filename
 
     def load_checkpoint(self, path: str | Path) -> int:

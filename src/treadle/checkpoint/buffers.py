@@ -1,0 +1,71 @@
+"""Host memory for copies of a training state, used again by the next save."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+_log = logging.getLogger("treadle.checkpoint")
+
+
+class HostBuffers:
+    """Copies tensors into memory of the CPU that the copy before last has given back.
+
+    Fresh memory costs several times the copy itself, since the system has to find and clear each page. Copies from a
+    CUDA device go into page-locked memory and run at the speed of the bus.
+
+    Example:
+        >>> buffers = HostBuffers()
+        >>> first = buffers.copy(torch.ones(3)); buffers.ready(); buffers.reclaim()
+        >>> buffers.copy(torch.zeros(3)) is first
+        True
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[Hashable, list[Tensor]] = {}
+        self._lent: list[tuple[Hashable, Tensor]] = []
+        self._devices: set[torch.device] = set()
+        self._pinning = True
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Returns a copy in host memory; one of a device's tensor is complete after :meth:`ready`."""
+        if tensor.device.type not in ("cpu", "cuda") or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            return tensor.to("cpu", copy=True)  # rare, and not worth a memory of its own
+        key = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device.type)
+        free = self._free.get(key)
+        buffer = free.pop() if free else self._new(tensor)
+        buffer.copy_(tensor, non_blocking=True)
+        self._lent.append((key, buffer))
+        if tensor.device.type != "cpu":
+            self._devices.add(tensor.device)
+        return buffer
+
+    def _new(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cuda" and self._pinning:
+            try:
+                return torch.empty_like(tensor, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                self._pinning = False
+                _log.info("checkpoints are copied without page-locked memory, more slowly: %s", error)
+        return torch.empty_like(tensor, device="cpu")
+
+    def ready(self) -> None:
+        """Waits for the copies from devices, and lets go of memory that this round did not need."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
+        self._devices.clear()
+        self._free.clear()
+
+    def reclaim(self) -> None:
+        """Takes all memory back: whoever still holds a copy will see it change."""
+        for key, buffer in self._lent:
+            self._free.setdefault(key, []).append(buffer)
+        self._lent.clear()
+
+    def drop(self) -> None:
+        """Lets go of all memory."""
+        self._lent.clear()
+        self._free.clear()

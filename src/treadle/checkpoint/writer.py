@@ -1,0 +1,195 @@
+"""Checkpoints written while training goes on: one copy to host memory, the rest in a thread.
+
+The thread gets a finished copy and a function that writes it. It touches no live tensor, hook or engine, and takes no
+lock that a data worker forked meanwhile could need: it logs nothing itself (what it has to say is said at the next
+boundary by the thread that trains), and whatever ``torch.save`` imports is imported before. Each save has a thread of
+its own, which the interpreter waits for when it ends.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from treadle.checkpoint.buffers import HostBuffers
+from treadle.checkpoint.files import first_line
+from treadle.errors import CheckpointError
+
+_log = logging.getLogger("treadle.checkpoint")
+_HEARTBEAT = 0.2  # seconds; python acts on a signal between two waits, on every platform
+Tree = dict[str, Any]
+
+
+class CheckpointWriter:
+    """Writes one state at a time in the background; a further request waits for the one before.
+
+    There is one copy of the state at most, besides the live one, and the next save uses its memory again.
+
+    Example:
+        >>> from treadle.checkpoint.schema import to_plain
+        >>> from treadle.checkpoint.store import save_checkpoint
+        >>> live = {"model": {"w": torch.zeros(2)}}
+        >>> writer = CheckpointWriter()
+        >>> writer.save(lambda buffers: to_plain(live, buffers=buffers), lambda tree: save_checkpoint(tree, "a.pt"))
+        >>> _ = live["model"]["w"].fill_(1.0)
+        >>> writer.wait()
+        >>> torch.load("a.pt", weights_only=True)["model"]["w"]
+        tensor([0., 0.])
+    """
+
+    def __init__(self) -> None:
+        self._buffers = HostBuffers()
+        self._flights: list[_Flight] = []  # none or one
+        self._warm = False
+        weakref.finalize(self, _last_word, self._flights)
+
+    @property
+    def landed(self) -> bool:
+        """Whether a write has ended that :meth:`wait` was not called for yet."""
+        return bool(self._flights) and not self._flights[0].is_alive()
+
+    def save(
+        self,
+        collect: Callable[[HostBuffers], Tree],
+        write: Callable[[Tree], object],
+        *,
+        background: bool = True,
+    ) -> None:
+        """Waits for the write before, copies the state, and starts to write it.
+
+        Args:
+            collect: copies the state into the buffers it is given; called here and now.
+            write: writes the copy; called in a thread. It must keep nothing of it.
+            background: False writes here and returns when that is done.
+
+        Raises:
+            CheckpointError: the write before failed; then nothing is copied.
+        """
+        self.wait()
+        self._buffers.reclaim()
+        tree = collect(self._buffers)
+        self._buffers.ready()
+        if background and self._start(_Flight(tree, write)):
+            return
+        write(tree)
+        self._buffers.drop()
+
+    def _start(self, flight: _Flight) -> bool:
+        if not self._warm:
+            torch.save({}, io.BytesIO())  # an import under way in a thread would be locked for ever in a forked child
+            self._warm = True
+        try:
+            flight.begin()
+        except RuntimeError as error:  # too many threads, or the interpreter is on its way out
+            _log.warning("no thread for a background save (%s): this one is written in the foreground", error)
+            return False
+        self._flights.append(flight)
+        return True
+
+    def wait(self) -> None:
+        """Waits until what was asked for is written.
+
+        Raises:
+            CheckpointError: it could not be written. Raised once.
+        """
+        if not self._flights:
+            return
+        flight = self._flights[0]
+        while flight.is_alive():
+            flight.thread.join(_HEARTBEAT)
+        self._flights.clear()
+        flight.land()
+
+    def settle(self) -> CheckpointError | None:
+        """Waits and returns the error instead of raising it."""
+        try:
+            self.wait()
+        except CheckpointError as error:
+            return error
+        return None
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close(error)
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """Waits and gives the memory back; if training failed already, an error here is logged only.
+
+        Raises:
+            CheckpointError: the last write failed, and ``failure`` is None.
+        """
+        error = self.settle()
+        self._buffers.drop()
+        if error is not None and failure is None:
+            raise error
+        if error is not None:
+            _log.error("%s", error)
+
+
+class _Flight:
+    """One write: its thread, and what it has to report."""
+
+    def __init__(self, tree: Tree, write: Callable[[Tree], object]):
+        self._work: tuple[Callable[[Tree], object], Tree] | None = (write, tree)
+        self._said: list[logging.LogRecord] = []
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name="treadle-checkpoint")
+
+    def begin(self) -> None:
+        _log.addFilter(self._keep)
+        try:
+            self.thread.start()
+        except BaseException:
+            _log.removeFilter(self._keep)
+            raise
+
+    def _run(self) -> None:
+        assert self._work is not None
+        write, tree = self._work
+        self._work = None
+        try:
+            write(tree)
+        except BaseException as error:  # noqa: BLE001  (raised in the thread that trains)
+            self.error = error
+
+    def _keep(self, record: logging.LogRecord) -> bool:
+        """Holds back what the thread says: a handler's lock must not be held while a data worker is forked."""
+        if threading.current_thread() is not self.thread:
+            return True
+        self._said.append(record)
+        return False
+
+    def is_alive(self) -> bool:
+        return self.thread.is_alive()
+
+    def land(self) -> None:
+        """Says what there is to say and raises what there is to raise, in the thread that waited."""
+        _log.removeFilter(self._keep)
+        for record in self._said:
+            _log.handle(record)
+        error, self.error = self.error, None
+        if isinstance(error, CheckpointError):
+            raise error
+        if error is not None:
+            raise CheckpointError(
+                f"a background save failed with {type(error).__name__}: {first_line(error)}. What was there before is "
+                "intact; save with background=False to see where"
+            ) from error
+
+
+def _last_word(flights: list[_Flight]) -> None:
+    """Logs the error of a last write that nobody waited for, when the writer or the interpreter goes."""
+    for flight in flights:
+        if not flight.is_alive():
+            try:
+                flight.land()
+            except CheckpointError as error:
+                _log.error("%s", error)

@@ -1,0 +1,64 @@
+"""The files that the spectra trainer writes at the end of an epoch, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from treadle.checkpoint.store import link_checkpoint, save_checkpoint
+
+Selection = Literal["improved", "not improved", "last"]
+
+
+def write_epoch(tree: Mapping[str, Any], out_dir: Path, selection: Selection) -> None:
+    """Writes the exports and checkpoints of an epoch from a copy of its state, and nothing else.
+
+    The exports go first and ``last.pt`` goes last: killed in between, the run repeats this epoch and writes all again.
+
+    Args:
+        tree: a checkpoint tree.
+        out_dir: the run's folder.
+        selection: whether this is the best epoch so far; ``"last"`` for a fixed budget, where no epoch is the best.
+    """
+    if selection == "improved":
+        save_checkpoint(scored_weights(tree), out_dir / "best_model.pt")
+    elif selection == "last":
+        save_checkpoint(tree["model"], out_dir / "last_model.pt")
+        if _average(tree) is not None:
+            save_checkpoint(scored_weights(tree), out_dir / "ema_last_model.pt")
+    write_checkpoints(tree, out_dir / "checkpoints", is_best=selection == "improved")
+
+
+def write_checkpoints(tree: Mapping[str, Any], folder: Path, *, is_best: bool) -> None:
+    """Writes ``best.pt`` if it is the best, then ``last.pt``: killed in between, the run repeats this epoch."""
+    best, last = folder / "best.pt", folder / "last.pt"
+    if is_best and save_checkpoint(tree, best) == best:
+        link_checkpoint(best, last)
+    else:
+        save_checkpoint(tree, last)
+
+
+def scored_weights(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the weights that are evaluated: the average in the model's own dtypes, or the raw ones without it.
+
+    Example:
+        >>> scored_weights({"model": {"w": 1.0}, "ema": None})
+        {'w': 1.0}
+    """
+    model = tree["model"]
+    average = _average(tree)
+    if average is None:
+        return dict(model)
+    return {name: _like(model[name], value) for name, value in average["shadow"].items()}
+
+
+def _average(tree: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    averages: Mapping[str, Any] = tree["ema"] or {}
+    return averages.get("ema")
+
+
+def _like(live: Any, value: Any) -> Any:
+    return value.to(live.dtype) if isinstance(value, Tensor) else value
