@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+
+_BUCKET_ELEMENTS = 1 << 23
 
 
 def is_distributed() -> bool:
@@ -84,6 +87,67 @@ def no_sync(model: nn.Module) -> AbstractContextManager[Any]:
     """Returns the model's own ``no_sync`` context where it has one, else a context that does nothing."""
     context = getattr(model, "no_sync", None)
     return context() if callable(context) else contextlib.nullcontext()
+
+
+def replicated(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """Returns the DistributedDataParallel around a model, compiled or not, or None."""
+    inner: Any = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.parallel.DistributedDataParallel) else None
+
+
+def local_backward(model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+    """Keeps ranks from exchanging gradients inside the block.
+
+    Replicas never exchange in a backward pass: one without a loss on some rank would make the others wait for ever.
+    :func:`exchange` does it afterwards. Other models exchange with the last micro-batch of a step.
+    """
+    replicas = replicated(model)
+    if replicas is not None:
+        replicas.require_forward_param_sync = False  # buffers are exchanged with the gradients
+        return replicas.no_sync()
+    return contextlib.nullcontext() if last else no_sync(model)
+
+
+@torch.no_grad()
+def exchange(model: nn.Module, device: torch.device) -> None:
+    """Gives every replica the mean gradients over the ranks, and the buffers of rank 0.
+
+    A rank without a gradient counts as zeros; a parameter without one on every rank stays without.
+    """
+    replicas = replicated(model)
+    if replicas is None or world_size() == 1:
+        return
+    parameters = [parameter for parameter in replicas.parameters() if parameter.requires_grad]
+    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    used = max_over_ranks(present, device).tolist()
+    grads = []
+    for parameter, anywhere in zip(parameters, used, strict=True):
+        if anywhere and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad is not None:
+            grads.append(parameter.grad)
+    for bucket in _buckets(grads):
+        flat = torch.cat([grad.reshape(-1) for grad in bucket]) / world_size()
+        flat = sum_over_ranks(flat, device)
+        parts = torch.split(flat, [grad.numel() for grad in bucket])
+        torch._foreach_copy_(bucket, [part.view_as(grad) for part, grad in zip(parts, bucket, strict=True)])
+    if replicas.broadcast_buffers:
+        for buffer in replicas.buffers():
+            shared = buffer.to(collective_device(device))
+            dist.broadcast(shared, src=0)
+            buffer.copy_(shared)
+
+
+def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Groups gradients of one type and place, up to a size that is worth a message."""
+    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for grad in grads:
+        bucket = buckets.setdefault((grad.dtype, grad.device), [])
+        if bucket and sum(other.numel() for other in bucket) + grad.numel() > _BUCKET_ELEMENTS:
+            yield list(bucket)
+            bucket.clear()
+        bucket.append(grad)
+    yield from (bucket for bucket in buckets.values() if bucket)
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,14 +33,13 @@ from treadle.data.cursor import Cursor, Group
 from treadle.device import get_device
 from treadle.ema import Ema
 from treadle.epoch_end import finish_epoch, fresh_group, moves_each_step
-from treadle.errors import ConfigError
 from treadle.evaluation import evaluate
 from treadle.guard import FiniteGuard, skips_on_device
 from treadle.hooks.base import BaseHook, reaches_hooks
 from treadle.means import RunningMeans
 from treadle.observers import announce_running
 from treadle.precision import Precision, PrecisionName
-from treadle.session import leave_on_signal, resume_from_hooks, training_session
+from treadle.session import averages_of_hooks, leave_on_signal, resume_from_hooks, training_session
 from treadle.signals import ExitPlan, SignalListener
 from treadle.state import StatePart, collect_state, restore_state
 from treadle.target import Target
@@ -240,14 +238,17 @@ class Engine:
         self.term_totals = sum_term_counts(self, group.batches)
         weights = GroupWeights(len(group.batches), device=self.device, undivided=self.term_totals is not None)
         for number, batch in enumerate(group.batches, start=1):
-            with self._gradient_sync(last=number == len(group.batches)):
+            syncs = self._syncs(last=number == len(group.batches))
+            with distributed.local_backward(self.model, last=syncs):
                 with self.precision.autocast():
                     output = as_step_output(self.forward(batch), training=True)
                 loss = weights.scaled(output)
                 if loss is not None:
                     self.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
+            if syncs:
+                distributed.exchange(self.model, self.device)
             note_output(self, output)
-        if not distributed.agree(weights.num_losses, self.device):
+        if not weights.any_loss():
             return skip(self, "no micro-batch had a loss")
 
         self.precision.unscale(self.optimizer)
@@ -293,9 +294,9 @@ class Engine:
         finish_step(self, outcome)
         return outcome == "applied"
 
-    def _gradient_sync(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Keeps ranks from exchanging gradients before the last micro-batch of a step."""
-        return contextlib.nullcontext() if last else distributed.no_sync(self.model)
+    def _syncs(self, *, last: bool) -> bool:
+        """Says whether ranks exchange gradients with a micro-batch: with the last of a step only."""
+        return last
 
     # -- what a run says about itself -----------------------------------------------------------------------------
 
@@ -350,17 +351,7 @@ class Engine:
         if self._prepared:
             return
         announce_running(self)
-        keys: set[str] = set()
-        averages: dict[str, Ema] = {}
-        for hook in self.hooks:
-            if hook.state_key in keys:
-                raise ConfigError(f"hooks: two hooks have the state key {hook.state_key!r}; override state_key in one")
-            keys.add(hook.state_key)
-            for name, ema in hook.averages(self).items():
-                if name in averages:
-                    raise ConfigError(f"hooks: two averages are named {name!r}; pass another name= to one")
-                averages[name] = ema
-        self.averages = averages
+        self.averages = averages_of_hooks(self)
         must_know_now = bool(self.max_non_finite_grad_retries) or self.precision.scaled
         deferred = not must_know_now and skips_on_device(self.optimizer, self.device)
         self.guard = FiniteGuard(self.device, deferred=deferred)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch.nn.parameter import is_lazy
 
 from treadle import distributed
+from treadle.ema import Ema
 from treadle.errors import ConfigError
 from treadle.hooks.base import BaseHook
 from treadle.optim import uncovered_parameters
@@ -17,6 +18,25 @@ from treadle.startup import start_block
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
+
+
+def averages_of_hooks(engine: Engine) -> dict[str, Ema]:
+    """Returns the averages that hooks keep.
+
+    Raises:
+        ConfigError: two hooks share a state key, or two averages a name.
+    """
+    keys: set[str] = set()
+    averages: dict[str, Ema] = {}
+    for hook in engine.hooks:
+        if hook.state_key in keys:
+            raise ConfigError(f"hooks: two hooks have the state key {hook.state_key!r}; override state_key in one")
+        keys.add(hook.state_key)
+        for name, ema in hook.averages(engine).items():
+            if name in averages:
+                raise ConfigError(f"hooks: two averages are named {name!r}; pass another name= to one")
+            averages[name] = ema
+    return averages
 
 
 def resume_from_hooks(engine: Engine) -> None:

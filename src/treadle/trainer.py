@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -173,8 +172,8 @@ class BaseTrainer(Engine):
             self.hooks = list(self.build_hooks())
         super().prepare()
 
-    def _gradient_sync(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
-        return super()._gradient_sync(last=last or not self.no_sync_accumulate)
+    def _syncs(self, *, last: bool) -> bool:
+        return last or not self.no_sync_accumulate
 
     @staticmethod
     def unwrap(module: nn.Module) -> nn.Module:

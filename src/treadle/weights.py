@@ -41,6 +41,7 @@ class GroupWeights:
         self.total: float | Tensor = 0.0
         self._reference: float | Tensor | None = None
         self._reduction = "mean"
+        self._ranks = distributed.world_size()
 
     def scaled(self, output: StepOutput) -> Tensor | None:
         """Returns the loss to backpropagate, or None when the micro-batch contributes nothing.
@@ -49,7 +50,10 @@ class GroupWeights:
             ConfigError: the weight is negative or not finite, or means and sums meet in one group.
         """
         weight = _checked(output.weight)
-        if output.loss is None or (not isinstance(weight, Tensor) and weight == 0):
+        missing = output.loss is None or (not isinstance(weight, Tensor) and weight == 0)
+        if self._reference is None and not self.undivided and not self._alone:
+            self._share_reference(0.0 if missing else weight)
+        if output.loss is None or missing:
             return None
         if self.num_losses and output.reduction != self._reduction:
             raise ConfigError(
@@ -62,35 +66,48 @@ class GroupWeights:
         if self.undivided or output.reduction == "sum":
             self.undivided = True
             return output.loss
-        if self._alone:
+        if self._alone or self._reference is None:
             return output.loss
-        if self._reference is None:
-            self._reference = self._first(weight)
         return output.loss / (self.size * self._reference / weight)
 
     @property
     def _alone(self) -> bool:
-        return self.size == 1 and distributed.world_size() == 1
+        return self.size == 1 and self._ranks == 1
 
-    def _first(self, weight: float | Tensor) -> float | Tensor:
-        if distributed.world_size() > 1:
-            shared = distributed.max_over_ranks(torch.as_tensor(weight, dtype=torch.float32), self.device)
-            weight = shared
+    def _share_reference(self, weight: float | Tensor) -> None:
+        """Takes the first weight as reference; on several ranks all take part, with a loss or without."""
+        if self._ranks > 1:
+            weight = distributed.max_over_ranks(torch.as_tensor(weight, dtype=torch.float32), self.device)
         if isinstance(weight, Tensor):
-            return torch.where(weight > 0, weight, torch.ones_like(weight)).detach().float()
-        return float(weight)
+            self._reference = torch.where(weight > 0, weight, torch.ones_like(weight)).float()
+        elif weight > 0:
+            self._reference = weight
+
+    def any_loss(self) -> bool:
+        """Decides for all ranks whether any had a loss, and makes the total the same kind of number everywhere."""
+        if self._ranks == 1:
+            return self.num_losses > 0
+        told = [self.num_losses > 0, isinstance(self.total, Tensor), self.undivided]
+        heard = distributed.max_over_ranks(torch.tensor(told, dtype=torch.uint8), self.device).tolist()
+        anybody, on_device, self.undivided = (bool(flag) for flag in heard)
+        if on_device:
+            self.total = torch.as_tensor(self.total, dtype=torch.float64)
+        return anybody
 
     def divisor(self) -> float | Tensor | None:
-        """Returns what the gradients must be divided by, or None for nothing; they are averaged over ranks before."""
-        ranks = distributed.world_size()
+        """Returns what the gradients must be divided by, or None for nothing; they are averaged over ranks before.
+
+        Afterwards ``total`` is the sum over the ranks where it is a tensor.
+        """
         if self.undivided:
-            return None if ranks == 1 else 1.0 / ranks
+            return None if self._ranks == 1 else 1.0 / self._ranks
         if self._alone or self._reference is None:
             return None
         total = self.total
-        if ranks > 1:
+        if self._ranks > 1:
             total = distributed.sum_over_ranks(torch.as_tensor(total, dtype=torch.float64), self.device)
-        divisor = total / (ranks * self.size * self._reference)
+            self.total = total if isinstance(self.total, Tensor) else self.total
+        divisor = total / (self._ranks * self.size * self._reference)
         return None if not isinstance(divisor, Tensor) and divisor == 1.0 else divisor
 
 
