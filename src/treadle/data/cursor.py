@@ -14,6 +14,7 @@ import torch
 
 from treadle import distributed
 from treadle.data.sources import Source, generators_of, open_source, samplers_of
+from treadle.errors import CheckpointError
 from treadle.seed import RngState, mix_seed
 
 _log = logging.getLogger("treadle.data")
@@ -41,10 +42,12 @@ class Group:
     Attributes:
         batches: as the loader gave them.
         data_time: seconds spent waiting for each.
+        sample_ids: what each was read with: the sampler's own index list where the loader is map-style, else None.
     """
 
     batches: list[Any] = field(default_factory=list)
     data_time: list[float] = field(default_factory=list)
+    sample_ids: list[Any] = field(default_factory=list)
 
 
 class Cursor:
@@ -107,6 +110,7 @@ class Cursor:
         present = self._pending_rng or RngState.capture()
         loaded = self._loaded or {}
         source = self._the_source()
+        self._refuse_other_workers(loaded)
         self._warn(self._mismatches(loaded) + source.warnings(resuming=True))
         _set_generators(self._loader, opening["generators"])
         RngState.from_plain(opening["rng"]).restore()
@@ -117,6 +121,17 @@ class Cursor:
             _set_generators(self._loader, self._pending_generators)
         self._loaded, self._pending_rng, self._pending_generators = None, None, []
         present.restore()
+
+    def _refuse_other_workers(self, loaded: Mapping[str, Any]) -> None:
+        """A loader's own state is one of its workers; torchdata fails on another number with a bare assertion."""
+        saved = loaded.get("num_workers")
+        both_stateful = loaded.get("kind") == self._the_source().kind == "stateful"
+        if both_stateful and loaded.get("loader") is not None and saved not in (None, self._num_workers):
+            raise CheckpointError(
+                f"the {type(self._loader).__name__}'s own state was saved with num_workers={saved} and cannot be "
+                f"loaded with num_workers={self._num_workers}: keep the number, or use a plain DataLoader, whose "
+                "position does not depend on it"
+            )
 
     def _restore_pending(self) -> None:
         if self._pending_rng is not None:
@@ -161,6 +176,7 @@ class Cursor:
                 break
             group.data_time.append(time.perf_counter() - start)
             group.batches.append(batch)
+            group.sample_ids.append(source.ids_at(self.position))
             self.position += 1
             if source.exact and self.position >= (source.length or 0):
                 source.finish(self._iterator)

@@ -11,6 +11,7 @@ The loader made here runs the user's own dataset, batch sampler and collate func
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -108,6 +109,7 @@ class _Feed:
         self._number = 0
         self._seed = seed
         self._watch = watch
+        self._handed_out: deque[tuple[int, Any]] = deque()  # lists whose batch nobody has asked about yet
         self.exhausted = False
         self.draws_while_running = False
 
@@ -128,6 +130,14 @@ class _Feed:
         self._number += 1
         return index
 
+    def ids_at(self, number: int) -> Any:
+        """Returns the index list of batch ``number`` and forgets those before it, so that only the prefetch is kept."""
+        while self._handed_out:
+            drawn, index = self._handed_out.popleft()
+            if drawn == number:
+                return index
+        return None
+
     def is_over_at(self, position: int) -> bool:
         """Returns whether all lists were drawn and nothing but ``position`` batches can come of them."""
         return self.exhausted and self._number <= position
@@ -141,6 +151,7 @@ class _Feed:
             raise StopIteration
         if before is not None and _moved(before):
             self.draws_while_running, self._watch = True, False
+        self._handed_out.append((number, index))
         return index if self._seed is None else _SeededIndex(index, mix_seed(self._seed, number))
 
 
@@ -148,6 +159,15 @@ def _moved(before: RngState) -> bool:
     after = RngState.capture()
     same_numpy = before.numpy[2] == after.numpy[2] and np.array_equal(before.numpy[1], after.numpy[1])
     return not (before.python == after.python and same_numpy and torch.equal(before.torch, after.torch))
+
+
+def draw_as_workers_do_when_they_start(generator: torch.Generator | None) -> None:
+    """Makes the draw that torch leaves out when persistent workers begin another epoch.
+
+    Workers that persist are not seeded again, while those of a resumed run start and are. Drawing in both cases keeps
+    the stream of random numbers the same whether an epoch is reached or resumed.
+    """
+    torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
 class _IndexFeed:
@@ -167,9 +187,7 @@ class _IndexFeed:
         seed = self.seed if self.seeded else None
         self.current = _Feed(self.lists, skip=self.skip, seed=seed, watch=self.watch)
         if self.workers_are_running:
-            # Workers that persist are not seeded again, so torch skips the draw it makes here when they start. Drawing
-            # in its place keeps the stream the same whether an epoch is reached or resumed.
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            draw_as_workers_do_when_they_start(self.generator)
         return self.current
 
     def __len__(self) -> int:
@@ -231,6 +249,10 @@ class IndexedReader:
     def is_over_at(self, position: int) -> bool:
         """Returns whether the epoch has no more than ``position`` batches."""
         return self.feed.current is not None and self.feed.current.is_over_at(position)
+
+    def ids_at(self, position: int) -> Any:
+        """Returns the index list that the batch at ``position`` was read with; None where workers may swap batches."""
+        return self.feed.current.ids_at(position) if self.feed.current is not None and self.loader.in_order else None
 
     @property
     def draws_while_running(self) -> bool:

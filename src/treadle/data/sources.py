@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from treadle.data.indexed import IndexedReader, is_known
+from treadle.data.indexed import IndexedReader, draw_as_workers_do_when_they_start, is_known
 from treadle.errors import ConfigError
 
 
@@ -36,6 +36,10 @@ class Source(Protocol):
 
     def is_over_at(self, position: int) -> bool:
         """Returns whether a StopIteration after ``position`` batches can be the end of the data."""
+        ...
+
+    def ids_at(self, position: int) -> Any:
+        """Returns what the batch after ``position`` others was read with, or None; asked once for each batch."""
         ...
 
     def state(self) -> Any:
@@ -67,6 +71,9 @@ class _Indexed:
 
     def is_over_at(self, position: int) -> bool:
         return self.reader.is_over_at(position)
+
+    def ids_at(self, position: int) -> Any:
+        return self.reader.ids_at(position)
 
     def state(self) -> Any:
         return {"seeded": self.reader.seeded}
@@ -108,6 +115,9 @@ class _Stateful:
     def is_over_at(self, position: int) -> bool:
         return True
 
+    def ids_at(self, position: int) -> Any:
+        return getattr(self.loader, "last_rows", None)  # TensorLoader says what it gave
+
     def state(self) -> Any:
         return self.loader.state_dict()
 
@@ -133,13 +143,22 @@ class _Replayed:
         self.one_shot = isinstance(loader, Iterator)
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
+        if self._persistent and getattr(self.loader, "_iterator", None) is not None:
+            draw_as_workers_do_when_they_start(getattr(self.loader, "generator", None))
         return _passed_over(iter(self.loader), skip)
+
+    @property
+    def _persistent(self) -> bool:
+        return isinstance(self.loader, DataLoader) and self.loader.persistent_workers
 
     def finish(self, iterator: Iterator[Any]) -> None:
         pass
 
     def is_over_at(self, position: int) -> bool:
         return True
+
+    def ids_at(self, position: int) -> Any:
+        return None
 
     def state(self) -> Any:
         return None
@@ -159,6 +178,11 @@ class _Replayed:
                 f"a {name} cannot be entered in the middle: its epoch is replayed from the start and the consumed "
                 "batches are read again and dropped. That is exact only if what it yields depends on the RNG at its "
                 "opening alone"
+                + (
+                    "; its persistent workers carry their random state on from epoch to epoch, which a resume cannot"
+                    if self._persistent
+                    else ""
+                )
             ]
         return []
 

@@ -1,0 +1,240 @@
+"""The exactness matrix: faces, loaders, workers, accumulation, schedules, precision; every stop; torch.equal.
+
+``make test`` runs a spread of the cases with a few stops each, ``make matrix`` all cases with every stop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from helpers import MeanSquare, Snapshots, differences, small_model
+from treadle import BaseTrainer, BestRule, EmaHook, Engine, EpochTrainer, LoggingHook, TensorLoader, set_seed
+from treadle.spectra import ChemoMAE, SpectraTrainer, TrainerConfig
+
+# torchdata 0.11 calls what torch 2.13 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:.*prefetch.*")
+
+WIDTH, ROWS, EPOCHS = 8, 30, 3
+FACES = ("mini", "epochs", "spectra")
+LOADERS = ("map", "weighted", "batch_sampler", "stateful", "tensors", "iterable")
+WORKERS = ("0", "2", "2 persistent", "changed")
+EXTRAS = ("lambda", "plateau", "onecycle", "step", "cosine", "fp16", "early stop")
+
+
+@dataclass(frozen=True)
+class Case:
+    face: str
+    loader: str
+    workers: str
+    k: int
+    extra: str
+
+    def __str__(self) -> str:
+        return "-".join((self.face, self.loader, self.workers, f"k{self.k}", self.extra)).replace(" ", "_")
+
+
+def all_cases():
+    for number, (face, loader, workers, k) in enumerate(itertools.product(FACES, LOADERS, WORKERS, (1, 3))):
+        if loader == "tensors" and workers != "0":
+            continue  # it has no workers
+        if loader == "stateful" and workers == "changed":
+            continue  # refused in words, see test_what_changes.py
+        for extra in EXTRAS:
+            yield number, Case(face, loader, workers, k, extra)
+
+
+ALL = [case for _, case in all_cases()]
+SPREAD = [case for number, case in all_cases() if EXTRAS.index(case.extra) == number % len(EXTRAS)][::4]
+
+
+class Rows(Dataset):
+    """Random augmentation from three generators, unless the loader cannot repeat it in workers."""
+
+    def __init__(self, augment=True):
+        self.x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2))
+        self.augment = augment
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        x = self.x[index]
+        if self.augment:
+            x = x + 0.1 * torch.rand(1) + 0.1 * random.random() + 0.1 * float(np.random.rand())
+        return x, self.x[index].sum().reshape(1)
+
+
+class Stream(IterableDataset):
+    """Shuffled at the opening of an epoch, augmented while it runs, split over workers."""
+
+    def __init__(self, augment=True):
+        self.augment = augment
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        rows, order = Rows(self.augment), torch.randperm(ROWS).tolist()
+        if info is not None:
+            order = list(range(info.id, ROWS, info.num_workers))
+        for index in order:
+            yield rows[index]
+
+
+def make_loader(kind, workers, resumed):
+    count = {"0": 0, "2": 2, "2 persistent": 2, "changed": 1 if resumed else 2}[workers]
+    shared = {"num_workers": count, "persistent_workers": workers == "2 persistent"}
+    if kind == "map":
+        return DataLoader(Rows(), batch_size=4, shuffle=True, **shared)
+    if kind == "weighted":
+        sampler = WeightedRandomSampler(torch.arange(1.0, ROWS + 1), ROWS, generator=torch.Generator().manual_seed(9))
+        return DataLoader(Rows(), batch_size=4, sampler=sampler, **shared)
+    if kind == "batch_sampler":
+        sampler = BatchSampler(RandomSampler(range(ROWS), replacement=True, num_samples=ROWS), 4, drop_last=False)
+        return DataLoader(Rows(), batch_sampler=sampler, **shared)
+    if kind == "stateful":  # restores no random state of workers: without augmentation there
+        return StatefulDataLoader(Rows(augment=count == 0), batch_size=4, shuffle=True, **shared)
+    if kind == "tensors":
+        rows = Rows()
+        return TensorLoader(rows.x, rows.x.sum(1, keepdim=True), batch_size=4, shuffle=True)
+    if workers == "changed":
+        shared["num_workers"] = 2  # a stream is split over its workers: another number is other data
+    # Persistent workers of a stream carry their random state from epoch to epoch, which is warned of.
+    return DataLoader(Stream(augment=workers != "2 persistent"), batch_size=4, **shared)
+
+
+def make_schedule(extra, optimizer):
+    if extra == "plateau":
+        return ReduceLROnPlateau(optimizer, patience=0, factor=0.5), "epoch"
+    if extra == "onecycle":
+        return OneCycleLR(optimizer, 0.05, total_steps=40), "step"
+    if extra == "step":
+        return StepLR(optimizer, 1, 0.7), "epoch"
+    if extra == "cosine":
+        return CosineAnnealingLR(optimizer, 24), "step"
+    return LambdaLR(optimizer, lambda step: 1 / (1 + step)), "step"
+
+
+class Mini(BaseTrainer):
+    def __init__(self, case, hooks, resumed):
+        self.case, self.made_hooks, self.resumed_run = case, hooks, resumed
+        interval = make_schedule(case.extra, torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))[1]
+        precision = "fp16" if case.extra == "fp16" else None
+        super().__init__(
+            EPOCHS * -(-8 // case.k), 0.5, 2, precision, case.k, device="cpu", scheduler_interval=interval
+        )  # fmt: skip
+
+    def build_data_loader(self):
+        return make_loader(self.case.loader, self.case.workers, self.resumed_run)
+
+    def build_model(self):
+        return small_model(WIDTH)
+
+    def build_optimizer(self):
+        return torch.optim.AdamW(self.model.parameters(), lr=0.02)
+
+    def build_lr_scheduler(self):
+        return make_schedule(self.case.extra, self.optimizer)[0]
+
+    def build_hooks(self):
+        return self.made_hooks
+
+    def forward(self, input):
+        x, y = input
+        return nn.functional.mse_loss(self.model(x).float(), y), {"size": len(x)}, float(len(x))
+
+
+class Run:
+    """One run of a case: its engine, and how it is trained to the end."""
+
+    def __init__(self, case: Case, seed: int, folder, *, resumed: bool):
+        set_seed(seed)
+        self.snapshots = Snapshots()
+        hooks = [self.snapshots, LoggingHook(4)]
+        if case.face == "mini":
+            self.engine = Mini(case, [*hooks, EmaHook(0.9)], resumed)
+            self.train = self.engine.train
+            return
+        loader = make_loader(case.loader, case.workers, resumed)
+        validation = DataLoader(Rows(), batch_size=7)
+        if case.face == "spectra":
+            self._spectra(case, hooks, loader, validation, folder)
+        else:
+            self._epochs(case, [*hooks, EmaHook(0.9, use_buffers=True)], loader, validation)
+
+    def _epochs(self, case, hooks, loader, validation):
+        model = small_model(WIDTH)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        scheduler, interval = make_schedule(case.extra, optimizer)
+        self.engine = Engine(
+            model, optimizer, MeanSquare(), scheduler=scheduler, scheduler_interval=interval, device="cpu",
+            precision="fp16" if case.extra == "fp16" else None, grad_clip=0.5, accumulation_steps=case.k, hooks=hooks,
+        )  # fmt: skip
+        patience, delta = (1, 9.0) if case.extra == "early stop" else (None, 0.0)
+        driver = EpochTrainer(self.engine, best=BestRule("val_loss", None, delta, patience))
+        self.train = lambda: driver.fit(loader, validation, EPOCHS)
+
+    def _spectra(self, case, hooks, loader, validation, folder):
+        model = ChemoMAE(
+            seq_len=WIDTH, d_model=8, nhead=2, num_layers=1, dim_feedforward=16, latent_dim=4, n_blocks=4, n_mask=2
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        scheduler, interval = make_schedule(case.extra, optimizer)
+        stop = {"early_stop_patience": 1, "early_stop_min_delta": 9.0, "early_stop_start_ratio": 0.0}
+        cfg = TrainerConfig(
+            out_dir=folder, resume_from=None, amp=case.extra == "fp16", amp_dtype="fp16", ema_decay=0.9,
+            accumulation_steps=case.k, **(stop if case.extra == "early stop" else {}),
+        )  # fmt: skip
+        trainer = SpectraTrainer(
+            model, optimizer, loader, validation, scheduler=scheduler, cfg=cfg, device="cpu",
+            scheduler_interval=interval, hooks=hooks,
+        )  # fmt: skip
+        self.engine = trainer._engine
+        self.train = lambda: trainer.fit(EPOCHS)
+
+    def end(self):
+        state = self.engine.state_dict()
+        state.pop("config")
+        state["data"].pop("num_workers")
+        state["drawn after"] = [torch.rand(2), random.random(), float(np.random.rand())]
+        return state
+
+
+def check(case, tmp_path, *, every):
+    straight = Run(case, 0, tmp_path / "straight", resumed=False)
+    straight.train()
+    expected = straight.end()
+    steps = sorted(straight.snapshots.states)
+    assert len(steps) >= (3 if case.k == 3 else 7)
+    for cut in steps[::every]:
+        resumed = Run(case, 1, tmp_path / f"cut{cut}", resumed=True)
+        resumed.engine.load_state_dict(straight.snapshots.states[cut])
+        resumed.train()
+        assert differences(expected, resumed.end()) == [], f"{case}: stopped after step {cut}"
+
+
+@pytest.mark.parametrize("case", SPREAD, ids=str)
+def test_a_spread_of_the_matrix(case, tmp_path):
+    check(case, tmp_path, every=5 if case.k == 1 else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_the_whole_matrix_at_every_stop(case, tmp_path):
+    check(case, tmp_path, every=1)
+
+
+def test_the_matrix_names_every_combination_once():
+    assert len({str(case) for case in ALL}) == len(ALL)
+    assert {case.face for case in SPREAD} == set(FACES)
+    assert {case.loader for case in SPREAD} == set(LOADERS)
+    assert {case.workers for case in SPREAD} == set(WORKERS)
+    assert {case.extra for case in SPREAD} == set(EXTRAS)

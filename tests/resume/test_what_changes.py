@@ -1,0 +1,89 @@
+"""What changes between a stop and a resume is refused or said in words, never taken in silence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from helpers import Augmented, MeanSquare, Snapshots, small_model
+from treadle import CheckpointError, ConfigError, Engine, TensorLoader, set_seed
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+def engine_with(model=None, **settings):
+    set_seed(0)
+    model = small_model() if model is None else model
+    snapshots = Snapshots()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return Engine(model, optimizer, MeanSquare(), device="cpu", hooks=[snapshots], **settings), snapshots
+
+
+def stopped(loader, steps=2, **settings):
+    engine, snapshots = engine_with(**settings)
+    engine.run(loader, max_steps=steps)
+    return snapshots.states[steps]
+
+
+def resumed(state, loader, **settings):
+    engine, _ = engine_with(**settings)
+    engine.load_state_dict(state)
+    engine.run(loader, max_steps=engine.step + 2)
+    return engine
+
+
+def test_another_batch_size_is_said(caplog):
+    resumed(stopped(DataLoader(Augmented(), batch_size=4)), DataLoader(Augmented(), batch_size=2))
+    assert "an epoch had 5 micro-batches and now has 10: another batch size" in caplog.text
+
+
+def test_another_kind_of_loader_is_said(caplog):
+    resumed(stopped(DataLoader(Augmented(), batch_size=4)), list(DataLoader(Augmented(), batch_size=4)))
+    assert "was of kind 'indexed', this one is 'replayed'" in caplog.text
+
+
+def test_workers_where_there_were_none_are_said(caplog):
+    resumed(stopped(DataLoader(Augmented(), batch_size=4)), DataLoader(Augmented(), batch_size=4, num_workers=1))
+    assert "num_workers was 0 and is now 1" in caplog.text
+
+
+def test_a_stateful_loader_with_other_workers_is_refused_in_words():
+    state = stopped(StatefulDataLoader(Augmented(), batch_size=4, num_workers=1))
+    with pytest.raises(CheckpointError, match="num_workers=1 and cannot be loaded with num_workers=2"):
+        resumed(state, StatefulDataLoader(Augmented(), batch_size=4, num_workers=2))
+
+
+def test_a_tensor_loader_over_other_rows_is_refused_in_words():
+    data = Augmented()
+    state = stopped(TensorLoader(data.x, data.y, batch_size=4))
+    with pytest.raises(ConfigError, match="batch_size was 4"):
+        resumed(state, TensorLoader(data.x, data.y, batch_size=2))
+
+
+def test_another_model_is_refused_with_every_name(caplog):
+    state = stopped(DataLoader(Augmented(), batch_size=4))
+    other = nn.Sequential(nn.Linear(4, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Dropout(0.3), nn.Linear(9, 1))
+    with pytest.raises(CheckpointError, match=r"0\.weight is \(8, 4\) in the checkpoint and \(9, 4\) in the model"):
+        resumed(state, DataLoader(Augmented(), batch_size=4), model=other)
+
+
+def test_a_larger_target_goes_on_and_a_smaller_one_is_a_finished_run():
+    loader = DataLoader(Augmented(), batch_size=4)
+    state = stopped(loader, steps=4)
+    engine, _ = engine_with()
+    engine.load_state_dict(state)
+    engine.run(loader, max_steps=3)
+    assert engine.step == 4
+    engine.run(loader, max_steps=6)
+    assert engine.step == 6
+
+
+def test_a_scaler_that_comes_or_goes_is_said(caplog):
+    loader = DataLoader(Augmented(), batch_size=4)
+    resumed(stopped(loader), loader, precision="fp16")
+    assert "the fp16 scale starts fresh" in caplog.text
+    resumed(stopped(loader, precision="fp16"), loader)
+    assert "gradient-scaler state is ignored" in caplog.text
