@@ -52,6 +52,7 @@ def begin_step(engine: Engine) -> None:
 def start_attempt(engine: Engine, group: Group) -> dict[str, Any]:
     """Clears the gradients and starts a fresh record of the step, dropping that of a refused attempt."""
     _clear_gradients(engine)
+    engine.group = group
     engine.micro_steps += len(group.batches)
     engine.last_lr = [_frozen(param_group["lr"]) for param_group in engine.optimizer.param_groups]
     engine.step_outputs = []
@@ -59,6 +60,8 @@ def start_attempt(engine: Engine, group: Group) -> dict[str, Any]:
         "loss": [], "weight": [], "records": [], "data_time": group.data_time, "lr": engine.last_lr,
         "applied": False, "retries": engine.tries - 1, "reason": None, "num_samples": 0,
     }  # fmt: skip
+    if engine.guard.plan is not None:
+        engine.guard.plan.watch()
     return engine.step_info
 
 
@@ -114,13 +117,17 @@ def skip(engine: Engine, reason: str) -> Outcome:
 
 
 def refuse(engine: Engine) -> Outcome:
-    """Refuses a non-finite gradient: lowers the fp16 scale where that is possible, else asks for other data."""
-    _clear_gradients(engine)
+    """Refuses a non-finite gradient: lowers the fp16 scale where possible, else asks a hook or for other data."""
     if engine.precision.refused():
         engine.step_info["reason"] = "non-finite gradient: the fp16 scale was lowered"
+        _clear_gradients(engine)
         return "skipped"
     engine.step_info["reason"] = "non-finite gradient"
-    return "refused"
+    goes_on = engine.guard.plan is not None and engine.guard.plan.refused()
+    _clear_gradients(engine)
+    if goes_on:
+        engine.step_outputs = []  # a loss that is not finite belongs to no mean
+    return "skipped" if goes_on else "refused"
 
 
 def place_of(engine: Engine) -> Place:

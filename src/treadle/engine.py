@@ -39,7 +39,7 @@ from treadle.hooks.base import BaseHook, reaches_hooks
 from treadle.means import RunningMeans
 from treadle.observers import announce_running
 from treadle.precision import Precision, PrecisionName
-from treadle.session import averages_of_hooks, leave_on_signal, resume_from_hooks, training_session
+from treadle.session import averages_of_hooks, leave_on_signal, refusal_plan, resume_from_hooks, training_session
 from treadle.signals import ExitPlan, SignalListener
 from treadle.state import StatePart, collect_state, restore_state
 from treadle.target import Target
@@ -156,6 +156,7 @@ class Engine:
         self.last_lr: list[Any] = []
         self.term_totals: Mapping[str, float] | None = None
         self.tries = 1
+        self.group = Group()
         self.step_started = 0.0
         self.step_outputs: list[StepOutput] = []
         self.writes: list[Callable[[], Any]] = []
@@ -352,9 +353,10 @@ class Engine:
             return
         announce_running(self)
         self.averages = averages_of_hooks(self)
-        must_know_now = bool(self.max_non_finite_grad_retries) or self.precision.scaled
+        plan = refusal_plan(self)
+        must_know_now = bool(self.max_non_finite_grad_retries) or self.precision.scaled or plan is not None
         deferred = not must_know_now and skips_on_device(self.optimizer, self.device)
-        self.guard = FiniteGuard(self.device, deferred=deferred)
+        self.guard = FiniteGuard(self.device, deferred=deferred, plan=plan)
         self._prepared = True
 
     def state_dict(self, *, buffers: HostBuffers | None = None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Three ways, from what the optimizer and the device allow:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,22 @@ class Verdict:
     counted: bool
 
 
+@dataclass(frozen=True)
+class RefusalPlan:
+    """What a hook asks for when the gradient of a step is not finite.
+
+    Attributes:
+        described: the policy in words, for the block at the start.
+        watch: called at the start of every attempt, before anything draws a random number.
+        refused: called with the refused gradients in place; returns whether the run goes on without this step. False
+            asks for fresh data while there are retries, else for NonFiniteError. All ranks must answer alike.
+    """
+
+    described: str
+    watch: Callable[[], None]
+    refused: Callable[[], bool]
+
+
 def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:
     """Returns whether the optimizer itself can leave a non-finite gradient out: fused, on CUDA.
 
@@ -69,7 +86,8 @@ class FiniteGuard:
     Args:
         device: where the gradients lie.
         deferred: whether the answer comes one step late; only where the optimizer skips on the device, and not with
-            retries or an fp16 scaler.
+            retries, an fp16 scaler or a plan.
+        plan: what a hook asks for at a refusal, or None.
 
     Example:
         >>> guard = FiniteGuard(torch.device("cpu"))
@@ -77,9 +95,10 @@ class FiniteGuard:
         Verdict(finite=False, counted=True)
     """
 
-    def __init__(self, device: torch.device, *, deferred: bool = False):
+    def __init__(self, device: torch.device, *, deferred: bool = False, plan: RefusalPlan | None = None):
         self.device = device
         self.deferred = deferred
+        self.plan = plan
         self._waiting: tuple[Place, Tensor, torch.cuda.Event] | None = None
         self._host: Tensor | None = None
 

@@ -28,6 +28,33 @@ def uncovered_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[s
     ]
 
 
+def scale_learning_rate(optimizer: Optimizer, scheduler: Any, factor: float) -> None:
+    """Multiplies every learning rate and what a schedule starts from, in place; a checkpoint's state holds both.
+
+    Schedules that are made of others are gone through; a lower limit such as ``eta_min`` stays.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        >>> scale_learning_rate(optimizer, None, 0.5)
+        >>> optimizer.param_groups[0]["lr"]
+        0.5
+    """
+    for group in optimizer.param_groups:
+        for name in ("lr", "initial_lr", "max_lr"):
+            if isinstance(group.get(name), Tensor):
+                group[name].mul_(factor)
+            elif name in group:
+                group[name] *= factor
+    schedulers = [] if scheduler is None else [scheduler]
+    while schedulers:
+        part = schedulers.pop()
+        schedulers += getattr(part, "_schedulers", [])
+        for name in ("base_lrs", "max_lrs", "_last_lr"):
+            if isinstance(getattr(part, name, None), list):
+                setattr(part, name, [value * factor for value in getattr(part, name)])
+
+
 def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     """Returns the optimizer's state dict with ``param_names`` in each group, so it can be loaded by name."""
     names = parameter_names(model)

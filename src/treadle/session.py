@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from treadle import distributed
 from treadle.ema import Ema
 from treadle.errors import ConfigError
+from treadle.guard import RefusalPlan
 from treadle.hooks.base import BaseHook
 from treadle.optim import uncovered_parameters
 from treadle.startup import start_block
@@ -37,6 +38,18 @@ def averages_of_hooks(engine: Engine) -> dict[str, Ema]:
                 raise ConfigError(f"hooks: two averages are named {name!r}; pass another name= to one")
             averages[name] = ema
     return averages
+
+
+def refusal_plan(engine: Engine) -> RefusalPlan | None:
+    """Returns what a hook asks for when a gradient is not finite, or None.
+
+    Raises:
+        ConfigError: two hooks ask.
+    """
+    plans = {hook.state_key: plan for hook in engine.hooks if (plan := hook.refusal_plan(engine)) is not None}
+    if len(plans) > 1:
+        raise ConfigError(f"hooks: {' and '.join(plans)} both decide about non-finite gradients; keep one of them")
+    return next(iter(plans.values()), None)
 
 
 def resume_from_hooks(engine: Engine) -> None:

@@ -59,7 +59,9 @@ def _start(engine: Engine) -> str:
 
 def _non_finite(engine: Engine) -> str:
     retries = engine.max_non_finite_grad_retries
-    policy = f"up to {retries} retries with fresh data, then an error" if retries else "an error at once"
+    last = "an error" if engine.guard.plan is None else engine.guard.plan.described
+    at_once = f"{last} at once" if engine.guard.plan is None else last
+    policy = f"up to {retries} retries with fresh data, then {last}" if retries else at_once
     if engine.guard.deferred:
         return f"{policy}; the optimizer skips on the device and the host looks one step later"
     if engine.device.type == "cpu":

@@ -138,6 +138,24 @@ def restore_state(engine: Engine, tree: Mapping[str, Any]) -> None:
         rng.restore()
 
 
+def roll_back(engine: Engine, tree: Mapping[str, Any]) -> None:
+    """Restores what a step changes: weights, optimizer, schedule, scaler, averages. Data and random numbers go on.
+
+    The count of attempted steps goes on too, so that no file or log point is numbered twice; that of applied steps is
+    the checkpoint's, since those after it are undone.
+
+    Raises:
+        CheckpointError: the model or the optimizer does not fit.
+    """
+    load_model_state(engine.model, tree["model"])
+    _load_schedule(engine, tree)
+    if tree.get("optimizer") is not None:
+        load_optimizer_state(engine.optimizer, engine.model, tree["optimizer"])
+    _load_scaler(engine, tree.get("scaler"))
+    _load_averages(engine, tree.get("ema") or {})
+    engine.applied_steps = int((tree.get("progress") or {}).get("applied_steps", engine.applied_steps))
+
+
 def _note_what_starts_fresh(engine: Engine, tree: Mapping[str, Any]) -> None:
     if "model" not in tree:
         raise CheckpointError(f"the checkpoint has no 'model' entry; its keys are {sorted(tree)}")

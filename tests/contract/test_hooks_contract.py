@@ -26,10 +26,12 @@ MAKE = {
     "ImageFileLoggerHook": lambda folder: hooks.ImageFileLoggerHook(path=folder / "images"),
     "JsonlHook": lambda folder: hooks.JsonlHook(folder / "m.jsonl"),
     "LoggingHook": lambda folder: hooks.LoggingHook(2),
+    "NonFiniteHook": lambda folder: hooks.NonFiniteHook("skip", path=folder / "nonfinite"),
     "ProfilerHook": lambda folder: hooks.ProfilerHook(folder / "profile", wait=0, warmup=1, active=1),
     "ProgressBarHook": lambda folder: hooks.ProgressBarHook(),
     "ProgressHook": lambda folder: hooks.ProgressHook(2, with_records=True),
     "SignalHook": lambda folder: hooks.SignalHook(lambda: None),
+    "StepLogHook": lambda folder: hooks.StepLogHook(folder / "steps.jsonl", interval=2),
     "TensorBoardHook": lambda folder: hooks.TensorBoardHook(folder / "tensorboard"),
     "ThroughputHook": lambda folder: hooks.ThroughputHook(2),
 }
@@ -177,6 +179,8 @@ def test_two_of_a_kind_are_refused_unless_named_apart(name, tmp_path):
         second = EmaHook(0.5, name="other")
     elif name == "ProfilerHook":
         return  # torch runs one profiler at a time
+    elif name == "NonFiniteHook":
+        return  # one hook decides about a refused step
     else:
         second = SecondOfAKind.of(MAKE[name](tmp_path / "d"))
     run = OnEngine([MAKE[name](tmp_path / "c"), second], tmp_path)

@@ -61,6 +61,7 @@ class TensorLoader:
         self.drop_last = drop_last
         self.epoch = 0
         self.position = 0
+        self.last_rows: Tensor | range = range(0)  # of the batch that was given last: a view, nothing is read
 
     def __len__(self) -> int:
         """Returns the batches of an epoch."""
@@ -90,6 +91,7 @@ class TensorLoader:
 
     def _batch(self, order: Tensor | None, start: int) -> Any:
         stop = min(start + self.batch_size, self.num_rows)
+        self.last_rows = range(start, stop) if order is None else order[start:stop]
         if order is None:
             rows = tuple(tensor[start:stop] for tensor in self.tensors)
         else:

@@ -12,9 +12,11 @@ from treadle.hooks.jsonl import JsonlHook
 from treadle.hooks.logging import LoggingHook
 from treadle.hooks.memory import CudaMaxMemoryHook
 from treadle.hooks.mlflow import MlflowHook
+from treadle.hooks.nonfinite import NonFiniteHook
 from treadle.hooks.profiler import ProfilerHook
 from treadle.hooks.progress import ProgressHook
 from treadle.hooks.signals import SignalHook
+from treadle.hooks.steplog import StepLogHook
 from treadle.hooks.tensorboard import TensorBoardHook
 from treadle.hooks.throughput import ThroughputHook
 from treadle.hooks.wandb import WandbHook
@@ -30,10 +32,12 @@ __all__ = [
     "JsonlHook",
     "LoggingHook",
     "MlflowHook",
+    "NonFiniteHook",
     "ProfilerHook",
     "ProgressBarHook",
     "ProgressHook",
     "SignalHook",
+    "StepLogHook",
     "TensorBoardHook",
     "ThroughputHook",
     "WandbHook",

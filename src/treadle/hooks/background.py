@@ -28,3 +28,7 @@ class BackgroundErrorHook(BaseHook):
         """Asks for the error, if a write has ended."""
         if self._writer.landed:
             trainer.request_write(self._writer.wait)
+
+    def wait_for_writes(self) -> None:
+        """Waits for what is being written."""
+        self._writer.wait()

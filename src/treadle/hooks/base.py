@@ -18,7 +18,8 @@ The loop, with every event at its place::
                     unscale; normalise once by the total weight; measure the norm
                     on_before_optimizer_step        # gradients are final but for clipping
                     finite on every rank -> clip; optimizer.step; scheduler; EMA; leave
-                    otherwise -> zero gradients; lower the fp16 scale (leave) | fresh group | NonFiniteError
+                    otherwise -> lower the fp16 scale (leave) | a hook's refusal_plan goes on without it (leave)
+                                 | zero gradients; fresh group | NonFiniteError
                 on_after_step
                 write the requested checkpoints; leave if max_steps or a signal says so
             epoch complete: evaluate; best rule; scheduler; epoch += 1; append the record
@@ -29,8 +30,9 @@ The loop, with every event at its place::
 
 `on_log`, `on_log_images`, `on_state_dict` and `on_load_state_dict` fire when asked for.
 
-A hook sees the engine as ``trainer``. Besides the eleven events it may *declare* three values, which the engine asks
-for and acts on itself: the averages it keeps, the checkpoint to resume from, and what to do at a signal.
+A hook sees the engine as ``trainer``. Besides the eleven events it may *declare* four values, which the engine asks
+for and acts on itself: the averages it keeps, the checkpoint to resume from, what to do at a signal, and what to do
+with a step whose gradient is not finite.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from treadle.ema import Ema
     from treadle.engine import Engine
+    from treadle.guard import RefusalPlan
     from treadle.signals import ExitPlan
 
 EVENTS = (
@@ -120,6 +123,13 @@ class BaseHook:
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
         """Returns what to do at a signal, or None; asked for when training starts."""
+        return None
+
+    def wait_for_writes(self) -> None:
+        """Returns when all that this hook writes in the background lies on the disk; may raise its error."""
+
+    def refusal_plan(self, trainer: Engine) -> RefusalPlan | None:
+        """Returns what to do with a step whose gradient is not finite, or None; asked for once, before any load."""
         return None
 
 

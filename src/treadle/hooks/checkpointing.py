@@ -125,7 +125,7 @@ class CheckpointingHook(BaseHook):
     def on_after_step(self, trainer: Engine) -> None:
         """Asks for a checkpoint when one is due; it is written once every hook has seen the step."""
         if self._writer.landed:
-            trainer.request_write(self._wait)
+            trainer.request_write(self.wait_for_writes)
         due = trainer.step % self.interval == 0 or trainer.is_last_step
         if due or (self.keep_interval and trainer.step % self.keep_interval == 0):
             trainer.request_write(lambda: self.save(trainer))
@@ -133,7 +133,7 @@ class CheckpointingHook(BaseHook):
     def on_after_train(self, trainer: Engine) -> None:
         """Saves the last step of a run that was stopped early, and waits for what is being written."""
         trainer.request_write(lambda: self.save(trainer))
-        trainer.request_write(self._wait)
+        trainer.request_write(self.wait_for_writes)
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
         """Waits for what is being written and gives the folder back."""
@@ -164,7 +164,12 @@ class CheckpointingHook(BaseHook):
             self._saved_step = None
         self._save(trainer, background=False)
 
-    def _wait(self) -> None:
+    def wait_for_writes(self) -> None:
+        """Waits for what is being written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
         try:
             self._writer.wait()
         except CheckpointError:
@@ -172,7 +177,7 @@ class CheckpointingHook(BaseHook):
             raise
 
     def _save(self, trainer: Engine, *, background: bool) -> None:
-        self._wait()
+        self.wait_for_writes()
         if self._saved_step == trainer.step:
             return
         if distributed.rank() != 0:

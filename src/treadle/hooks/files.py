@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treadle.checkpoint.store import write_text
 from treadle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +38,39 @@ def next_free(path: Path) -> Path:
     while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
     return candidate
+
+
+def continue_lines(trainer: Engine, path: Path) -> set[str]:
+    """Readies a file of JSON lines that have a ``step``: that of another run is set aside, a resumed run's is cut.
+
+    Returns:
+        The keys of the lines at the step resumed from.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and trainer.step == 0:
+        aside = next_free(path)
+        path.rename(aside)
+        trainer.logger.info("%s belonged to an earlier run and is now %s", path.name, aside.name)
+    return cut_lines(path, trainer.step) if path.exists() else set()
+
+
+def cut_lines(path: Path, step: int) -> set[str]:
+    """Drops lines after a step, and what a killed process left of a line; returns the keys at that step."""
+    kept, keys = [], set()
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+            at = record["step"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if at <= step:
+            kept.append(line + "\n")
+        if at == step:
+            keys |= set(record)
+    if "".join(kept) != text:
+        write_text("".join(kept), path)
+    return keys
 
 
 def to_json(value: Any) -> Any:

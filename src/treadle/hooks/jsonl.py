@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from treadle.checkpoint.store import write_text
-from treadle.hooks.files import in_workspace, next_free, to_json
+from treadle.hooks.files import continue_lines, in_workspace, to_json
 from treadle.hooks.tracking import TrackerHook
 
 if TYPE_CHECKING:
@@ -40,15 +39,8 @@ class JsonlHook(TrackerHook):
     def open(self, trainer: Engine) -> None:
         """Sets the file of another run aside, or cuts what a resumed run will write again."""
         path = in_workspace(trainer, self.path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.sent_through = trainer.step
-        self._last_keys = set()
-        if path.exists() and trainer.step == 0:
-            aside = next_free(path)
-            path.rename(aside)
-            trainer.logger.info("%s belonged to an earlier run and is now %s", path.name, aside.name)
-        elif path.exists():
-            self._last_keys = _cut(path, trainer.step)
+        self._last_keys = continue_lines(trainer, path)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed in close)
 
     def was_sent(self, key: str, step: int) -> bool:
@@ -74,22 +66,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _cut(path: Path, step: int) -> set[str]:
-    """Drops lines after a step, and what a killed process left of a line; returns the keys at that step."""
-    kept, keys = [], set()
-    text = path.read_text(encoding="utf-8", errors="replace")
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-            at = record["step"]
-        except (ValueError, KeyError, TypeError):
-            continue
-        if at <= step:
-            kept.append(line + "\n")
-        if at == step:
-            keys |= set(record)
-    if "".join(kept) != text:
-        write_text("".join(kept), path)
-    return keys

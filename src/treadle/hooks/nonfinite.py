@@ -1,0 +1,297 @@
+"""NonFiniteHook: a flight recorder for steps whose gradient is not finite, and what to do about them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from treadle import distributed
+from treadle.checkpoint.nearest import nearest_state, stamp_of, states_in
+from treadle.checkpoint.store import sync_folder, write_bytes, write_text
+from treadle.errors import CheckpointError, ConfigError
+from treadle.flight import Attempt, Finding, bad_inputs, batch_as_plain, find_non_finite, ids_as_plain, is_finite
+from treadle.guard import RefusalPlan
+from treadle.hooks.base import BaseHook
+from treadle.hooks.files import in_workspace, next_free, to_json
+from treadle.means import read_scalars
+from treadle.optim import parameter_names, scale_learning_rate
+from treadle.state import roll_back
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+Policy = Literal["raise", "skip", "retry", "rollback"]
+_POLICIES = ("raise", "skip", "retry", "rollback")
+
+
+class NonFiniteHook(BaseHook):
+    """Writes down every refused step and decides how the run goes on.
+
+    A folder per event, ``step_00000012_try_1``, holds ``event.json`` (sample ids, the first module whose output and
+    the first parameter whose gradient was not finite, position, learning rates, losses, norm, the nearest checkpoint),
+    ``rng.pt`` and, if it is made of plain tensors, ``batch.pt``; both load with ``weights_only=True``. To find the
+    first module the refused forward and backward pass runs once more, from the same random numbers.
+
+    In every policy the engine's ``max_non_finite_grad_retries`` come first. An fp16 overflow that only lowers the scale
+    is no event. Buffers such as the running mean of a batch norm go back to what they were before the refused attempt.
+
+    Args:
+        policy: ``"raise"``: NonFiniteError. ``"skip"``: the step changes nothing and the run goes on with the next
+            data. ``"retry"``: fresh data for the same step, as often as the engine's setting says. ``"rollback"``: back
+            to the weights, optimizer and schedule of the last good checkpoint with a lower learning rate; the data goes
+            on after the refused batch and the count of steps goes on too.
+        max_in_a_row: refused steps without an applied one between them, after which NonFiniteError comes anyway.
+        path: folder of the events; a relative one lies in the trainer's workspace. A run that starts from nothing
+            renames the one it finds.
+        checkpoints: where ``"rollback"`` finds checkpoints; a relative one lies in the trainer's workspace.
+        max_rollbacks: rollbacks in the whole run, after which NonFiniteError comes.
+        lr_factor: what a rollback multiplies the learning rate with, in (0, 1].
+        max_events: events to write; later ones are logged only.
+
+    Raises:
+        ConfigError: a value is outside its range, or ``"retry"`` without ``max_non_finite_grad_retries``.
+
+    Example:
+        >>> hook = NonFiniteHook("skip", max_in_a_row=5)
+    """
+
+    def __init__(
+        self,
+        policy: Policy = "raise",
+        max_in_a_row: int = 3,
+        path: str | Path = "nonfinite",
+        *,
+        checkpoints: str | Path = "checkpoints",
+        max_rollbacks: int = 3,
+        lr_factor: float = 0.5,
+        max_events: int = 20,
+    ):
+        if policy not in _POLICIES:
+            raise ConfigError(f"policy={policy!r}: must be one of {', '.join(map(repr, _POLICIES))}")
+        for name, value in {"max_in_a_row": max_in_a_row, "max_rollbacks": max_rollbacks}.items():
+            if value < 1:
+                raise ConfigError(f"{name}={value!r}: must be at least 1; policy='raise' goes on after none")
+        if not 0 < lr_factor <= 1:
+            raise ConfigError(f"lr_factor={lr_factor!r}: must lie in (0, 1]; 1 keeps the learning rate")
+        if max_events < 0:
+            raise ConfigError(f"max_events={max_events!r}: must be >= 0; 0 writes no event")
+        self.policy = policy
+        self.max_in_a_row = max_in_a_row
+        self.path = Path(path)
+        self.checkpoints = Path(checkpoints)
+        self.max_rollbacks = max_rollbacks
+        self.lr_factor = lr_factor
+        self.max_events = max_events
+        self.in_a_row = 0
+        self.refused_steps = 0
+        self.rollbacks = 0
+        self._attempt: Attempt | None = None
+        self.foreign_states: set[tuple[str, int, int]] = set()  # checkpoints of another run, never gone back to
+
+    # -- declaration and events -----------------------------------------------------------------------------------
+
+    def refusal_plan(self, trainer: Engine) -> RefusalPlan:
+        """Asks the engine to hear of every refused step at once."""
+        if self.policy == "retry" and not trainer.max_non_finite_grad_retries:
+            raise ConfigError(
+                "policy='retry': the trainer's max_non_finite_grad_retries is not set, so there would be no retry; "
+                "set it to 1 or more, or choose policy='skip'"
+            )
+        described = {
+            "skip": f"the step is skipped, at most {self.max_in_a_row} in a row, then an error",
+            "rollback": f"back to the last good checkpoint and learning rate x {self.lr_factor:g}, at most "
+            f"{self.max_rollbacks} times, then an error",
+        }.get(self.policy, "an error")
+        return RefusalPlan(
+            f"{described}; each is recorded", lambda: self._noted(trainer).note(), lambda: self._refused(trainer)
+        )
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Sets the events of another run aside."""
+        folder = in_workspace(trainer, self.path)
+        if trainer.step == 0:
+            files = states_in(in_workspace(trainer, self.checkpoints)) if self.policy == "rollback" else []
+            self.foreign_states = {stamp_of(path) for path in files}
+        if trainer.step == 0 and distributed.rank() == 0 and folder.is_dir() and any(folder.iterdir()):
+            aside = next_free(folder)
+            folder.rename(aside)
+            trainer.logger.info("%s belonged to an earlier run and is now %s", folder.name, aside.name)
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Counts refused steps in a row."""
+        if trainer.step_info["applied"]:
+            self.in_a_row = 0
+
+    def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
+        """Keeps the counts, so that the bounds hold over a resume."""
+        state_dict["hooks"][self.state_key] = {
+            "in_a_row": self.in_a_row,
+            "refused_steps": self.refused_steps,
+            "rollbacks": self.rollbacks,
+        }
+
+    def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
+        """Restores the counts."""
+        saved = self._saved_in(state_dict)
+        self.in_a_row = int(saved.get("in_a_row", 0))
+        self.refused_steps = int(saved.get("refused_steps", 0))
+        self.rollbacks = int(saved.get("rollbacks", 0))
+
+    def _saved_in(self, tree: Mapping[str, Any]) -> Mapping[str, Any]:
+        saved: Mapping[str, Any] = (tree.get("hooks") or {}).get(self.state_key) or {}
+        return saved
+
+    def _noted(self, trainer: Engine) -> Attempt:
+        if self._attempt is None:
+            self._attempt = Attempt(trainer.model)
+        return self._attempt
+
+    # -- a refused step -------------------------------------------------------------------------------------------
+
+    def _refused(self, trainer: Engine) -> bool:
+        """Records the refused attempt and carries the policy out; returns whether the run goes on without the step."""
+        event = self._described(trainer)
+        self._noted(trainer).restore_buffers()
+        action, goes_on = self._decide(trainer)
+        event["action"] = action
+        trainer.step_info["reason"] = f"non-finite gradient: {action}"
+        folder = self._write(trainer, event)
+        trainer.logger.warning(
+            "step %d: the gradient is not finite (norm %s); first in %s; sample ids %s; %s%s",
+            trainer.step, event["grad_norm"], event["where"], _shortened(event["sample_ids"]), action,
+            f". See {folder}" if folder is not None else "",
+        )  # fmt: skip
+        return goes_on
+
+    def _decide(self, trainer: Engine) -> tuple[str, bool]:
+        if trainer.tries <= trainer.max_non_finite_grad_retries:
+            return f"retry {trainer.tries} of {trainer.max_non_finite_grad_retries}", False
+        self.in_a_row += 1
+        self.refused_steps += 1
+        if self.policy not in ("skip", "rollback"):
+            return "raised", False
+        if self.in_a_row > self.max_in_a_row:
+            return f"raised, after {self.max_in_a_row} refused steps in a row", False
+        return ("skipped", True) if self.policy == "skip" else self._roll_back(trainer)
+
+    def _roll_back(self, trainer: Engine) -> tuple[str, bool]:
+        if self.rollbacks >= self.max_rollbacks:
+            return f"raised, after {self.max_rollbacks} rollbacks", False
+        folder = in_workspace(trainer, self.checkpoints)
+        # A write of the last checkpoint may still be under way: what is gone back to must not depend on the disk.
+        for hook in trainer.hooks:
+            hook.wait_for_writes()
+        found = nearest_state(folder, trainer.step - 1, without=self.foreign_states)
+        if distributed.agree(int(found is None), trainer.device) or found is None:
+            return f"raised, as {folder} holds no good checkpoint of this run", False
+        path, tree = found
+        roll_back(trainer, tree)
+        self.rollbacks += 1
+        undone = self.rollbacks - int(self._saved_in(tree).get("rollbacks", 0))
+        scale_learning_rate(trainer.optimizer, trainer.lr_scheduler, self.lr_factor**undone)
+        rates = ", ".join(f"{value:g}" for value in _rates(trainer))
+        return f"rolled back to step {tree['global_step']} ({path.name}), learning rate now {rates}", True
+
+    # -- the record -----------------------------------------------------------------------------------------------
+
+    def _described(self, trainer: Engine) -> dict[str, Any]:
+        """Returns the event as plain values; its gradients are gone afterwards."""
+        names = parameter_names(trainer.model)
+        groups = trainer.optimizer.param_groups
+        with_gradient = [p for group in groups for p in group["params"] if p.grad is not None]
+        bad = [names.get(id(p), "<unnamed>") for p in with_gradient if not is_finite(p.grad)]
+        info, group = trainer.step_info, trainer.group
+        finding = find_non_finite(trainer, self._noted(trainer))
+        position, count = trainer.cursor.position, len(group.batches)
+        losses = [None if loss is None else float(loss) for loss in info["loss"]]
+        return {
+            "step": trainer.step, "try": trainer.tries, "epoch": trainer.epoch + 1, "position": position,
+            "batches": [max(position - count + 1, 1), position], "applied_steps": trainer.applied_steps,
+            "lr": read_scalars(trainer.last_lr).tolist(), "grad_norm": _text(float(info["grad_norm"])),
+            "losses": [_text(loss) for loss in losses],
+            "sample_ids": [ids_as_plain(ids) for ids in group.sample_ids] or [None] * count,
+            "non_finite_inputs": bad_inputs(group.batches), "where": _where(finding, bad),
+            "first_module": finding.module, "first_module_type": finding.module_type,
+            "first_module_micro_batch": finding.micro_batch if finding.module is not None else None,
+            "first_parameter": finding.parameter, "non_finite_gradients": len(bad), "gradients": len(with_gradient),
+            "second_run": finding.error or ("same losses" if _same(finding.losses, losses) else "other losses"),
+            "policy": self.policy, "rank": distributed.rank(), "checkpoint": self._nearest_file(trainer),
+            "replay": f"treadle replay RUN --step {trainer.step}",
+        }  # fmt: skip
+
+    def _nearest_file(self, trainer: Engine) -> str | None:
+        """Returns the newest checkpoint's file by its write time, unopened; None where there is none."""
+        if self.checkpoints.is_absolute() or trainer.workspace is not None:
+            files = states_in(in_workspace(trainer, self.checkpoints))
+            files = [path for path in files if stamp_of(path) not in self.foreign_states]
+            if files:
+                return max(files, key=lambda path: path.stat().st_mtime_ns).name
+        return None
+
+    def _write(self, trainer: Engine, event: dict[str, Any]) -> Path | None:
+        """Writes the folder of an event under a temporary name and renames it; a failure must not end the run."""
+        if self.max_events == 0:
+            return None
+        parent = in_workspace(trainer, self.path)
+        rank = f"_rank_{distributed.rank()}" if distributed.world_size() > 1 else ""
+        target = parent / f"step_{trainer.step:08d}_try_{trainer.tries}{rank}"
+        staged = parent / f".{target.name}.{os.getpid()}"
+        try:
+            if not target.exists() and parent.is_dir() and len(list(parent.iterdir())) >= self.max_events:
+                trainer.logger.debug("max_events=%d are written; this one is only logged", self.max_events)
+                return None
+            event["batch"] = _save_batch(trainer, staged / "batch.pt")
+            rng = self._noted(trainer).rng
+            if rng is not None:
+                plain = rng.to_plain()
+                write_bytes(lambda file: torch.save(plain, file), staged / "rng.pt")
+            write_text(json.dumps(to_json(event), indent=2, allow_nan=False) + "\n", staged / "event.json")
+            shutil.rmtree(target, ignore_errors=True)  # of the same step, before this run was killed and resumed
+            staged.replace(target)
+            sync_folder(parent)
+        except (CheckpointError, OSError) as error:
+            trainer.logger.error("the record of step %d cannot be written: %s", trainer.step, error)
+            shutil.rmtree(staged, ignore_errors=True)
+            return None
+        return target
+
+
+def _save_batch(trainer: Engine, path: Path) -> str:
+    """Saves the micro-batches as a list; returns the file's name, or why there is none."""
+    try:
+        plain = [batch_as_plain(batch) for batch in trainer.group.batches]
+    except TypeError as error:
+        return f"not saved: {error}"
+    write_bytes(lambda file: torch.save(plain, file), path)
+    return path.name
+
+
+def _where(finding: Finding, bad: list[str]) -> str:
+    if not bad and finding.module is None and finding.loss_finite:
+        return "the norm, which overflowed while every gradient was finite"
+    return finding.where
+
+
+def _same(again: list[float | None], before: list[float | None]) -> bool:
+    return [repr(loss) for loss in again] == [repr(loss) for loss in before]
+
+
+def _text(value: float | None) -> float | str | None:
+    """Returns a number that JSON has, or its name: here NaN and infinity are the point."""
+    return value if value is None or is_finite(value) else repr(value)
+
+
+def _rates(trainer: Engine) -> list[float]:
+    rates: list[float] = read_scalars(group["lr"] for group in trainer.optimizer.param_groups).tolist()
+    return rates
+
+
+def _shortened(ids: list[Any]) -> str:
+    text = str(ids)
+    return text if len(text) <= 200 else f"{text[:200]}..."
