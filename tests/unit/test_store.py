@@ -271,6 +271,8 @@ def test_a_damaged_file_is_named_and_the_one_before_is_taken(tmp_path, caplog):
     paths = write_many(tmp_path, [1, 2, 3])
     paths[2].write_bytes(paths[2].read_bytes()[:-30])
     paths[1].write_bytes(b"")
+    for number, path in enumerate(paths, start=1):
+        os.utime(path, ns=(10**9 * number, 10**9 * number))
     with caplog.at_level(logging.WARNING, "treadle"):
         path, _ = find_latest(tmp_path.iterdir())
     assert path == paths[0]
