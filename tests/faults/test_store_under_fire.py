@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import treadle
 from fault_points import foreign, hurt, killed, no_space, record
 from helpers import differences, scalar_engine
-import treadle
-import treadle
 from treadle import CheckpointingHook
 from treadle.checkpoint.store import link_checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint, write_text
 from treadle.errors import CheckpointError
@@ -53,11 +52,6 @@ def every_point(tmp_path, prepare, action, act):
         error = hurt(folder, lambda: action(folder), at, act)
         check_error(error, (at, seen[at - 1]))
         yield folder, error, (at, seen[at - 1])
-
-
-def middle_of_a_file(where):
-    number, (call, _) = where
-    return call == "write" and number % 20
 
 
 def middle_of_a_file(where):
@@ -167,8 +161,6 @@ def test_the_hooks_save_hurt_anywhere_is_resumed_from_the_newest_intact_step(tmp
             assert load_checkpoint(folder / "checkpoint_latest.pt")["global_step"] == 5, where
         if act is killed and middle_of_a_file(where):
             continue
-        if act is killed and middle_of_a_file(where):
-            continue
         rerun = engine_at(folder, 6)
         assert rerun.model.weight.item() == -6.0, where
         assert leftovers(folder) == [], where
@@ -215,9 +207,6 @@ def test_the_spectra_trainers_save_hurt_anywhere_is_resumed_and_ends_the_same(tm
         rerun = tiny_trainer(folder)
         rerun._resume()
         assert rerun.epoch in ((1, 2) if error or act is killed else (2,)), where
-        assert verify_checkpoint(folder / "checkpoints" / "best.pt") == [], where
-        if middle_of_a_file(where):
-            continue  # the folder is as after the first byte of that file: the end is compared there
         assert verify_checkpoint(folder / "checkpoints" / "best.pt") == [], where
         if middle_of_a_file(where):
             continue  # the folder is as after the first byte of that file: the end is compared there

@@ -10,13 +10,18 @@ from __future__ import annotations
 import os
 import re
 import stat
+import struct
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 _CHUNK = 1 << 22
-_END_SIZE = 22  # of the last entry of an archive without a comment
+_END = struct.Struct("<4s4H2LH")
+_LONG_END = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")
+_FLAGS = 0x808  # a name in UTF-8, sizes behind the data; no encryption
+_FOLDER = 0x10  # torch reads such a record as nothing, whatever its CRC-32 says
 _RECORD = re.compile(r"data\.pkl|data/[0-9]+|byteorder|version|\.[a-z_]+|\.data/serialization_id")
 _PROGRAM = re.compile(r"constants\.pkl|code/.*|data/.*\.py")
 
@@ -51,8 +56,8 @@ def read_archive(path: str | os.PathLike[str]) -> Archive:
     """
     with open_plain_file(path) as file:
         try:
-            _check_end(file)
             with zipfile.ZipFile(file) as archive:
+                _check_end(file, archive, archive.infolist())
                 return _read(archive, os.fstat(file.fileno()).st_size)
         except ArchiveError:
             raise
@@ -78,13 +83,26 @@ def open_plain_file(path: str | os.PathLike[str]) -> BinaryIO:
         raise ArchiveError(getattr(error, "strerror", None) or str(error)) from None
 
 
-def _check_end(file: BinaryIO) -> None:
-    """Refuses what follows the archive: readers that search for its end could each find another one."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _END_SIZE))
-    end = file.read()
-    if len(end) < _END_SIZE or not end.startswith(b"PK\x05\x06") or end[-2:] != b"\0\0":
-        raise ArchiveError("damaged or truncated archive: its last bytes are not the end of one")
+def _check_end(file: BinaryIO, archive: zipfile.ZipFile, records: list[zipfile.ZipInfo]) -> None:
+    """Refuses a file whose end is not exactly that of this archive; other readers could find another archive in it."""
+    start, count = archive.start_dir, len(records)
+    file.seek(start)
+    table = file.read()
+    directory = 0
+    for _ in records:  # zipfile itself takes lengths that lead beyond the end for shorter ones
+        directory += 46 + sum(struct.unpack_from("<3H", table, directory + 28))
+    end = table[directory:]
+    right = True
+    if len(end) != _END.size:  # the long form, which torch writes always
+        long, locator = _LONG_END.unpack_from(end), _LOCATOR.unpack_from(end, _LONG_END.size)
+        right = long[:2] == (b"PK\6\6", 44) and long[4:] == (0, 0, count, count, directory, start)
+        right = right and locator == (b"PK\6\7", 0, start + directory, 1)
+        end = end[_LONG_END.size + _LOCATOR.size :]
+    found = _END.unpack(end)
+    expected = (b"PK\5\6", 0, 0, count, count, directory, start, 0)
+    absent = (None, None, None, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, None)
+    if not right or any(x not in (y, z) for x, y, z in zip(found, expected, absent, strict=True)):
+        raise ArchiveError("damaged archive: its end does not fit its table of contents")
 
 
 def _read(archive: zipfile.ZipFile, size: int) -> Archive:
@@ -120,6 +138,10 @@ def _check_directory(records: list[zipfile.ZipInfo], size: int) -> str:
         parts = re.split(r"[/\\]", name)
         if ".." in parts or not parts[0] or "\0" in name or re.match(r"[A-Za-z]:", name):
             raise ArchiveError(f"refused: record {_short(name)} points outside the archive")
+        if record.flag_bits & ~_FLAGS or record.volume or record.comment or record.external_attr & _FOLDER:
+            raise ArchiveError(
+                f"damaged or refused: record {_short(name)} is marked as encrypted, a folder, or on another disk"
+            )
         if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
             raise ArchiveError(
                 f"refused: record {_short(name)} is compressed ({record.compress_size:,} of {record.file_size:,} "
