@@ -509,3 +509,17 @@ class WrapsItself(DataLoader):
 
 def test_a_loader_whose_iteration_was_changed_is_iterated_as_it_is():
     assert [b.tolist() for b in cursor_epochs(WrapsItself(Items(4), batch_size=2), 1)[0]] == [[100, 101], [102, 103]]
+
+
+def test_after_a_resume_at_the_very_start_of_an_epoch_the_position_is_counted():
+    """A second stop in that epoch would otherwise begin it again, with no word."""
+    cursor = Cursor()
+    cursor.load_state_dict({**Cursor().state_dict(), "epoch": 1})  # as an epoch's checkpoint says it
+    cursor.open([10, 20, 30])
+    assert cursor.take(2).batches == [10, 20]
+    kept = through_a_file(to_plain(cursor.state_dict()))
+    assert (kept["epoch"], kept["position"]) == (1, 2)
+    again = Cursor()
+    again.load_state_dict(kept)
+    again.open([10, 20, 30])
+    assert again.take(2).batches == [30]

@@ -104,6 +104,7 @@ class Cursor:
             "rng": RngState.capture().to_plain(),
             "generators": [generator.get_state() for generator in generators_of(self._loader)],
         }
+        self._loaded = None  # a checkpoint of the epoch's very start: from here on the place is another
         self._iterator = self._iterate(skip=0, state=None)
 
     def _reopen(self, opening: Mapping[str, Any]) -> None:
