@@ -13,6 +13,7 @@ from treadle import distributed
 from treadle.errors import ConfigError
 from treadle.hooks.base import BaseHook
 from treadle.means import RunningMeans, Total, read_scalars
+from treadle.seed import forked_rng
 from treadle.task import add_output
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class ProgressBarHook(BaseHook):
         if not self._silent:
             self._open(trainer)
 
+    @forked_rng()  # rich draws from python's random for its styles; training must not notice
     def _open(self, trainer: Engine) -> None:
         try:
             from rich.console import Console
@@ -134,6 +136,7 @@ class ProgressBarHook(BaseHook):
             # Where no micro-batch of the next epoch is taken, the epoch that ended is the one to name.
             self._show(trainer, epoch=None if trainer.cursor.position else trainer.epoch)
 
+    @forked_rng()
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
         """Leaves the terminal as it was, with the last state of the bar on it."""
         if self._progress is not None:
@@ -142,6 +145,7 @@ class ProgressBarHook(BaseHook):
 
     # -- what is shown --------------------------------------------------------------------------------------------
 
+    @forked_rng()
     def _show(self, trainer: Engine, *, epoch: int | None = None) -> None:
         """Reads the means and shows them; the only place where the host waits for the device."""
         now = time.perf_counter()
