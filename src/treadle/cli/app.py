@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from treadle.cli.inspect import inspect
+from treadle.cli.replay import replay
 from treadle.cli.train_spectra import spectra
 
 # Plain help and usage errors: no boxes, so that they read the same in a file and on a narrow terminal.
@@ -16,6 +17,7 @@ app = typer.Typer(
 train = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train a model; the same command again goes on.")
 app.add_typer(train, name="train")
 train.command()(spectra)
+app.command()(replay)
 app.command()(inspect)
 
 
@@ -39,4 +41,5 @@ def _root(
     Examples:
       treadle train spectra
       treadle train spectra --help
+      treadle replay runs/spectra --step 120
     """

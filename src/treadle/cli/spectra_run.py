@@ -27,7 +27,7 @@ from treadle.cli.spectra_report import evaluate_run, print_results
 from treadle.data import steps_per_epoch
 from treadle.device import get_device
 from treadle.errors import CheckpointError, ConfigError
-from treadle.hooks import SignalHook
+from treadle.hooks import SignalHook, StepLogHook
 from treadle.hooks.bar import ProgressBarHook
 from treadle.seed import set_seed
 from treadle.spectra.model import ChemoMAE
@@ -158,6 +158,7 @@ def build_trainer(
         scheduler=scheduler,
         cfg=cfg,
         hooks=[
+            StepLogHook("steps.jsonl"),  # what `treadle replay` compares with
             ProgressBarHook(status=lambda: _status(trainer), console=messages),
             SignalHook(lambda: trainer.save_checkpoint(trainer.epoch, False)),
         ],

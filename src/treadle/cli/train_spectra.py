@@ -30,7 +30,8 @@ def spectra(
     A run that was stopped, at any moment and by anything, goes on when the same command is given again; one that is
     finished shows its results. Ctrl-C saves before it leaves.
 
-    The run folder holds config.json, training_history.json, checkpoints/, best_model.pt, metrics.json and pictures/.
+    The run folder holds config.json, training_history.json, steps.jsonl, checkpoints/, best_model.pt, metrics.json and
+    pictures/.
 
     \b
     Examples:

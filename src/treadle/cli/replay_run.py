@@ -1,0 +1,296 @@
+"""How a step is run again: the run's own code, from the nearest state before the step, with nothing that writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import runpy
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from treadle.checkpoint.nearest import nearest_state
+from treadle.cli.spectra_config import DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig, SpectraConfig
+from treadle.cli.spectra_data import prepare_data
+from treadle.cli.spectra_run import build_model, build_trainer, cpu_threads
+from treadle.device import get_device
+from treadle.engine import Engine
+from treadle.errors import ConfigError, NonFiniteError
+from treadle.flight import batch_as_plain, ids_as_plain, layer_norms
+from treadle.hooks import BaseHook, EmaHook, NonFiniteHook
+from treadle.hooks.steplog import StepRows
+from treadle.means import read_scalars
+from treadle.observers import observing
+from treadle.seed import set_seed
+from treadle.spectra.config import TrainerConfig
+
+_OWN_PREFIX = "treadle.hooks."
+
+
+class Arrived(BaseException):
+    """The step was run again and the rest of the run is of no interest; no ``except Exception`` holds it up."""
+
+
+@dataclass
+class Replayed:
+    """What was seen of a step that was run again.
+
+    Attributes:
+        start: from where, in words.
+        start_step: the step of that state; 0 is the run's beginning.
+        rows: one for each step that was run, as StepLogHook writes them.
+        sample_ids: of each micro-batch, None where the loader does not say.
+        batches: the micro-batches as they were after the backward pass.
+        layer_norms: 2-norm of the gradient for each layer, before clipping.
+        versions: those that the state was written with.
+        device: where it ran.
+        left_out: the hooks that were left out.
+    """
+
+    start: str = "the run's beginning"
+    start_step: int = 0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    sample_ids: list[Any] = field(default_factory=list)
+    batches: list[Any] = field(default_factory=list)
+    layer_norms: dict[str, float] = field(default_factory=dict)
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row of the step itself."""
+        return self.rows[-1]
+
+
+class _Witness(BaseHook):
+    """The last hook of a replay: says where to start, watches every step, and ends the run at the one asked for."""
+
+    state_key = "treadle replay"
+
+    def __init__(self, folder: Path, step: int, *, debug: bool):
+        self.folder = folder
+        self.step = step
+        self.debug = debug
+        self.seen = Replayed()
+        self._rows = StepRows()
+
+    def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
+        """Finds the nearest state before the step."""
+        self.seen.device = str(trainer.device)
+        found = nearest_state(self.folder, self.step - 1)
+        if found is None:
+            return None
+        path, tree = found
+        self.seen.start, self.seen.start_step = str(path), int(tree["global_step"])
+        self.seen.versions = tree.get("versions") or {}
+        trainer.resume_source = str(path)
+        return tree
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Lets a rollback find the run's own checkpoints."""
+        for hook in trainer.hooks:
+            if isinstance(hook, NonFiniteHook):
+                hook.foreign_states = set()
+
+    def on_before_optimizer_step(self, trainer: Engine) -> None:
+        """Reads the gradients of the step, and stops inside it when asked to."""
+        if trainer.step != self.step:
+            return
+        norms = layer_norms(trainer)
+        self.seen.layer_norms = dict(zip(norms, read_scalars(norms.values()).tolist(), strict=True))
+        self._look_at_data(trainer)
+        if self.debug:
+            _stop_inside(trainer)
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Notes the step; at the one asked for, ends the run."""
+        self._rows.add(trainer)
+        if len(self._rows) >= 1000:
+            self.seen.rows += self._rows.read()
+        if trainer.step == self.step:
+            self._look_at_data(trainer)
+            raise Arrived
+
+    def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
+        """Notes a step that ended the run as not finite."""
+        if isinstance(error, NonFiniteError) and error.step == trainer.step:
+            self._rows.add(trainer)
+        self.seen.rows += self._rows.read()
+
+    def _look_at_data(self, trainer: Engine) -> None:
+        self.seen.batches = list(trainer.group.batches)
+        self.seen.sample_ids = [ids_as_plain(ids) for ids in trainer.group.sample_ids]
+
+
+def _stop_inside(trainer: Engine) -> None:
+    """The gradients are final but for clipping; ``model``, ``batch`` and ``grads`` are at hand."""
+    model, batch = trainer.model, trainer.group.batches
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    breakpoint()
+    del model, batch, grads
+
+
+class _Stage:
+    """Makes a run that is about to begin a replay: other folders, no hook that writes, the witness at the end."""
+
+    def __init__(self, witness: _Witness, folder: Path, *, only_mini: bool):
+        self.witness = witness
+        self.folder = folder
+        self.only_mini = only_mini
+
+    def before_building(self, engine: Engine) -> None:
+        """Moves the workspace."""
+        engine.workspace = self.folder
+
+    def before_running(self, engine: Engine) -> None:
+        """Takes out what would write; averages, the policy for non-finite steps and the user's own hooks stay."""
+        if self.only_mini and engine.face != "mini":
+            raise ConfigError(
+                f"--script: it trains with the face {engine.face!r}; replay can rerun a BaseTrainer, or a run of "
+                "'treadle train spectra' without --script"
+            )
+        kept = [hook for hook in engine.hooks if not _writes(hook)]
+        self.witness.seen.left_out = [hook.state_key for hook in engine.hooks if _writes(hook)]
+        for hook in kept:
+            if isinstance(hook, NonFiniteHook):
+                hook.path, hook.checkpoints = self.folder / "nonfinite", self.witness.folder
+        engine.hooks = [*kept, self.witness]
+
+
+def _writes(hook: BaseHook) -> bool:
+    own = any(
+        kind.__module__.startswith(_OWN_PREFIX) and kind is not BaseHook and kind.__module__ != f"{_OWN_PREFIX}base"
+        for kind in type(hook).__mro__
+    )
+    return own and not isinstance(hook, (EmaHook, NonFiniteHook))
+
+
+@contextmanager
+def _quiet_about_left_out_hooks() -> Iterator[None]:
+    """Keeps the log from warning that the state of the hooks which were left out is not used."""
+
+    def passes(record: logging.LogRecord) -> bool:
+        return "this run has no such hook" not in str(record.msg)
+
+    loggers = [logging.getLogger(name) for name in ("treadle.trainer", "treadle.spectra", "treadle.engine")]
+    for logger in loggers:
+        logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(passes)
+
+
+def checkpoints_of(run: Path) -> Path:
+    """Returns the folder of a run's checkpoints: ``checkpoints`` inside it, or itself.
+
+    Example:
+        >>> checkpoints_of(Path("no_such_run")).name
+        'no_such_run'
+    """
+    inside = run / "checkpoints"
+    return inside if inside.is_dir() else run
+
+
+def replay_spectra(run: Path, step: int, *, device: str | None, debug: bool, messages: Console) -> Replayed:
+    """Runs a step of ``treadle train spectra`` again from what its folder holds; the folder is only read.
+
+    Raises:
+        ConfigError: the folder is none of such a run, or the run has no such step.
+    """
+    config = stored_config(run)
+    witness = _Witness(checkpoints_of(run), step, debug=debug)
+    with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch, cpu_threads(config.threads):
+        data = prepare_data(config.data)
+        set_seed(config.seed)
+        model = build_model(config, data.x.shape[1])
+        with observing(_Stage(witness, Path(scratch), only_mini=False)):
+            trainer = build_trainer(
+                config, model, data, out=Path(scratch), device=get_device(device), resume=False, messages=messages
+            )
+            _run(lambda: trainer.fit(config.epochs), witness)
+    return witness.seen
+
+
+def stored_config(run: Path) -> SpectraConfig:
+    """Returns the settings in a run folder.
+
+    Raises:
+        ConfigError: there are none, or they are of another version.
+    """
+    path = run / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        sections = {
+            "data": DataConfig, "model": ModelConfig, "optimizer": OptimizerConfig, "schedule": ScheduleConfig,
+            "trainer": TrainerConfig,
+        }  # fmt: skip
+        made = {name: kind(**values.pop(name)) for name, kind in sections.items()}
+        return dataclasses.replace(SpectraConfig(), **values, **made)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"RUN={str(run)!r}: {path.name} cannot be used ({type(error).__name__}: {error}); give the folder of a run "
+            "of 'treadle train spectra', or your own script with --script"
+        ) from error
+
+
+def replay_script(run: Path, step: int, *, script: Path, arguments: Sequence[str], debug: bool) -> Replayed:
+    """Runs a step of a user's own script again: everything up to its ``train()``, then from the nearest state.
+
+    The trainer's workspace lies in a temporary folder meanwhile. What the script itself writes, it writes again.
+
+    Raises:
+        ConfigError: there is no such script or folder, it trains with no BaseTrainer, or the run has no such step.
+    """
+    if not script.is_file():
+        raise ConfigError(f"--script={str(script)!r}: no such file")
+    if not run.is_dir():
+        raise ConfigError(f"RUN={str(run)!r}: no such folder; give the workspace of the run")
+    witness = _Witness(checkpoints_of(run), step, debug=debug)
+    argv, path = sys.argv, list(sys.path)
+    with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch:
+        try:
+            sys.argv = [str(script), *arguments]
+            sys.path.insert(0, str(script.parent.resolve()))
+            with observing(_Stage(witness, Path(scratch), only_mini=True)):
+                _run(lambda: runpy.run_path(str(script), run_name="__main__"), witness)
+        finally:
+            sys.argv, sys.path[:] = argv, path
+    return witness.seen
+
+
+def _run(train: Any, witness: _Witness) -> None:
+    try:
+        with _quiet_about_left_out_hooks():
+            train()
+    except Arrived:
+        pass
+    except NonFiniteError as error:
+        if error.step != witness.step:
+            raise
+    rows = witness.seen.rows
+    if not rows or rows[-1]["step"] != witness.step:
+        last = f"it ended at step {rows[-1]['step']}" if rows else "nothing was trained"
+        raise ConfigError(f"--step={witness.step}: the run has no such step: {last}")
+
+
+def save_batch(batches: Sequence[Any], path: Path) -> None:
+    """Saves a list of micro-batches for ``torch.load(path, weights_only=True)``.
+
+    Raises:
+        ConfigError: the batch holds something that only a pickle could keep, or the file cannot be written.
+    """
+    try:
+        torch.save([batch_as_plain(batch) for batch in batches], path)
+    except (TypeError, OSError, RuntimeError) as error:
+        raise ConfigError(f"--save={str(path)!r}: {error}") from error
