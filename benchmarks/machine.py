@@ -1,0 +1,58 @@
+"""What every benchmark writes down beside its figures: the machine, the versions, the day."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def describe() -> dict[str, str]:
+    """Returns the machine and the versions, without names or paths."""
+    described = {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "processor": _processor(),
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
+    if torch.cuda.is_available():
+        described["gpu"] = torch.cuda.get_device_name()
+    return described
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def write_result(
+    name: str,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    machine: Mapping[str, str],
+) -> None:
+    """Writes a table as Markdown and JSON into ``benchmarks/results`` and prints it."""
+    head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
+    body = "".join(f"| {' | '.join(str(row.get(column, '')) for column in columns)} |\n" for row in rows)
+    where = ", ".join(f"{key} {value}" for key, value in machine.items())
+    text = f"# {title}\n\n{head}{body}\nMachine: {where}.\n"
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
+    data = {"title": title, "machine": dict(machine), "rows": [dict(row) for row in rows]}
+    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    print(text)
