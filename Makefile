@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip
 
-.PHONY: demo test check soak clean
+.PHONY: demo test check soak matrix clean
 
 demo: $(VENV)/.installed  ## train a masked autoencoder on 1,939 real near-infrared spectra
 	$(BIN)/treadle train spectra --out runs/demo
@@ -23,8 +23,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-soak: $(VENV)/.installed  ## the long tests
-	$(BIN)/python -m pytest -m slow
+soak: $(VENV)/.installed  ## 300 random SIGKILLs over the faces, and the long tests
+	$(BIN)/python benchmarks/soak.py --kills 300
+	$(BIN)/python -m pytest -m slow --deselect tests/resume/test_matrix.py
+
+matrix: $(VENV)/.installed  ## every case of the exactness matrix, every stop
+	$(BIN)/python -m pytest tests/resume/test_matrix.py -m slow
 
 clean:
 	rm -rf $(VENV) runs
