@@ -15,7 +15,7 @@ import spectra_kit as kit
 from helpers import Augmented, MeanSquare, Snapshots, differences, scalar_engine, small_model
 from treadle import CheckpointingHook, Engine, set_seed
 from treadle.checkpoint import load_checkpoint, save_checkpoint
-from treadle.checkpoint.buffers import HostBuffers
+from treadle.checkpoint.buffers import HostBuffers, LiveTensors
 from treadle.checkpoint.schema import non_finite_names, to_plain
 from treadle.checkpoint.writer import CheckpointWriter
 from treadle.errors import CheckpointError
@@ -71,11 +71,12 @@ def test_a_second_request_waits_for_the_first_before_it_copies():
     assert [tree["w"][0].item() for tree in gate.trees] == [0.0, 1.0]
 
 
-def test_without_background_it_is_written_when_the_call_returns_and_no_memory_is_kept():
-    gate, writer = Gate(), CheckpointWriter()
-    gate.opened.set()
-    writer.save(copy_of({"w": torch.ones(2)}), gate.write, background=False)
-    assert len(gate.trees) == 1
+def test_in_the_foreground_it_is_written_when_the_call_returns_and_nothing_is_copied():
+    live, seen, writer = {"w": nn.Parameter(torch.ones(4)), "part": torch.ones(4)[:2]}, [], CheckpointWriter()
+    writer.save(copy_of(live), seen.append, background=False)
+    assert seen[0]["w"].data_ptr() == live["w"].data_ptr()
+    assert not seen[0]["w"].requires_grad
+    assert seen[0]["part"].data_ptr() != live["part"].data_ptr()
     assert writer._buffers._lent == []
 
 
@@ -205,6 +206,16 @@ def test_a_copy_into_buffers_is_what_a_fresh_copy_is_the_first_time_and_later(tm
         assert len((tmp_path / "a.pt").read_bytes()) == len((tmp_path / "b.pt").read_bytes())
         buffers.ready()
         buffers.reclaim()
+
+
+def test_live_tensors_are_written_as_their_copies_are(tmp_path):
+    save_checkpoint(to_plain(ODD), tmp_path / "a.pt")
+    save_checkpoint(to_plain(ODD, buffers=LiveTensors()), tmp_path / "b.pt")
+    a, b = load_checkpoint(tmp_path / "a.pt"), load_checkpoint(tmp_path / "b.pt")
+    assert torch.equal(a.pop("sparse").to_dense(), b.pop("sparse").to_dense())
+    assert differences(a, b) == []
+    assert [value.stride() for value in a.values()] == [value.stride() for value in b.values()]
+    assert (tmp_path / "a.pt").stat().st_size == (tmp_path / "b.pt").stat().st_size
 
 
 def test_tied_weights_share_their_buffer_and_different_ones_do_not():

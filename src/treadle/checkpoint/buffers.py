@@ -69,3 +69,20 @@ class HostBuffers:
         """Lets go of all memory."""
         self._lent.clear()
         self._free.clear()
+
+
+class LiveTensors(HostBuffers):
+    """Copies what it must and hands out the rest as it is: for a save that ends before training goes on.
+
+    Example:
+        >>> weight, part = torch.ones(3), torch.ones(3)[:2]
+        >>> LiveTensors().copy(weight) is weight, LiveTensors().copy(part) is part
+        (True, False)
+    """
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor of the CPU that fills its memory as it is, and a copy of any other."""
+        if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            return tensor.to("cpu", copy=True)
+        is_whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        return tensor if is_whole else tensor.to("cpu", copy=True)  # of a part, torch.save would write the whole

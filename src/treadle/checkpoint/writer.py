@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from treadle.checkpoint.buffers import HostBuffers
+from treadle.checkpoint.buffers import HostBuffers, LiveTensors
 from treadle.checkpoint.files import first_line
 from treadle.errors import CheckpointError
 
@@ -64,21 +64,23 @@ class CheckpointWriter:
         """Waits for the write before, copies the state, and starts to write it.
 
         Args:
-            collect: copies the state into the buffers it is given; called here and now.
+            collect: makes the state with the buffers it is given; called here and now.
             write: writes the copy; called in a thread. It must keep nothing of it.
-            background: False writes here and returns when that is done.
+            background: False writes here, from the live tensors where they can be written as they are, and returns
+                when that is done.
 
         Raises:
             CheckpointError: the write before failed; then nothing is copied.
         """
         self.wait()
+        if not background:
+            write(collect(LiveTensors()))
+            return
         self._buffers.reclaim()
         tree = collect(self._buffers)
         self._buffers.ready()
-        if background and self._start(_Flight(tree, write)):
-            return
-        write(tree)
-        self._buffers.drop()
+        if not self._start(_Flight(tree, write)):
+            write(tree)
 
     def _start(self, flight: _Flight) -> bool:
         if not self._warm:

@@ -182,11 +182,9 @@ class CheckpointingHook(BaseHook):
             return
         if distributed.rank() != 0:
             trainer.state_dict()  # the ranks' generators are gathered
-        elif self._background:
+        else:
             write = self._write_to(trainer)
             self._writer.save(lambda buffers: trainer.state_dict(buffers=buffers), write, background=background)
-        else:
-            self._write_to(trainer)(trainer.state_dict())
         self._saved_step = trainer.step
 
     def _write_to(self, trainer: Engine) -> Callable[[Mapping[str, Any]], None]:
