@@ -9,6 +9,7 @@ import typer
 from treadle.cli.inspect import inspect
 from treadle.cli.replay import replay
 from treadle.cli.train_spectra import spectra
+from treadle.cli.verify.command import verify
 
 # Plain help and usage errors: no boxes, so that they read the same in a file and on a narrow terminal.
 app = typer.Typer(
@@ -18,6 +19,7 @@ train = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train a m
 app.add_typer(train, name="train")
 train.command()(spectra)
 app.command()(replay)
+app.command()(verify)
 app.command()(inspect)
 
 
@@ -42,4 +44,5 @@ def _root(
       treadle train spectra
       treadle train spectra --help
       treadle replay runs/spectra --step 120
+      treadle verify train.py
     """

@@ -1,0 +1,173 @@
+"""The process that runs the target: arranges for the recorder, moves the files, runs the script as ``__main__``."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import random
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from treadle.cli.verify.evidence import SeedWatch
+from treadle.cli.verify.jobs import Job, RecordFile
+from treadle.cli.verify.recorder import Looker, Recorder
+from treadle.engine import Engine
+from treadle.errors import ConfigError
+from treadle.hooks import CheckpointingHook, MlflowHook, WandbHook
+from treadle.hooks.base import BaseHook
+from treadle.observers import observing
+
+
+class Arrangement:
+    """Observes the trainers of the target: moves what they write into the work folder and adds the recorder.
+
+    Args:
+        job: what this process is asked to do.
+        file: where the lines go.
+    """
+
+    def __init__(self, job: Job, file: RecordFile):
+        self.job = job
+        self.file = file
+        self.watch = SeedWatch()
+        self._homes: dict[int, Path | None] = {}
+
+    def before_building(self, engine: Engine) -> None:
+        """Moves the workspace before anything asks for it."""
+        self._homes[id(engine)] = engine.workspace
+        engine.workspace = self.job.workspace
+
+    def before_running(self, engine: Engine) -> None:
+        """Moves the files of hooks, sees to checkpoints, and adds the recorder.
+
+        Raises:
+            ConfigError: the target is of a face that writes files which cannot be moved.
+        """
+        if self.job.target != "spectra":
+            if engine.face not in ("mini", "engine"):
+                raise ConfigError(
+                    f"TARGET={self.job.target}: makes a trainer of the {engine.face} face, whose files cannot be moved "
+                    "out of the way; verify runs scripts with a BaseTrainer, and `treadle verify spectra`"
+                )
+            self._arrange_files(engine)
+        recorder = Recorder(self.job, self.file, self.watch)
+        engine.hooks = [recorder, *engine.hooks, Looker(recorder)]
+
+    def _arrange_files(self, engine: Engine) -> None:
+        home = self._homes.get(id(engine), engine.workspace)
+        engine.workspace = self.job.workspace
+        for hook in engine.hooks:
+            self._move(hook, home)
+            if isinstance(hook, CheckpointingHook) and hook.interval > self.job.interval:
+                self._note(f"a checkpoint every {self.job.interval} steps instead of every {hook.interval}")
+                hook.interval = self.job.interval
+        for hook in [hook for hook in engine.hooks if isinstance(hook, (WandbHook, MlflowHook))]:
+            engine.hooks.remove(hook)
+            self._note(f"{type(hook).__name__} left out: it would send these runs away")
+        if not any(isinstance(hook, CheckpointingHook) for hook in engine.hooks):
+            self._note(f"a CheckpointingHook added: the script has none (every {self.job.interval} steps, and SIGTERM)")
+            engine.hooks = [*engine.hooks, CheckpointingHook(self.job.interval, exit_signals=signal.SIGTERM)]
+
+    def _move(self, hook: BaseHook, home: Path | None) -> None:
+        path = getattr(hook, "path", None)
+        own = any(base.__module__.startswith("treadle.hooks.") for base in type(hook).__mro__ if base is not BaseHook)
+        if not own or not isinstance(path, Path):
+            return
+        if path.is_absolute():
+            inside = home is not None and path.is_relative_to(home)
+            path = path.relative_to(home) if inside and home is not None else Path(path.name)
+        hook.path = self.job.workspace / path  # type: ignore[attr-defined]
+
+    def _note(self, text: str) -> None:
+        self.file.write("arranged", text=text)
+
+
+class _WarningFile(logging.Handler):
+    """Writes the library's warnings into the records: they often name the cause."""
+
+    def __init__(self, file: RecordFile):
+        super().__init__(logging.WARNING)
+        self.file = file
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.file.write("warning", text=record.getMessage())
+
+
+def run_job(job: Job) -> NoReturn:
+    """Runs the target in this process, which was forked for it, and ends the process."""
+    code = 1
+    try:
+        _redirect(job)
+        code = _run(job)
+    except BaseException:  # noqa: BLE001  (nothing may return into the server this was forked from)
+        traceback.print_exc()
+    finally:
+        # As at the end of an interpreter; a plain return would go on in the server.
+        with contextlib.suppress(OSError):
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _redirect(job: Job) -> None:
+    job.workspace.mkdir(parents=True, exist_ok=True)
+    log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  (for the life of the process)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    # A new interpreter would draw these from the system; torch's default seed is a constant and stays one.
+    random.seed()
+    np.random.seed()
+
+
+def _run(job: Job) -> int:
+    file = RecordFile(job.records, job.number)
+    arrangement = Arrangement(job, file)
+    arrangement.watch.install()
+    logging.getLogger("treadle").addHandler(_WarningFile(file))
+    try:
+        with observing(arrangement):
+            _run_target(job)
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            sys.stderr.write(error.code + "\n")
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except ConfigError as error:
+        traceback.print_exc()
+        file.write("refused", text=str(error))
+        return 2
+    return 0
+
+
+def _run_target(job: Job) -> None:
+    if job.target == "spectra":
+        from treadle.cli.spectra_run import run_spectra
+
+        run_spectra(job.arguments, out=job.workspace, device=None, resume=True, **_consoles())
+        return
+    script = Path(job.target)
+    sys.argv = [job.target, *job.arguments]
+    sys.path[0] = str(script.absolute().parent)  # where `python script.py` looks first
+    runpy.run_path(job.target, run_name="__main__")
+
+
+def _consoles() -> dict[str, Any]:
+    from treadle.cli.console import message_console, result_console
+
+    return {"results": result_console(), "messages": message_console()}

@@ -1,0 +1,110 @@
+"""The command ``treadle verify``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from treadle.cli.console import errors_as_one_line, message_console, result_console
+from treadle.errors import ConfigError
+
+_STEPS = {"spectra": 120}  # more than two epochs, since this face saves after each; a script is given a saving hook
+_STEPS_OF_SCRIPTS = 24
+
+
+def verify(
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="A script that trains, such as train.py, or `spectra`.")
+    ],
+    arguments: Annotated[
+        Optional[list[str]],  # noqa: UP045  (typer on Python 3.10 reads this form)
+        typer.Argument(
+            metavar="[KEY=VALUE]... | -- ARGUMENTS",
+            show_default=False,
+            help="Settings of spectra; for a script its own arguments, after --.",
+        ),
+    ] = None,
+    steps: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Steps of each run; by default 24, and 120 for spectra.", show_default=False),
+    ] = None,
+    kills: Annotated[int, typer.Option(help="How often the run is killed.")] = 3,
+    seed: Annotated[int, typer.Option(help="Decides at which steps and how it is killed.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check that a stop changes nothing: train straight and again with kills, and compare every step to the bit.
+
+    The target runs for some steps, twice, and then again while it is killed (SIGKILL and SIGTERM) at random steps and
+    rerun until it ends. Of each step the samples, random states, loss, gradients, weights, optimizer, averages,
+    schedule, metrics and log are compared. The answer is EXACT, or the first thing that differs, the likely cause and
+    the fix.
+
+    A script runs as `python TARGET` does, up to the end of its first training; its trainer saves every 3 steps at
+    least and writes to a temporary folder. What the script itself writes elsewhere before that is not held back.
+
+    Exit code: 0 exact, 3 not exact, 2 a wrong setting or nothing to check, 1 the target failed by itself.
+
+    \b
+    Examples:
+      treadle verify train.py
+      treadle verify train.py --steps 60 --kills 5 -- --lr 1e-3
+      treadle verify spectra data.max_rows=80 batch_size=16
+    """
+    messages = message_console()
+    with errors_as_one_line(messages):
+        check_arguments(target, arguments or [], steps, kills)
+        from treadle.cli.verify.report import as_json as to_json
+        from treadle.cli.verify.report import print_report
+        from treadle.cli.verify.runs import Verifier, two_servers
+
+        folder = Path(tempfile.mkdtemp(prefix="treadle-verify-"))
+        verifier = Verifier(
+            target,
+            arguments or [],
+            steps=steps or _STEPS.get(target, _STEPS_OF_SCRIPTS),
+            kills=kills,
+            seed=seed,
+            folder=folder,
+            say=lambda text: messages.print(text, markup=False, soft_wrap=True),
+        )
+        with two_servers(target, seed, folder / "server.log") as servers:
+            result = verifier.run(servers)
+    if result.verdict == "EXACT":
+        for workspace in result.folder.glob("*/workspace"):
+            shutil.rmtree(workspace, ignore_errors=True)
+    if as_json:
+        typer.echo(json.dumps(to_json(result), indent=2))
+    else:
+        print_report(result, result_console())
+    raise typer.Exit({"EXACT": 0, "NOT EXACT": 3, "NOT CHECKED": 2}[result.verdict])
+
+
+def check_arguments(target: str, arguments: list[str], steps: int | None, kills: int) -> None:
+    """Refuses what cannot work before anything is started.
+
+    Raises:
+        ConfigError: a value is out of range, there is no such script, or a setting is wrong.
+
+    Example:
+        >>> check_arguments("spectra", ["epochs=3"], 24, 3)
+    """
+    if not hasattr(os, "fork"):
+        raise ConfigError("treadle verify: needs a system with fork and signals (Linux or macOS)")
+    if steps is not None and steps < 2:
+        raise ConfigError(f"--steps {steps}: must be at least 2, so that the run can be killed in between")
+    if kills < 1:
+        raise ConfigError(f"--kills {kills}: must be at least 1")
+    if target == "spectra":
+        from treadle.cli.overrides import apply_overrides
+        from treadle.cli.spectra_config import FLAGS, SpectraConfig
+        from treadle.device import get_device
+
+        apply_overrides(SpectraConfig.for_device(get_device(None)), arguments, elsewhere=FLAGS)
+    elif Path(target).suffix != ".py" or not Path(target).is_file():
+        raise ConfigError(f"TARGET={target}: must be a script that exists, such as train.py, or `spectra`")

@@ -1,0 +1,105 @@
+"""What one process is asked to do, and the lines in which it says what happened."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One planned kill.
+
+    Attributes:
+        step: in which it happens.
+        signal: ``"SIGKILL"`` or ``"SIGTERM"``.
+        place: ``"inside"`` the step, ``"before"`` or ``"after"`` its checkpoint.
+    """
+
+    step: int
+    signal: str
+    place: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process that runs the target.
+
+    Attributes:
+        target: path of a script, or ``"spectra"``.
+        arguments: of the script, or settings.
+        folder: where workspace, log and records of this run lie.
+        number: which process of this run it is, from 0.
+        steps: how many to train; counted from the first step of this process.
+        stop_at: the absolute step to stop at, which wins; None where ``steps`` counts.
+        interval: steps between two checkpoints, at most.
+        kill: when to end it, or None.
+        limit: seconds after which it is ended, or None.
+    """
+
+    target: str
+    arguments: list[str]
+    folder: str
+    number: int
+    steps: int
+    stop_at: int | None
+    interval: int
+    kill: Kill | None = None
+    limit: float | None = None
+
+    @property
+    def workspace(self) -> Path:
+        """The folder that the target writes to."""
+        return Path(self.folder) / "workspace"
+
+    @property
+    def log(self) -> Path:
+        """The output of the target."""
+        return Path(self.folder) / "output.log"
+
+    @property
+    def records(self) -> Path:
+        """One JSON line per step."""
+        return Path(self.folder) / "records.jsonl"
+
+    def to_line(self) -> str:
+        """Returns the job as one line of JSON."""
+        return json.dumps(dataclasses.asdict(self)) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> Job:
+        """The inverse of :meth:`to_line`.
+
+        Example:
+            >>> job = Job("train.py", [], "runs", 0, 24, None, 3, Kill(5, "SIGKILL", "inside"))
+            >>> Job.from_line(job.to_line()) == job
+            True
+        """
+        values = json.loads(line)
+        kill = values.pop("kill")
+        return cls(**values, kill=None if kill is None else Kill(**kill))
+
+
+class RecordFile:
+    """Appends lines that are whole whatever happens to the process: each is one write to an append-only file."""
+
+    def __init__(self, path: Path, number: int):
+        self.number = number
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Appends one line."""
+        line = json.dumps({"kind": kind, "process": self.number, **values})
+        os.write(self._file, (line + "\n").encode())
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines that were written; none where there is no file."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]

@@ -1,0 +1,238 @@
+"""The recorder: writes one line per step with a digest of everything that happened, and ends the process as planned.
+
+It stands around the target's own hooks. The first hook stops the run at its last step and asks for the record to be
+written once every hook has seen the step and before any checkpoint is; the last hook looks at the step when the
+others have done what they do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from treadle.cli.verify.digests import leaves_of, without_durations
+from treadle.cli.verify.evidence import SeedWatch, outside_values
+from treadle.cli.verify.jobs import Job, RecordFile
+from treadle.data.cursor import Group
+from treadle.engine import Engine
+from treadle.hooks.base import BaseHook
+from treadle.naming import model_state
+from treadle.seed import RngState
+
+PARTS = {
+    "sample ids": "which samples were read",
+    "batch content": "what was read",
+    "random state before the forward pass": "python, numpy and torch",
+    "weights before the forward pass": "after hooks had their say",
+    "random state after the forward pass": "python, numpy and torch",
+    "loss": "loss, weight and records of each micro-batch",
+    "gradients": "by parameter, and their norm",
+    "learning rate": "and the other settings of the optimizer",
+    "weights": "parameters and buffers after the step",
+    "optimizer": "its state",
+    "scheduler": "its state",
+    "scaler": "of fp16",
+    "average": "EMA weights",
+    "progress": "counters and running means",
+    "metrics": "evaluation, best rule and history",
+    "hooks": "state that hooks save",
+    "data position": "epoch, position, generators of the loader",
+    "random state after the step": "python, numpy and torch",
+    "log": "records given to on_log",
+}
+"""What a record holds, in the order in which it comes about in a step: the first that differs is the nearest cause."""
+
+_OF_CHECKPOINT = {
+    "weights": ("model",),
+    "optimizer": ("optimizer",),
+    "scheduler": ("scheduler",),
+    "scaler": ("scaler",),
+    "average": ("ema",),
+    "progress": ("epoch", "global_step", "progress"),
+    "metrics": ("best_metric", "best_epoch", "selection", "metrics", "history"),
+    "hooks": ("hooks",),
+    "data position": ("data",),
+}
+
+
+class Recorder(BaseHook):
+    """Stops the run at its last step, kills it as planned, and writes the records; the first of the hooks.
+
+    Args:
+        job: what this process is asked to do.
+        file: where the lines go.
+        watch: notes calls that seed a generator.
+    """
+
+    def __init__(self, job: Job, file: RecordFile, watch: SeedWatch):
+        self.job = job
+        self.file = file
+        self.watch = watch
+        self.parts: dict[str, dict[str, str]] = {}
+        self.outside: dict[str, str] = {}
+        self.logged: dict[str, str] = {}
+        self.loader: Any = None
+        self.stop_at = 0
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Says where the run starts and begins to look at the data."""
+        self.stop_at = trainer.step + self.job.steps if self.job.stop_at is None else self.job.stop_at
+        trainer.should_stop = trainer.step >= self.stop_at
+        self.file.write("start", step=trainer.step, source=trainer.resume_source, device=str(trainer.device))
+        _after(trainer.cursor, "take", self._look_at_data)
+        _before(trainer.cursor, "attach", self._look_at_loader)
+
+    def _look_at_loader(self, loader: Any) -> None:
+        self.loader = loader
+
+    def _look_at_data(self, group: Group) -> None:
+        if not group.batches:
+            return
+        ids = {str(index): _as_text(given) for index, given in enumerate(group.sample_ids) if given is not None}
+        # A refused group is followed by a fresh one within the same step; the parts of both are kept.
+        self._add("sample ids", ids)
+        self._add("batch content", leaves_of(list(group.batches)))
+
+    def _add(self, part: str, texts: Mapping[str, str]) -> None:
+        held = self.parts.setdefault(part, {})
+        for path, text in texts.items():
+            held[path if path not in held else f"{path} (again)"] = text
+
+    def look_before_forward(self, trainer: Engine) -> None:
+        """Takes down what the forward pass starts from."""
+        self._add("random state before the forward pass", _random_state())
+        self._add("weights before the forward pass", leaves_of(model_state(trainer.model)))
+        self.outside = outside_values(trainer, self.loader)
+        self.logged = {}  # what came after the last record may lie before a checkpoint or behind it
+        self.watch.calls, self.watch.on = [], True
+
+    def look_before_update(self, trainer: Engine) -> None:
+        """Takes down what the update starts from, and kills in the middle of a step."""
+        self.watch.on = False
+        self._add("random state after the forward pass", _random_state())
+        gradients = {name: value.grad for name, value in trainer.model.named_parameters() if value.grad is not None}
+        self._add("gradients", leaves_of({"norm": trainer.step_info.get("grad_norm"), **gradients}))
+        self._add("learning rate", leaves_of(_settings(trainer)))
+        self._kill(trainer.step, "inside")
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Ends the run at its last step; the record is written when every hook has seen the step."""
+        self.watch.on = False
+        trainer.should_stop = trainer.should_stop or trainer.step >= self.stop_at
+        trainer.request_write(lambda: self._write_step(trainer))
+
+    def _write_step(self, trainer: Engine) -> None:
+        outputs = [[output.loss, output.weight, output.records] for output in trainer.step_outputs]
+        self._add("loss", without_durations(leaves_of(outputs)))
+        self._write("step", trainer)
+        self._kill(trainer.step, "before")
+
+    def _write(self, kind: str, trainer: Engine) -> None:
+        tree = trainer.state_dict()
+        tree["data"] = {key: value for key, value in tree["data"].items() if key != "loader"}  # may say it otherwise
+        for part, keys in _OF_CHECKPOINT.items():
+            held = {key: tree[key] for key in keys if tree.get(key) not in (None, {}, [])}
+            texts = leaves_of(held) if held else {}
+            self.parts[part] = without_durations(texts) if part in ("metrics", "hooks") else texts
+        self._add("random state after the step", _random_state())
+        self._add("log", self.logged)
+        ordered = {part: self.parts[part] for part in PARTS if self.parts.get(part)}
+        self.file.write(kind, step=trainer.step, parts=ordered, outside=self.outside, seeds=self.watch.calls)
+        self.parts, self.logged = {}, {}
+
+    def on_before_step(self, trainer: Engine) -> None:
+        """Kills between two steps: the checkpoint of the one before is written."""
+        self._kill(trainer.step - 1, "after")
+
+    def _kill(self, step: int, place: str) -> None:
+        kill = self.job.kill
+        if kill is None or kill.place != place or kill.step != step:
+            return
+        self.file.write("kill", step=kill.step, signal=kill.signal, place=kill.place)
+        os.kill(os.getpid(), getattr(signal, kill.signal))
+
+    def on_log(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
+        """Keeps what was logged in this step."""
+        if not dry_run:
+            self.logged.update(without_durations(leaves_of(records)))
+
+    def on_after_epoch(self, trainer: Engine) -> None:
+        """Writes the state after an evaluation, before an epoch's checkpoint."""
+        trainer.request_write(lambda: self._write("epoch", trainer))
+
+    def on_after_train(self, trainer: Engine) -> None:
+        """Writes the state at the end, when every hook has had its say."""
+        trainer.request_write(lambda: self._write("end", trainer))
+
+    def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
+        """Leaves the script when the run is over: what comes after could write into the user's own folders.
+
+        Raises:
+            SystemExit: always, if training ended without an error.
+        """
+        if error is None:  # the first hook is closed last
+            self.file.write("over", step=trainer.step)
+            raise SystemExit(0)
+
+
+class Looker(BaseHook):
+    """Looks at a step for the recorder when every other hook has had its say; the last of the hooks."""
+
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Forgets what hooks log when they are opened: that happens in every process."""
+        self.recorder.logged = {}
+
+    def on_before_step(self, trainer: Engine) -> None:
+        """See :meth:`Recorder.look_before_forward`."""
+        self.recorder.look_before_forward(trainer)
+
+    def on_before_optimizer_step(self, trainer: Engine) -> None:
+        """See :meth:`Recorder.look_before_update`."""
+        self.recorder.look_before_update(trainer)
+
+
+def _settings(trainer: Engine) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in trainer.optimizer.param_groups
+    ]
+
+
+def _random_state() -> dict[str, str]:
+    plain = RngState.capture().to_plain()
+    texts = {name: ";".join(leaves_of(plain[name]).values()) for name in ("python", "numpy", "torch")}
+    return texts | leaves_of(plain["accelerators"])
+
+
+def _as_text(ids: Any) -> str:
+    """Returns the ids themselves: they name the samples to look at."""
+    plain = ids if isinstance(ids, (list, tuple)) else [ids]
+    return " ".join(str(getattr(one, "item", lambda one=one: one)()) for one in plain)
+
+
+def _after(owner: Any, name: str, look: Callable[[Any], None]) -> None:
+    """Shows every result of a method of one object to ``look``."""
+    method = getattr(owner, name)
+
+    def looked_at(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        look(result)
+        return result
+
+    setattr(owner, name, looked_at)
+
+
+def _before(owner: Any, name: str, look: Callable[[Any], None]) -> None:
+    """Shows the argument of every call of a method of one object to ``look``."""
+    method = getattr(owner, name)
+
+    def looked_at(argument: Any) -> Any:
+        look(argument)
+        return method(argument)
+
+    setattr(owner, name, looked_at)
