@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import errno
 import os
+import random
 import signal
 import traceback
 import warnings
@@ -137,9 +138,10 @@ def in_child(action):
     """Runs an action in a forked child and returns its wait status; an error there is shown."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests do not matter to the child
-        pid = os.fork()
+        state, pid = random.getstate(), os.fork()
     if pid == 0:
         try:
+            random.setstate(state)  # python seeds it anew in every child
             action()
             os._exit(0)
         except BaseException:

@@ -134,20 +134,20 @@ def engine_at(folder, steps, **settings):
 
 @pytest.mark.parametrize("act", ACTS)
 def test_the_hooks_save_hurt_anywhere_is_resumed_from_the_newest_intact_step(tmp_path, act):
-    engines = {}
+    engine_at(tmp_path / "kept", 4)
+    hook = CheckpointingHook(1, 2)
+    engine = scalar_engine(hooks=[hook])
+    engine.load_state_dict(load_checkpoint(tmp_path / "kept" / "checkpoint_latest.pt"))
+    engine.step += 1
+    engine.model.weight.data -= 1
 
     def prepare(folder):
-        if not engines:
-            engine_at(tmp_path / "kept", 4)
         shutil.copytree(tmp_path / "kept", folder, symlinks=True)
-        engine = scalar_engine(hooks=[CheckpointingHook(1, 2, path=folder)])
-        engine.load_state_dict(load_checkpoint(folder / "checkpoint_latest.pt"))
-        engine.step += 1
-        engine.model.weight.data -= 1
-        engines[folder] = engine
+        hook._saved_step = None
 
     def save(folder):
-        engines[folder].hooks[0].save(engines[folder])
+        hook.path = folder
+        hook.save(engine)
 
     for folder, error, where in every_point(tmp_path, prepare, save, act):
         tried = scalar_engine(hooks=[CheckpointingHook(1, 2, path=folder)])
@@ -156,11 +156,11 @@ def test_the_hooks_save_hurt_anywhere_is_resumed_from_the_newest_intact_step(tmp
         assert found is not None, where
         assert found["global_step"] in ((4, 5) if error or act is killed else (5,)), where
         assert found["model"]["weight"] == -found["global_step"], where
+        if middle_of_a_file(where):
+            continue
         if act is not killed:
             save(folder)  # the same run tries again, as at its next step
             assert load_checkpoint(folder / "checkpoint_latest.pt")["global_step"] == 5, where
-        if act is killed and middle_of_a_file(where):
-            continue
         rerun = engine_at(folder, 6)
         assert rerun.model.weight.item() == -6.0, where
         assert leftovers(folder) == [], where
@@ -192,17 +192,19 @@ def test_the_spectra_trainers_save_hurt_anywhere_is_resumed_and_ends_the_same(tm
     straight.fit(3)
     end = load_checkpoint(tmp_path / "straight" / "checkpoints" / "last.pt")
     tiny_trainer(tmp_path / "kept").fit(1)
-    trainers = {}
+    shutil.copytree(tmp_path / "kept", tmp_path / "further")
+    trainer = tiny_trainer(tmp_path / "further")
+    trainer._write_epoch = lambda record: None
+    trainer.fit(2)
+    state = trainer._engine.state_dict()  # now, since the reruns below move the global generators
+    trainer._engine.state_dict = lambda: state
 
-    def prepare(folder):
-        shutil.copytree(tmp_path / "kept", folder)
-        trainer = tiny_trainer(folder)
-        trainer._write_epoch = lambda record: None
-        trainer.fit(2)
-        trainers[folder] = trainer
+    def save(folder):
+        trainer.out_dir = folder
+        trainer.save_checkpoint(2, best)
 
     for folder, error, where in every_point(
-        tmp_path, prepare, lambda folder: trainers[folder].save_checkpoint(2, best), act
+        tmp_path, lambda folder: shutil.copytree(tmp_path / "kept", folder), save, act
     ):
         rerun = tiny_trainer(folder)
         rerun._resume()
