@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -46,29 +45,13 @@ def replay(
       treadle replay runs/spectra --step 120 --save batch.pt
       treadle replay out --step 40 --script train.py -- --lr 0.1
     """
-    messages, results = message_console(), result_console()
+    messages = message_console()
     with errors_as_one_line(messages), log_to(messages):
-        from treadle.cli.replay_report import as_values, print_step
-        from treadle.cli.replay_run import replay_script, replay_spectra, save_batch
-        from treadle.errors import ConfigError
-        from treadle.hooks.files import to_json
-        from treadle.hooks.steplog import read_steps
+        from treadle.cli.replay_report import replay_and_report
 
-        if script is None and arguments:
-            raise ConfigError(f"{arguments[0]!r}: only a script takes arguments; name it with --script")
-        if script is not None and device is not None:
-            raise ConfigError(f"--device={device}: the script decides where it runs")
-        if script is None:
-            replayed = replay_spectra(run, step, device=device, debug=pdb, messages=messages)
-        else:
-            replayed = replay_script(run, step, script=script, arguments=arguments or [], debug=pdb)
-        if save is not None:
-            save_batch(replayed.batches, save)
-        saved = None if save is None else str(save)
-        values = as_values(replayed, read_steps(run / "steps.jsonl"), script=script is not None, saved=saved)
-        if as_json:
-            results.print(json.dumps(to_json(values), allow_nan=False), soft_wrap=True, markup=False)
-        else:
-            print_step(values, results)
-        if values["equal"] is False:
-            raise SystemExit(3)
+        equal = replay_and_report(
+            run, step, script=script, arguments=arguments or [], save=save, device=device, debug=pdb, as_json=as_json,
+            results=result_console(), messages=messages,
+        )  # fmt: skip
+    if equal is False:
+        raise SystemExit(3)

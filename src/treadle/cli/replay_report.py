@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,9 +13,53 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.checkpoint.schema import versions
-from treadle.cli.replay_run import Replayed
+from treadle.cli.replay_run import Replayed, replay_script, replay_spectra, save_batch
+from treadle.errors import ConfigError
+from treadle.hooks.files import to_json
+from treadle.hooks.steplog import read_steps
 
-COMPARED = ("loss", "losses", "grad_norm", "lr", "applied")
+_COMPARED = ("loss", "losses", "grad_norm", "lr", "applied")
+
+
+def replay_and_report(
+    run: Path,
+    step: int,
+    *,
+    script: Path | None,
+    arguments: Sequence[str],
+    save: Path | None,
+    device: str | None,
+    debug: bool,
+    as_json: bool,
+    results: Console,
+    messages: Console,
+) -> bool | None:
+    """Runs a step again, saves its batch if asked to, and shows it beside its record.
+
+    Returns:
+        Whether the step is what its record says; None without a record.
+
+    Raises:
+        ConfigError: an argument does not fit the others, or the run has no such step.
+    """
+    if script is None and arguments:
+        raise ConfigError(f"{arguments[0]!r}: only a script takes arguments; name it with --script")
+    if script is not None and device is not None:
+        raise ConfigError(f"--device={device}: the script decides where it runs")
+    if script is None:
+        replayed = replay_spectra(run, step, device=device, debug=debug, messages=messages)
+    else:
+        replayed = replay_script(run, step, script=script, arguments=arguments, debug=debug)
+    if save is not None:
+        save_batch(replayed.batches, save)
+    saved = None if save is None else str(save)
+    values = as_values(replayed, read_steps(run / "steps.jsonl"), script=script is not None, saved=saved)
+    if as_json:
+        results.print(json.dumps(to_json(values), allow_nan=False), soft_wrap=True, markup=False)
+    else:
+        print_step(values, results)
+    equal: bool | None = values["equal"]
+    return equal
 
 
 def differences(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -23,7 +69,7 @@ def differences(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> dic
         >>> differences({"loss": 0.5, "applied": True}, {"loss": 0.25, "applied": True})
         {'loss': (0.5, 0.25)}
     """
-    names = [name for name in COMPARED if name in recorded and name in replayed]
+    names = [name for name in _COMPARED if name in recorded and name in replayed]
     return {name: (recorded[name], replayed[name]) for name in names if not same(recorded[name], replayed[name])}
 
 
