@@ -1,0 +1,180 @@
+"""How long training stands still for a checkpoint: ``torch.save`` beside treadle's saves, in one run on one machine.
+
+    python benchmarks/checkpoint.py            # writes results/checkpoint.md and .json
+    python benchmarks/checkpoint.py --sizes 1 --rounds 3 --out /tmp
+
+A state is a third weights and two thirds optimizer moments, as with AdamW. In each round every way saves once, so that
+what else the machine does falls on all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from machine import describe
+from torch import nn
+
+from treadle.checkpoint import save_checkpoint, verify_checkpoint
+from treadle.checkpoint.schema import to_plain
+from treadle.checkpoint.writer import CheckpointWriter
+
+WAYS = {
+    "plain": "torch.save",
+    "fsync": "torch.save + fsync",
+    "sync": "treadle, foreground",
+    "stall": "treadle, background: training waits",
+    "total": "treadle, background: until durable",
+    "verify": "of which reading back and checking",
+}
+TENSORS = 48
+
+
+def state(mebibytes: int) -> dict[str, Any]:
+    """Returns a state of about this size with 16 weights and the two moments of each."""
+    parts = [torch.randn(mebibytes * 2**20 // 4 // TENSORS) for _ in range(TENSORS)]
+    weights = {f"layer{i}": parts[i] for i in range(16)}
+    moments = {i: {"exp_avg": parts[16 + i], "exp_avg_sq": parts[32 + i]} for i in range(16)}
+    return {"model": weights, "optimizer": {"state": moments}, "global_step": 1}
+
+
+def seconds(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def save_and_sync(tree: dict[str, Any], path: Path) -> None:
+    with open(path, "wb") as file:
+        torch.save(tree, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def save(writer: CheckpointWriter, tree: dict[str, Any], path: Path, *, background: bool = True) -> None:
+    def write(copy: dict[str, Any]) -> None:
+        save_checkpoint(copy, path)
+
+    writer.save(lambda buffers: to_plain(tree, buffers=buffers), write, background=background)
+
+
+def one_round(tree: dict[str, Any], folder: Path, writer: CheckpointWriter) -> dict[str, float]:
+    """Saves once in every way; each waits until the disk has nothing left of the one before."""
+    found = {}
+    os.sync()
+    found["plain"] = seconds(lambda: torch.save(tree, folder / "plain.pt"))
+    os.sync()
+    found["fsync"] = seconds(lambda: save_and_sync(tree, folder / "fsync.pt"))
+    os.sync()
+    found["sync"] = seconds(lambda: save(writer, tree, folder / "sync.pt", background=False))
+    os.sync()
+    start = time.perf_counter()
+    save(writer, tree, folder / "background.pt")
+    found["stall"] = time.perf_counter() - start
+    writer.wait()
+    found["total"] = time.perf_counter() - start
+    found["verify"] = seconds(lambda: verify_checkpoint(folder / "sync.pt"))
+    return found
+
+
+def measure(mebibytes: int, rounds: int, folder: Path) -> dict[str, list[float]]:
+    tree, writer = state(mebibytes), CheckpointWriter()
+    one_round(tree, folder, writer)  # the first save takes the memory that later ones use again
+    found = [one_round(tree, folder, writer) for _ in range(rounds)]
+    writer.close()
+    return {way: [entry[way] for entry in found] for way in WAYS}
+
+
+def steps_beside_a_write(mebibytes: int, folder: Path) -> dict[str, float]:
+    """Times small training steps alone and while a state is written beside them."""
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(256, 256)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    tree, writer = state(mebibytes), CheckpointWriter()
+    alone: list[float] = []
+    beside: list[float] = []
+    for _ in range(4):
+        alone += [seconds(step) for _ in range(100)]
+        save(writer, tree, folder / "background.pt")
+        while not writer.landed:
+            beside.append(seconds(step))
+        writer.wait()
+    return {"alone": median(alone), "beside": median(beside), "mean_alone": mean(alone), "mean_beside": mean(beside)}
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def table(result: dict[str, Any]) -> str:
+    """Returns the result as a page of Markdown."""
+    sizes = result["seconds"]
+    lines = [
+        "# How long training stands still for a checkpoint", "",
+        f"Machine: {', '.join(f'{key} {value}' for key, value in result['machine'].items())}. The cores are shared "
+        f"with other work: load {result['load'][0]:.1f} before and {result['load'][1]:.1f} after. Milliseconds, median "
+        f"(least – most) of {result['rounds']} rounds; in each round every way saves once.", "",
+        "| | " + " | ".join(f"{size} MiB" for size in sizes) + " |",
+        "|---|" + "---|" * len(sizes),
+    ]  # fmt: skip
+    for way, words in WAYS.items():
+        cells = [
+            f"{1e3 * median(found[way]):.1f} ({1e3 * min(found[way]):.1f} – {1e3 * max(found[way]):.1f})"
+            for found in sizes.values()
+        ]
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+    for above, below in (("stall", "plain"), ("stall", "fsync"), ("stall", "sync"), ("sync", "fsync")):
+        ratios = [f"{median(found[above]) / median(found[below]):.2f}" for found in sizes.values()]
+        lines.append(f"| ratio: {WAYS[above]} / {WAYS[below]} | " + " | ".join(ratios) + " |")
+    steps = result["step"]
+    lines += [
+        "",
+        f"A small training step takes {1e3 * steps['alone']:.2f} ms alone and {1e3 * steps['beside']:.2f} ms (median; "
+        f"mean {1e3 * steps['mean_alone']:.2f} and {1e3 * steps['mean_beside']:.2f}) while a state of "
+        f"{steps['mebibytes']} MiB is written beside it.",
+        "",
+        "A foreground save looks for values that are not finite, writes, flushes, reads the file back and checks its "
+        "CRC-32s, renames it and flushes the folder; before a background save training waits for one copy of the "
+        "state and no more. "
+        "`torch.save` alone does none of this but the writing, and returns before the disk has the bytes.",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 64, 256], help="MiB")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--folder", type=Path, help="where the files are written and removed; a temporary folder")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {"machine": describe(), "rounds": arguments.rounds, "load": [os.getloadavg()[0]]}
+    result["seconds"] = {}
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        for size in arguments.sizes:
+            result["seconds"][size] = measure(size, arguments.rounds, Path(name))
+            print(size, {way: round(1e3 * median(v), 1) for way, v in result["seconds"][size].items()}, flush=True)
+        result["step"] = {"mebibytes": max(arguments.sizes), **steps_beside_a_write(max(arguments.sizes), Path(name))}
+    result["load"].append(os.getloadavg()[0])
+    (arguments.out / "checkpoint.json").write_text(json.dumps(result, indent=1) + "\n")
+    (arguments.out / "checkpoint.md").write_text(table(result))
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()
