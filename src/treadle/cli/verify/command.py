@@ -7,12 +7,15 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from treadle.cli.console import errors_as_one_line, message_console, result_console
 from treadle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from treadle.cli.verify.runs import Verification
 
 _STEPS = {"spectra": 120}  # more than two epochs, since this face saves after each; a script is given a saving hook
 _STEPS_OF_SCRIPTS = 24
@@ -56,33 +59,40 @@ def verify(
       treadle verify train.py --steps 60 --kills 5 -- --lr 1e-3
       treadle verify spectra data.max_rows=80 batch_size=16
     """
-    messages = message_console()
-    with errors_as_one_line(messages):
+    with errors_as_one_line(message_console()):
         check_arguments(target, arguments or [], steps, kills)
-        from treadle.cli.verify.report import as_json as to_json
-        from treadle.cli.verify.report import print_report
-        from treadle.cli.verify.runs import Verifier, two_servers
+        result = run_verification(target, arguments or [], steps=steps, kills=kills, seed=seed)
+    from treadle.cli.verify.report import as_json as to_json
+    from treadle.cli.verify.report import print_report
 
-        folder = Path(tempfile.mkdtemp(prefix="treadle-verify-"))
-        verifier = Verifier(
-            target,
-            arguments or [],
-            steps=steps or _STEPS.get(target, _STEPS_OF_SCRIPTS),
-            kills=kills,
-            seed=seed,
-            folder=folder,
-            say=lambda text: messages.print(text, markup=False, soft_wrap=True),
-        )
-        with two_servers(target, seed, folder / "server.log") as servers:
-            result = verifier.run(servers)
-    if result.verdict == "EXACT":
-        for workspace in result.folder.glob("*/workspace"):
-            shutil.rmtree(workspace, ignore_errors=True)
     if as_json:
         typer.echo(json.dumps(to_json(result), indent=2))
     else:
         print_report(result, result_console())
     raise typer.Exit({"EXACT": 0, "NOT EXACT": 3, "NOT CHECKED": 2}[result.verdict])
+
+
+def run_verification(target: str, arguments: list[str], *, steps: int | None, kills: int, seed: int) -> Verification:
+    """Runs the target in a new temporary folder; of an exact one the checkpoints are removed, the records stay."""
+    from treadle.cli.verify.runs import Verifier, two_servers
+
+    folder = Path(tempfile.mkdtemp(prefix="treadle-verify-"))
+    messages = message_console()
+    verifier = Verifier(
+        target,
+        arguments,
+        steps=steps or _STEPS.get(target, _STEPS_OF_SCRIPTS),
+        kills=kills,
+        seed=seed,
+        folder=folder,
+        say=lambda text: messages.print(text, markup=False, soft_wrap=True),
+    )
+    with two_servers(target, seed, folder / "server.log") as servers:
+        result = verifier.run(servers)
+    if result.verdict == "EXACT":
+        for workspace in folder.glob("*/workspace"):
+            shutil.rmtree(workspace, ignore_errors=True)
+    return result
 
 
 def check_arguments(target: str, arguments: list[str], steps: int | None, kills: int) -> None:
