@@ -218,6 +218,22 @@ def test_live_tensors_are_written_as_their_copies_are(tmp_path):
     assert (tmp_path / "a.pt").stat().st_size == (tmp_path / "b.pt").stat().st_size
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_copy_from_a_gpu_lies_in_page_locked_memory_and_is_complete_when_the_next_kernel_runs():
+    live, writer, seen = {"w": torch.zeros(1 << 24, device="cuda")}, CheckpointWriter(), []
+    for step in range(5):
+        live["w"].fill_(step)
+        writer.save(
+            copy_of(live),
+            lambda tree: seen.append((tree["w"].is_pinned(), tree["w"].data_ptr(), tree["w"].unique().tolist())),
+        )
+        live["w"].fill_(-1.0)
+    writer.close()
+    assert [(pinned, values) for pinned, _, values in seen] == [(True, [float(step)]) for step in range(5)]
+    assert len({pointer for _, pointer, _ in seen}) == 1
+
+
 def test_tied_weights_share_their_buffer_and_different_ones_do_not():
     w = torch.ones(3)
     buffers = HostBuffers()
