@@ -23,11 +23,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from helpers import Augmented, MeanSquare, differences, small_model
 from machine import describe, write_result
-from spectra_kit import make as make_spectra
 from torch.utils.data import DataLoader
 
+from helpers import Augmented, MeanSquare, differences, small_model
+from spectra_kit import make as make_spectra
 from treadle import BaseTrainer, BestRule, CheckpointingHook, EmaHook, Engine, EpochTrainer, LoggingHook, set_seed
 from treadle.checkpoint import find_latest, load_checkpoint
 
@@ -95,7 +95,7 @@ def run_in_a_child(train: Callable[[Path], None], folder: Path, kill_after: floa
         try:
             train(folder)
             os._exit(0)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  (a child reports by its status)
             sys.stderr.write(f"{type(error).__name__}: {error}\n")
             os._exit(1)
     if kill_after is not None:

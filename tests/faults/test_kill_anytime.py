@@ -11,8 +11,8 @@ import time
 
 import pytest
 import torch
-from helpers import differences
 
+from helpers import differences
 from treadle import verify_checkpoint
 from treadle.checkpoint import load_checkpoint
 

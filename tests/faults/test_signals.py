@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import differences
 
+from helpers import differences
 from treadle import verify_checkpoint
 from treadle.checkpoint import load_checkpoint
 

@@ -22,10 +22,7 @@ GRID = np.linspace(0.9, 2.4, 32)
 
 
 def history(num_epochs=4, val=lambda epoch: 1 / epoch):
-    return [
-        {"epoch": e, "train_loss": 1 / e, "val_loss": val(e), "lr": 1e-3 / e}
-        for e in range(1, num_epochs + 1)
-    ]
+    return [{"epoch": e, "train_loss": 1 / e, "val_loss": val(e), "lr": 1e-3 / e} for e in range(1, num_epochs + 1)]
 
 
 def draw_curves(path):
@@ -125,9 +122,7 @@ def test_hidden_regions_are_shaded_where_the_mask_says(tmp_path, monkeypatch):
     assert axes.get_title(loc="right") == "hidden MSE 4.000"
 
 
-@pytest.mark.parametrize(
-    "labels", [["", "", "", "", ""], np.arange(5.0), np.full(5, np.nan), [1, 2, 3, 4, 5]]
-)
+@pytest.mark.parametrize("labels", [["", "", "", "", ""], np.arange(5.0), np.full(5, np.nan), [1, 2, 3, 4, 5]])
 def test_a_latent_map_takes_unknown_labels_and_numbers(labels, tmp_path):
     png_size(plot_latent_map(RNG.normal(size=(5, 3)), labels, tmp_path / "map.png", label_name="fat (%)"))
 
