@@ -227,15 +227,15 @@ def test_the_result_is_plain_values(verify):
     assert plain["parts"]["sample ids"]["differing"] == 0
 
 
-def command(*arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def command(folder, *arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     return subprocess.run(
         [sys.executable, "-m", "treadle", "verify", *arguments], capture_output=True, text=True, env=environment
     )
 
 
 def test_the_command_prints_plain_lines_and_keeps_what_it_needs(tmp_path):
-    done = command(str(write_script(tmp_path)), "--steps", "8", "--kills", "2")
+    done = command(tmp_path, str(write_script(tmp_path)), "--steps", "8", "--kills", "2")
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert "Traceback" not in done.stderr
@@ -246,9 +246,9 @@ def test_the_command_prints_plain_lines_and_keeps_what_it_needs(tmp_path):
     assert sorted(os.listdir(os.path.join(folder, "killed"))) == ["output.log", "records.jsonl"]
 
 
-def test_the_spectra_command_is_exact():
+def test_the_spectra_command_is_exact(tmp_path):
     settings = ["data.max_rows=80", "batch_size=16", "model.d_model=16", "model.nhead=2", "model.num_layers=1"]
-    done = command("spectra", *settings, "model.dropout=0.1", "--steps", "14", "--kills", "3", "--json")
+    done = command(tmp_path, "spectra", *settings, "model.dropout=0.1", "--steps", "14", "--kills", "3", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     assert result["verdict"] == "EXACT"
