@@ -54,7 +54,8 @@ def all_cases():
 
 
 ALL = [case for _, case in all_cases()]
-SPREAD = [case for number, case in all_cases() if EXTRAS.index(case.extra) == number % len(EXTRAS)][::4]
+SPREAD = [case for number, case in all_cases() if EXTRAS.index(case.extra) == number % len(EXTRAS)]
+SPREAD = SPREAD[::5]  # still every face, loader, kind of workers and extra; a test says so
 
 
 class Rows(Dataset):

@@ -122,7 +122,7 @@ class _Stateful:
         return self.loader.state_dict()
 
     def close(self) -> None:
-        pass  # its iterator ends its workers
+        _end_persistent_workers(self.loader)
 
     def warnings(self, *, resuming: bool) -> list[str]:
         if resuming and getattr(self.loader, "num_workers", 0) > 0:
@@ -164,7 +164,7 @@ class _Replayed:
         return None
 
     def close(self) -> None:
-        pass
+        _end_persistent_workers(self.loader)
 
     def warnings(self, *, resuming: bool) -> list[str]:
         name = type(self.loader).__name__
@@ -185,6 +185,14 @@ class _Replayed:
                 )
             ]
         return []
+
+
+def _end_persistent_workers(loader: Any) -> None:
+    """Ends workers that persist between epochs; left to garbage collection, each pair can take ten seconds to go."""
+    iterator = getattr(loader, "_iterator", None) if isinstance(loader, DataLoader) else None
+    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+        loader._iterator = None
 
 
 def _passed_over(iterator: Iterator[Any], count: int) -> Iterator[Any]:
