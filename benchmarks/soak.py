@@ -119,8 +119,8 @@ def soak(name: str, kills: int, chance: random.Random, root: Path) -> dict[str, 
     while result["kills"] < kills:
         folder = root / name / f"run{result['runs']}"
         for attempt in range(12):
-            # Ever longer, so that a run comes to its end; the last attempt is left alone.
-            status = run_in_a_child(train, folder, chance.uniform(0, duration) if attempt < 11 else None)
+            # Within the first half, so that most attempts are killed; the last one is left alone.
+            status = run_in_a_child(train, folder, chance.uniform(0, duration / 2) if attempt < 11 else None)
             result["kills"] += status == -signal.SIGKILL
             result["unreadable"] += status == 1
             if status == 0:
