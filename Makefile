@@ -28,7 +28,7 @@ soak: $(VENV)/.installed  ## 300 random SIGKILLs over the faces, and the long te
 	$(BIN)/python -m pytest -m slow --deselect tests/resume/test_matrix.py
 
 matrix: $(VENV)/.installed  ## every case of the exactness matrix, every stop
-	$(BIN)/python -m pytest tests/resume/test_matrix.py -m slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/resume/test_matrix.py -m slow
 
 clean:
 	rm -rf $(VENV) runs

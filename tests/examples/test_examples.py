@@ -1,0 +1,39 @@
+"""Every example runs from the command line, reaches its figure, and goes on where it was stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name, *arguments):
+    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENV)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def test_digits_are_recognised_and_a_second_call_goes_on(tmp_path):
+    out, _ = run("mini_digits.py", "--workspace", tmp_path, "--max-steps", 300, "--device", "cpu")
+    assert float(re.search(r"accuracy after 300 steps: ([\d.]+)", out).group(1)) > 0.95
+    _, err = run("mini_digits.py", "--workspace", tmp_path, "--max-steps", 320, "--device", "cpu")
+    assert "checkpoint_step_300.pt" in err
+
+
+def test_fat_is_read_from_the_latent_of_meat_spectra(tmp_path):
+    out, _ = run("spectra_tecator.py", "--out", tmp_path, "--epochs", 40)
+    assert float(re.search(r"R² ([-\d.]+)", out).group(1)) > 0.8
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_is_under_80_lines_and_has_a_test(example):
+    assert len(example.read_text(encoding="utf-8").splitlines()) < 80
+    assert example.name in Path(__file__).read_text(encoding="utf-8")
