@@ -65,7 +65,8 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
         OSError: the folder cannot be written; an older picture is left as it was.
 
     Example:
-        >>> save_figure(new_figure(2, 2), "/tmp/empty.png").name
+        >>> import tempfile
+        >>> save_figure(new_figure(2, 2), tempfile.mkdtemp() + "/empty.png").name
         'empty.png'
     """
     target = Path(path)

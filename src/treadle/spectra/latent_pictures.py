@@ -59,7 +59,8 @@ def plot_latent_map(
 
     Example:
         >>> z = np.random.default_rng(0).normal(size=(3, 8))
-        >>> plot_latent_map(z, ["M8.0", "L5.0", ""], "/tmp/map.png").name
+        >>> import tempfile
+        >>> plot_latent_map(z, ["M8.0", "L5.0", ""], tempfile.mkdtemp() + "/map.png").name
         'map.png'
     """
     xy, shares = project_to_2d(latent)
@@ -158,7 +159,8 @@ def plot_cluster_map(
 
     Example:
         >>> z, x = np.random.default_rng(0).normal(size=(9, 2)), np.zeros((9, 5))
-        >>> plot_cluster_map(z, np.arange(9) % 3, x, range(5), "/tmp/clusters.png").name
+        >>> import tempfile
+        >>> plot_cluster_map(z, np.arange(9) % 3, x, range(5), tempfile.mkdtemp() + "/clusters.png").name
         'clusters.png'
     """
     xy, shares = project_to_2d(latent2d)

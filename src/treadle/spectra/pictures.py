@@ -55,7 +55,8 @@ def plot_training_curves(history: Sequence[Mapping[str, Any]], path: str | os.Pa
 
     Example:
         >>> record = {"epoch": 1, "train_loss": 0.5, "val_loss": None, "lr": 1e-3}
-        >>> plot_training_curves([record], "/tmp/curves.png").name
+        >>> import tempfile
+        >>> plot_training_curves([record], tempfile.mkdtemp() + "/curves.png").name
         'curves.png'
     """
     if len(history) == 0:
@@ -173,7 +174,8 @@ def plot_reconstructions(
 
     Example:
         >>> x, seen = np.zeros((1, 4)), np.array([[True, True, False, False]])
-        >>> plot_reconstructions(range(4), x, x, seen, ["flat"], "/tmp/page.png").name
+        >>> import tempfile
+        >>> plot_reconstructions(range(4), x, x, seen, ["flat"], tempfile.mkdtemp() + "/page.png").name
         'page.png'
     """
     rows = as_matrix("spectra", spectra)
