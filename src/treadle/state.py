@@ -121,12 +121,7 @@ def restore_state(engine: Engine, tree: Mapping[str, Any]) -> None:
         CheckpointError: the model or the optimizer does not fit.
     """
     _note_what_starts_fresh(engine, tree)
-    load_model_state(engine.model, tree["model"])
-    _load_schedule(engine, tree)
-    if tree.get("optimizer") is not None:
-        load_optimizer_state(engine.optimizer, engine.model, tree["optimizer"])
-    _load_scaler(engine, tree.get("scaler"))
-    _load_averages(engine, tree.get("ema") or {})
+    _load_what_a_step_changes(engine, tree)
     _load_progress(engine, tree)
     rng = _own_rng(engine, tree.get("rng"))
     if tree.get("data") is not None:
@@ -138,6 +133,15 @@ def restore_state(engine: Engine, tree: Mapping[str, Any]) -> None:
         rng.restore()
 
 
+def _load_what_a_step_changes(engine: Engine, tree: Mapping[str, Any]) -> None:
+    load_model_state(engine.model, tree["model"])
+    _load_schedule(engine, tree)
+    if tree.get("optimizer") is not None:
+        load_optimizer_state(engine.optimizer, engine.model, tree["optimizer"])
+    _load_scaler(engine, tree.get("scaler"))
+    _load_averages(engine, tree.get("ema") or {})
+
+
 def roll_back(engine: Engine, tree: Mapping[str, Any]) -> None:
     """Restores what a step changes: weights, optimizer, schedule, scaler, averages. Data and random numbers go on.
 
@@ -147,12 +151,7 @@ def roll_back(engine: Engine, tree: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: the model or the optimizer does not fit.
     """
-    load_model_state(engine.model, tree["model"])
-    _load_schedule(engine, tree)
-    if tree.get("optimizer") is not None:
-        load_optimizer_state(engine.optimizer, engine.model, tree["optimizer"])
-    _load_scaler(engine, tree.get("scaler"))
-    _load_averages(engine, tree.get("ema") or {})
+    _load_what_a_step_changes(engine, tree)
     engine.applied_steps = int((tree.get("progress") or {}).get("applied_steps", engine.applied_steps))
 
 
