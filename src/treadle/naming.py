@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,33 +34,50 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     return {clean_name(name): value for name, value in unwrap(model).state_dict().items()}
 
 
-def load_model_state(model: nn.Module, saved: Mapping[str, Any], *, what: str = "model") -> None:
+def load_model_state(
+    model: nn.Module, saved: Mapping[str, Any], *, what: str = "model", kept: Collection[str] = ()
+) -> None:
     """Copies saved weights into a model in place.
 
     Args:
         model: wrapped or not.
         saved: weights by name; names with the prefixes of wrappers are understood.
         what: names it in messages.
+        kept: names that stay as they are where they are not in ``saved``.
 
     Raises:
         CheckpointError: names are missing, unexpected or of another shape; all are listed.
     """
+    wrong = state_mismatches(model, saved, what=what, kept=kept)
+    if wrong:
+        raise CheckpointError(
+            f"the checkpoint does not fit this {what}: {wrong}. Use another folder for another model, "
+            "or start without resuming"
+        )
     target = unwrap(model)
-    live = {clean_name(name): (name, value) for name, value in target.state_dict().items()}
+    live = {clean_name(name): name for name in target.state_dict()}
+    fitting = {live[name]: value for name, value in _without_wrappers(saved, live).items()}
+    target.load_state_dict(fitting, strict=not kept)
+
+
+def state_mismatches(
+    model: nn.Module, saved: Mapping[str, Any], *, what: str = "model", kept: Collection[str] = ()
+) -> str:
+    """Returns the first names that are missing, unexpected or of another shape, or nothing if saved weights fit.
+
+    Example:
+        >>> state_mismatches(nn.Linear(2, 1), {"weight": nn.Linear(3, 1).weight})
+        'missing bias; weight is (1, 3) in the checkpoint and (1, 2) in the model'
+    """
+    live = {clean_name(name): value for name, value in unwrap(model).state_dict().items()}
     saved = _without_wrappers(saved, live)
-    wrong = [f"missing {name}" for name in live if name not in saved]
+    wrong = [f"missing {name}" for name in live if name not in saved and name not in kept]
     wrong += [f"unexpected {name}" for name in saved if name not in live]
-    for name, (_, value) in live.items():
+    for name, value in live.items():
         other = saved.get(name)
         if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape != other.shape:
             wrong.append(f"{name} is {tuple(other.shape)} in the checkpoint and {tuple(value.shape)} in the {what}")
-    if wrong:
-        shown = "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
-        raise CheckpointError(
-            f"the checkpoint does not fit this {what}: {shown}. Use another folder for another model, "
-            "or start without resuming"
-        )
-    target.load_state_dict({live[name][0]: value for name, value in saved.items()})
+    return "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
 
 
 def _without_wrappers(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Mapping[str, Any]:

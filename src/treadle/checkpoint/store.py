@@ -45,6 +45,7 @@ __all__ = [
     "replacing",
     "save_checkpoint",
     "save_tensor",
+    "scored_weights",
     "sync_folder",
     "verify_checkpoint",
     "write_bytes",
@@ -192,17 +193,23 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         path: the file.
 
     Returns:
-        A plain state dict. Of a checkpoint whose averaged weights were validated, the averaged ones.
+        A plain state dict. Of a checkpoint whose averaged weights were validated, the averaged ones; of a run with
+        adapters, without the frozen base.
 
     Raises:
         CheckpointError: the file is missing, damaged, or holds no weights.
     """
     tree = load_checkpoint(path)
-    model = tree.get("model")
-    if not isinstance(model, Mapping):
+    if not isinstance(tree.get("model"), Mapping):
         if all(isinstance(value, Tensor) for value in tree.values()):
             return tree
         raise CheckpointError(f"checkpoint {os.fspath(path)!r} holds no weights: its keys are {sorted(tree)}")
+    return scored_weights(tree)
+
+
+def scored_weights(tree: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the weights of a loaded checkpoint that were validated: the averaged ones, or the raw ones."""
+    model: Mapping[str, Tensor] = tree["model"]
     described = tree.get("format") or {}
     averages = tree.get("ema") or {}
     if described.get("scored") == "ema" and averages:
