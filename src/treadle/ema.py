@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -135,13 +135,13 @@ class Ema(AveragedModel):
             "shadow": model_state(self.module),
         }
 
-    def restore(self, entry: Mapping[str, Any]) -> None:
-        """Restores what :meth:`snapshot` returned, in place.
+    def restore(self, entry: Mapping[str, Any], *, kept: Collection[str] = ()) -> None:
+        """Restores what :meth:`snapshot` returned, in place; weights in ``kept`` may be missing and then stay.
 
         Raises:
             CheckpointError: it is the average of another model.
         """
-        load_model_state(self.module, entry["shadow"], what="average")
+        load_model_state(self.module, entry["shadow"], what="average", kept=kept)
         self.num_updates = int(entry["num_updates"])
 
 

@@ -34,12 +34,13 @@ from treadle.device import get_device
 from treadle.ema import Ema
 from treadle.epoch_end import finish_epoch, fresh_group, moves_each_step
 from treadle.evaluation import evaluate
-from treadle.guard import FiniteGuard, skips_on_device
+from treadle.frozen import FrozenBase
+from treadle.guard import FiniteGuard
 from treadle.hooks.base import BaseHook, reaches_hooks
 from treadle.means import RunningMeans
 from treadle.observers import announce_running
 from treadle.precision import Precision, PrecisionName
-from treadle.session import averages_of_hooks, leave_on_signal, refusal_plan, resume_from_hooks, training_session
+from treadle.session import averages_of_hooks, finite_guard, leave_on_signal, resume_from_hooks, training_session
 from treadle.signals import ExitPlan, SignalListener
 from treadle.state import StatePart, collect_state, restore_state
 from treadle.target import Target
@@ -353,10 +354,8 @@ class Engine:
             return
         announce_running(self)
         self.averages = averages_of_hooks(self)
-        plan = refusal_plan(self)
-        must_know_now = bool(self.max_non_finite_grad_retries) or self.precision.scaled or plan is not None
-        deferred = not must_know_now and skips_on_device(self.optimizer, self.device)
-        self.guard = FiniteGuard(self.device, deferred=deferred, plan=plan)
+        self.base = FrozenBase(self.model)
+        self.guard = finite_guard(self)
         self._prepared = True
 
     def state_dict(self, *, buffers: HostBuffers | None = None) -> dict[str, Any]:

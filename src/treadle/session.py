@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from treadle import distributed
 from treadle.ema import Ema
 from treadle.errors import ConfigError
-from treadle.guard import RefusalPlan
+from treadle.guard import FiniteGuard, RefusalPlan, skips_on_device
 from treadle.hooks.base import BaseHook
 from treadle.optim import uncovered_parameters
 from treadle.startup import start_block
@@ -50,6 +50,14 @@ def refusal_plan(engine: Engine) -> RefusalPlan | None:
     if len(plans) > 1:
         raise ConfigError(f"hooks: {' and '.join(plans)} both decide about non-finite gradients; keep one of them")
     return next(iter(plans.values()), None)
+
+
+def finite_guard(engine: Engine) -> FiniteGuard:
+    """Returns what protects the weights: on the device, where nobody must know of a refused step at once."""
+    plan = refusal_plan(engine)
+    must_know_now = bool(engine.max_non_finite_grad_retries) or engine.precision.scaled or plan is not None
+    deferred = not must_know_now and skips_on_device(engine.optimizer, engine.device)
+    return FiniteGuard(engine.device, deferred=deferred, plan=plan)
 
 
 def resume_from_hooks(engine: Engine) -> None:

@@ -7,19 +7,21 @@ Restored in the same order, the RNG last. A missing or unknown entry is an error
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from treadle import distributed
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.checkpoint.schema import FORMAT_NAME, FORMAT_VERSION, KEYS, to_plain, versions
 from treadle.errors import CheckpointError
+from treadle.frozen import without
 from treadle.hooks.base import BaseHook
 from treadle.naming import load_model_state, model_state
 from treadle.optim import load_optimizer_state, optimizer_state
 from treadle.seed import RngState
 
 if TYPE_CHECKING:
+    from treadle.ema import Ema
     from treadle.engine import Engine
 
 
@@ -54,11 +56,13 @@ def collect_state(engine: Engine, buffers: HostBuffers | None = None) -> dict[st
         "face": engine.face,
         "scored": engine.scored,
     }
-    tree["model"] = model_state(engine.model)
+    base = engine.base.unchanged(engine.model)
+    tree["model"] = without(model_state(engine.model), base)
+    tree["base"] = base or None
     tree["optimizer"] = optimizer_state(engine.optimizer, engine.model)
     tree["scheduler"] = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
     tree["scaler"] = engine.precision.scaler.state_dict() if engine.precision.scaled else None
-    tree["ema"] = {name: ema.snapshot() for name, ema in engine.averages.items()} or None
+    tree["ema"] = {name: _average_state(ema, base) for name, ema in engine.averages.items()} or None
     tree["epoch"] = engine.epoch
     tree["global_step"] = engine.step
     tree["progress"] = _progress_state(engine)
@@ -71,6 +75,11 @@ def collect_state(engine: Engine, buffers: HostBuffers | None = None) -> dict[st
     _ask_hooks(engine, tree)
     tree["rng"] = distributed.gather_objects(RngState.capture().to_plain())
     return {key: to_plain(value, key, buffers=buffers) for key, value in tree.items()}
+
+
+def _average_state(ema: Ema, base: Collection[str]) -> dict[str, Any]:
+    entry = ema.snapshot()
+    return {**entry, "shadow": without(entry["shadow"], base)}  # the average of what does not move is itself
 
 
 def _progress_state(engine: Engine) -> dict[str, Any]:
@@ -134,12 +143,13 @@ def restore_state(engine: Engine, tree: Mapping[str, Any]) -> None:
 
 
 def _load_what_a_step_changes(engine: Engine, tree: Mapping[str, Any]) -> None:
-    load_model_state(engine.model, tree["model"])
+    kept = engine.base.check(engine.model, tree.get("base"))
+    load_model_state(engine.model, tree["model"], kept=kept)
     _load_schedule(engine, tree)
     if tree.get("optimizer") is not None:
         load_optimizer_state(engine.optimizer, engine.model, tree["optimizer"])
     _load_scaler(engine, tree.get("scaler"))
-    _load_averages(engine, tree.get("ema") or {})
+    _load_averages(engine, tree.get("ema") or {}, kept)
 
 
 def roll_back(engine: Engine, tree: Mapping[str, Any]) -> None:
@@ -204,10 +214,10 @@ def _load_scaler(engine: Engine, saved: Any) -> None:
         engine.logger.warning("the checkpoint's gradient-scaler state is ignored: this run does not use fp16")
 
 
-def _load_averages(engine: Engine, saved: Mapping[str, Any]) -> None:
+def _load_averages(engine: Engine, saved: Mapping[str, Any], kept: Collection[str]) -> None:
     for name, ema in engine.averages.items():
         if name in saved:
-            ema.restore(saved[name])
+            ema.restore(saved[name], kept=kept)
         else:
             engine.logger.warning(
                 "the checkpoint has no average %r: it starts from the loaded weights, not from the initial ones",

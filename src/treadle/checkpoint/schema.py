@@ -24,7 +24,8 @@ FORMAT_VERSION = 1
 
 KEYS: dict[str, str] = {
     "format": "{name, version, face, scored}: what wrote the file, and which weights were validated",
-    "model": "raw weights, names without module. or _orig_mod. prefixes",
+    "model": "raw weights, names without module. or _orig_mod. prefixes; with adapters, without the frozen base",
+    "base": "{name: fingerprint} of the frozen weights that model leaves out, or None when it holds all",
     "optimizer": "the optimizer's state dict with param_names in each group",
     "scheduler": "the scheduler's state dict, or None",
     "scaler": "the gradient scaler's state dict, or None",
