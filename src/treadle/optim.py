@@ -80,7 +80,7 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[
     names = parameter_names(model)
     for number, (group, live) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         live_names = [names.get(id(parameter), "") for parameter in live["params"]]
-        group["params"] = _in_live_order(number, group, live_names)
+        group["params"] = live_order(number, group, live_names)
         if "param_names" not in live:
             group.pop("param_names", None)
         for key, value in live.items():  # plain trees hold lists where torch has tuples, as in betas
@@ -89,7 +89,21 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[
     optimizer.load_state_dict({"state": dict(saved["state"]), "param_groups": groups})
 
 
-def _in_live_order(number: int, group: Mapping[str, Any], live_names: list[str]) -> list[Any]:
+def live_order(number: int, group: Mapping[str, Any], live_names: list[str]) -> list[Any]:
+    """Returns the indices of a saved parameter group in the order of a live one, by name where both have names.
+
+    Args:
+        number: of the group, for messages.
+        group: the saved one.
+        live_names: the names of the live parameters, empty where unknown.
+
+    Raises:
+        CheckpointError: the groups hold other parameters, or another number of them.
+
+    Example:
+        >>> live_order(0, {"params": [0, 1], "param_names": ["bias", "weight"]}, ["weight", "bias"])
+        [1, 0]
+    """
     indices, saved_names = list(group["params"]), group.get("param_names")
     if len(indices) != len(live_names):
         raise CheckpointError(
