@@ -94,11 +94,17 @@ def _replaced(config: Any, path: Sequence[str], key: str, text: str) -> Any:
     if len(path) > 1:
         value = _replaced(getattr(config, name), path[1:], key, text)
     else:
-        value = _typed(_parse(text), text, typing.get_type_hints(type(config))[name], key)
+        value = _typed(read_value(text), text, typing.get_type_hints(type(config))[name], key)
     return dataclasses.replace(config, **{name: value})
 
 
-def _parse(text: str) -> Any:
+def read_value(text: str) -> Any:
+    """Returns what a text means: a Python literal, one of the words true, false, none and null, else the string.
+
+    Example:
+        >>> read_value("1e-3"), read_value("none"), read_value("cuda:0")
+        (0.001, None, 'cuda:0')
+    """
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:

@@ -21,7 +21,8 @@ from treadle.checkpoint.lock import check_free
 from treadle.checkpoint.store import find_latest, write_text
 from treadle.cli.console import as_settings
 from treadle.cli.overrides import apply_overrides, leaves
-from treadle.cli.spectra_config import FLAGS, SpectraConfig, changes, check_changes
+from treadle.cli.settings import changes
+from treadle.cli.spectra_config import FLAGS, SpectraConfig, check_changes
 from treadle.cli.spectra_data import SpectraData, prepare_data
 from treadle.cli.spectra_report import evaluate_run, print_results
 from treadle.data import steps_per_epoch
@@ -59,7 +60,7 @@ def run_spectra(
         NonFiniteError: training diverged.
     """
     where = get_device(device)
-    config = apply_overrides(SpectraConfig.for_device(where), settings, elsewhere=FLAGS)
+    config = read_settings(settings, device)
     values = config.to_dict()
     finished = _stored(out / "metrics.json") if resume else None
     if finished is not None and finished.get("config") == values and (out / "best_model.pt").exists():
@@ -112,10 +113,18 @@ def cpu_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def read_settings(settings: Sequence[str], device: str | None) -> SpectraConfig:
+    """Returns the defaults of a device with texts ``key=value`` applied.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is wrong.
+    """
+    return apply_overrides(SpectraConfig.for_device(get_device(device)), settings, elsewhere=FLAGS)
+
+
 def show_settings(settings: Sequence[str], device: str | None, console: Console) -> None:
     """Prints every setting with its value, one ``key=value`` a line."""
-    config = apply_overrides(SpectraConfig.for_device(get_device(device)), settings, elsewhere=FLAGS)
-    for key, value in leaves(config):
+    for key, value in leaves(read_settings(settings, device)):
         if key not in FLAGS:
             console.print(f"{key}={value}", markup=False, soft_wrap=True)
 

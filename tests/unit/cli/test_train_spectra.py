@@ -18,7 +18,8 @@ import torch
 from treadle import load_weights
 from treadle.cli import spectra_report, spectra_run
 from treadle.cli.main import main
-from treadle.cli.spectra_config import SpectraConfig, changes, check_changes
+from treadle.cli.settings import changes
+from treadle.cli.spectra_config import SpectraConfig, check_changes
 from treadle.errors import ConfigError
 
 TINY = [

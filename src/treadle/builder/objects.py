@@ -1,15 +1,4 @@
-"""Objects from configurations: ``{"type": "torch.optim.AdamW", "lr": 3e-4}`` becomes the optimizer.
-
-A trainer whose parts come from one configuration gets their sections as arguments, beside its own section::
-
-    cfg = load_config("configs/train.py")
-    trainer = build_from_cfg(
-        cfg["trainer"], data_cfg=cfg["data"], model_cfg=cfg["model"], optimizer_cfg=cfg["optimizer"]
-    )
-    trainer.train()
-
-A ``type`` may name anything that can be imported and called, so a configuration is as trusted as code.
-"""
+"""Single objects from configurations, by registered name or by dotted path."""
 
 from __future__ import annotations
 
@@ -130,7 +119,7 @@ def build_from_cfg(cfg: Any, registry: Registry = REGISTRY, recursive: bool = Fa
         Linear(in_features=3, out_features=2, bias=False)
     """
     if isinstance(cfg, Mapping) and "type" in cfg:
-        return _build(cfg, "", registry, recursive, kwargs)
+        return build_at("", cfg, registry, recursive, kwargs)
     if not recursive or not isinstance(cfg, (Mapping, list, tuple)):
         keys = (
             f"a dict with the keys {sorted(map(str, cfg))}" if isinstance(cfg, Mapping) else f"a {type(cfg).__name__}"
@@ -144,7 +133,7 @@ def build_from_cfg(cfg: Any, registry: Registry = REGISTRY, recursive: bool = Fa
 def _build_nested(value: Any, place: str, registry: Registry) -> Any:
     if isinstance(value, Mapping):
         if "type" in value:
-            return _build(value, place, registry, True, {})
+            return build_at(place, value, registry, True, {})
         return {key: _build_nested(item, join_path(place, key), registry) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         items = [_build_nested(item, join_path(place, index), registry) for index, item in enumerate(value)]
@@ -152,9 +141,10 @@ def _build_nested(value: Any, place: str, registry: Registry) -> Any:
     return value
 
 
-def _build(cfg: Mapping[str, Any], place: str, registry: Registry, recursive: bool, given: dict[str, Any]) -> Any:
+def build_at(place: str, cfg: Mapping[str, Any], registry: Registry, recursive: bool, given: dict[str, Any]) -> Any:
+    """Builds what has a ``type`` and stands at ``place`` in a configuration; see :func:`build_from_cfg`."""
     name = cfg["type"]
-    target = _find(name, join_path(place, "type"), registry)
+    target = find_target(name, join_path(place, "type"), registry)
     named: dict[str, Any] = {}
     for key, value in cfg.items():
         here = join_path(place, key)
@@ -179,7 +169,7 @@ def _build(cfg: Mapping[str, Any], place: str, registry: Registry, recursive: bo
         raise ConfigError(_refusal(target, named, name, place, str(error))) from error
 
 
-def _find(name: Any, place: str, registry: Registry) -> Callable[..., Any]:
+def find_target(name: Any, place: str, registry: Registry) -> Callable[..., Any]:
     """Returns the registered or imported object that ``name`` means."""
     if not isinstance(name, str):
         raise ConfigError(f"{place}: {name!r} is no name; write a registered name or a dotted path as a string")

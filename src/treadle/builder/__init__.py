@@ -1,0 +1,21 @@
+"""Objects from configurations: ``{"type": "torch.optim.AdamW", "lr": 3e-4}`` becomes the optimizer.
+
+A trainer whose parts come from one configuration gets their sections as arguments, beside its own section::
+
+    cfg = load_config("configs/train.py")
+    trainer = build_from_cfg(
+        cfg["trainer"], data_cfg=cfg["data"], model_cfg=cfg["model"], optimizer_cfg=cfg["optimizer"]
+    )
+    trainer.train()
+
+``build_trainer(cfg)`` makes this call for any configuration of that form.
+
+A ``type`` may name anything that can be imported and called, so a configuration is as trusted as code.
+"""
+
+from __future__ import annotations
+
+from treadle.builder.objects import REGISTRY, Registry, build_from_cfg
+from treadle.builder.runs import build_trainer
+
+__all__ = ["REGISTRY", "Registry", "build_from_cfg", "build_trainer"]
