@@ -27,7 +27,7 @@ def fingerprint(tensor: Tensor) -> str:
         'float32 2x3 a3c1ca20'
     """
     plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    shape = "x".join(str(size) for size in tensor.shape)
+    shape = "x".join(str(size) for size in tensor.shape) or "scalar"
     return f"{str(tensor.dtype).removeprefix('torch.')} {shape} {zlib.crc32(plain.numpy().data):08x}"
 
 

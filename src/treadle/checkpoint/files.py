@@ -99,12 +99,16 @@ def replacing(target: Path) -> Iterator[Path]:
         raise
     with contextlib.suppress(OSError):  # a rename between two names of one file does nothing and leaves both
         os.unlink(temporary)
+    _confirm(target)
+
+
+def _confirm(target: Path) -> None:
     try:
         sync_folder(target.parent)
     except Exception as error:
         raise CheckpointError(
             f"{str(target)!r} is written, but the disk did not confirm it ({first_line(error)}): after a power loss "
-            "the file before it may be back; check the disk"
+            "what was there before may be back; check the disk"
         ) from error
 
 
@@ -114,7 +118,60 @@ def _remove_stale(target: Path) -> None:
         if owner.isdecimal() and int(owner) != os.getpid() and process_lives(int(owner)):
             continue
         with contextlib.suppress(OSError):
-            os.unlink(leftover)
+            remove_tree(leftover) if leftover.is_dir() else os.unlink(leftover)
+
+
+@contextlib.contextmanager
+def replacing_folder(target: Path) -> Iterator[Path]:
+    """Gives an empty temporary folder and puts it in the place of ``target``, synced, when the block succeeds.
+
+    No system call puts a folder over another one. The old one steps aside for a moment as ``.NAME.old``; if a crash
+    falls into that moment, the next call puts it back first.
+    """
+    aside = target.with_name(f".{target.name}.old")
+    make_folder(target.parent)
+    _remove_stale(target)
+    _settle(target, aside)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}{_TEMPORARY}")
+    try:
+        os.mkdir(temporary)
+        yield temporary
+        _sync_tree(temporary)
+        if target.exists():
+            os.rename(target, aside)
+        os.rename(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove_tree(temporary)
+        with contextlib.suppress(OSError):
+            _settle(target, aside)
+        raise
+    _confirm(target)
+    with contextlib.suppress(OSError):  # the next call tries again
+        remove_tree(aside)
+
+
+def _settle(target: Path, aside: Path) -> None:
+    """Ends a replacement that was cut off: the old folder goes back, or goes if the new one is in its place."""
+    if aside.exists() and not target.exists():
+        os.rename(aside, target)
+    remove_tree(aside)
+
+
+def remove_tree(folder: Path) -> None:
+    """Removes a folder with all that is in it, or a link to one; none is there: nothing to do."""
+    if folder.is_symlink():
+        os.unlink(folder)
+    elif folder.exists():
+        shutil.rmtree(folder)
+
+
+def _sync_tree(folder: Path) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with open(os.path.join(parent, name), "rb+") as file:
+                os.fsync(file.fileno())
+        sync_folder(Path(parent))
 
 
 def process_lives(pid: int) -> bool:
