@@ -12,6 +12,8 @@ from treadle.device import get_device
 from treadle.engine import Engine
 from treadle.epochs import EpochTrainer
 from treadle.errors import CheckpointError, ConfigError, DataExhaustedError, NonFiniteError, TreadleError
+from treadle.exchange import ForeignCheckpoint, load_foreign, read_foreign
+from treadle.functional import Trainer
 from treadle.hooks import (
     BaseHook,
     CheckpointingHook,
@@ -51,6 +53,7 @@ __all__ = [
     "EmaHook",
     "Engine",
     "EpochTrainer",
+    "ForeignCheckpoint",
     "HistoryHook",
     "ImageFileLoggerHook",
     "JsonlHook",
@@ -70,14 +73,17 @@ __all__ = [
     "TensorLoader",
     "ThroughputHook",
     "Total",
+    "Trainer",
     "TreadleError",
     "WandbHook",
     "Weighted",
     "flatten_nested_dict",
     "get_device",
     "key_average",
+    "load_foreign",
     "load_weights",
     "map_nested_tensor",
+    "read_foreign",
     "set_seed",
     "steps_per_epoch",
     "verify_checkpoint",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -70,10 +73,29 @@ def _available() -> str:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Moves every tensor of a batch to ``device`` in new containers; the caller's batch is not changed.
 
-    Copies from pinned memory do not wait for the device.
+    Copies from pinned memory do not wait for the device. An object that moves itself, such as a batch of graphs or a
+    PackedSequence, is asked to, through a copy where it would change in place.
 
     Example:
         >>> to_device([torch.zeros(1)], torch.device("cpu"))
         [tensor([0.])]
     """
-    return map_nested_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+    def moved(value: Any) -> Any:
+        if not moves_itself(value):
+            return NotImplemented
+        mutable = not isinstance(value, tuple)
+        return (copy.copy(value) if mutable else value).to(device)
+
+    return map_nested_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch, special=moved)
+
+
+def moves_itself(value: Any) -> bool:
+    """Returns whether a value is no tensor and no plain container and has a ``to`` of its own.
+
+    Example:
+        >>> moves_itself(torch.nn.utils.rnn.pack_sequence([torch.zeros(2)])), moves_itself({"x": 1})
+        (True, False)
+    """
+    looked_into = isinstance(value, (torch.Tensor, Mapping, list, type)) or dataclasses.is_dataclass(value)
+    return not looked_into and callable(getattr(value, "to", None))

@@ -109,7 +109,7 @@ class EpochTrainer:
             value = self.best.value_in(record)
             self.improved = self.best.update(record["epoch"], value)
         elif val_loader is not None:
-            value = float(record[f"{self.prefix}loss"])
+            value = float(record.get(f"{self.prefix}loss", record["train_loss"]))
         self.history.append(record)
         return value
 

@@ -94,12 +94,19 @@ def for_each_batch(
     and the training RNG are put back, also after an exception.
     """
     cursor = Cursor() if cursor is None else cursor
-    with forked_rng(eval_seed), _kept_generators(loader), evaluation_mode(model):
+    with evaluation_rules(model, loader, eval_seed=eval_seed):
         cursor.restart()
         cursor.open(loader)
         while batches := cursor.take(1).batches:
             with precision.autocast():
                 fn(batches[0])
+
+
+@contextlib.contextmanager
+def evaluation_rules(model: nn.Module, loader: Any, *, eval_seed: int = 0) -> Iterator[None]:
+    """Eval mode, no gradients, and random numbers of its own inside the block; training does not notice."""
+    with forked_rng(eval_seed), _kept_generators(loader), evaluation_mode(model):
+        yield
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-def map_nested_tensor(fn: Callable[[Tensor], Any], obj: T) -> T:
+def map_nested_tensor(fn: Callable[[Tensor], Any], obj: T, *, special: Callable[[Any], Any] | None = None) -> T:
     """Applies ``fn`` to every tensor in dicts, lists, tuples, named tuples and dataclasses.
 
     Types are kept, other values are passed through, and the input is not changed.
@@ -21,6 +21,8 @@ def map_nested_tensor(fn: Callable[[Tensor], Any], obj: T) -> T:
     Args:
         fn: called with each tensor.
         obj: any nesting of containers.
+        special: called with everything else, containers included, before it is looked into; what it returns is
+            taken, and NotImplemented leaves the value to the rules above.
 
     Returns:
         A new nesting of the same types.
@@ -30,25 +32,27 @@ def map_nested_tensor(fn: Callable[[Tensor], Any], obj: T) -> T:
         >>> map_nested_tensor(lambda t: t + 1, {"x": torch.zeros(1), "n": 3})
         {'x': tensor([1.]), 'n': 3}
     """
-    return cast(T, _map(fn, obj))
+    return cast(T, _map(fn, obj, special))
 
 
-def _map(fn: Callable[[Tensor], Any], obj: Any) -> Any:
+def _map(fn: Callable[[Tensor], Any], obj: Any, special: Callable[[Any], Any] | None) -> Any:
     if isinstance(obj, Tensor):
         return fn(obj)
+    if special is not None and (made := special(obj)) is not NotImplemented:
+        return made
     if isinstance(obj, Mapping):
-        items = {key: _map(fn, value) for key, value in obj.items()}
+        items = {key: _map(fn, value, special) for key, value in obj.items()}
         return _like_mapping(obj, items)
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
-        return type(obj)(*(_map(fn, value) for value in obj))
+        return type(obj)(*(_map(fn, value, special) for value in obj))
     if isinstance(obj, (list, tuple)):
-        return type(obj)(_map(fn, value) for value in obj)
+        return type(obj)(_map(fn, value, special) for value in obj)
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         # Neither the constructor nor the checks of the class run again, and frozen ones and slots work too.
         clone = copy.copy(obj)
         for field in dataclasses.fields(obj):
             if hasattr(obj, field.name):
-                object.__setattr__(clone, field.name, _map(fn, getattr(obj, field.name)))
+                object.__setattr__(clone, field.name, _map(fn, getattr(obj, field.name), special))
         return clone
     return obj
 

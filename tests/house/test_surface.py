@@ -16,8 +16,8 @@ from treadle.seed import ReproducibilityContext
 PROMISED = {
     "BaseHook", "BaseTrainer", "BestRule", "CheckpointError", "CheckpointingHook", "ConfigError", "DataExhaustedError",
     "EmaHook", "Engine", "EpochTrainer", "LoggingHook", "NonFiniteError", "ProgressHook", "ReproducibilityContext",
-    "StepOutput", "Task", "Total", "TreadleError", "Weighted", "flatten_nested_dict", "get_device", "key_average",
-    "load_weights", "map_nested_tensor", "set_seed", "steps_per_epoch", "verify_checkpoint",
+    "StepOutput", "Task", "Total", "Trainer", "TreadleError", "Weighted", "flatten_nested_dict", "get_device",
+    "key_average", "load_weights", "map_nested_tensor", "set_seed", "steps_per_epoch", "verify_checkpoint",
 }  # fmt: skip
 
 

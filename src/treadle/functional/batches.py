@@ -1,0 +1,66 @@
+"""What a batch is made of: inputs and targets, samples, tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from treadle.device import moves_itself
+from treadle.errors import ConfigError
+
+
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """Returns ``(inputs, targets)`` of a loader's item; targets are None where the item holds none by position.
+
+    A list or tuple of two or more gives its first two items, one of one its only item. A tensor, a mapping and
+    anything else is all inputs.
+
+    Raises:
+        ConfigError: the item is an empty list or tuple.
+
+    Example:
+        >>> split_batch((1, 2, 3)), split_batch([1]), split_batch({"x": 1})
+        ((1, 2), (1, None), ({'x': 1}, None))
+    """
+    if not isinstance(batch, (list, tuple)) or moves_itself(batch):
+        return batch, None
+    if not batch:
+        raise ConfigError(f"batch: the loader gave an empty {type(batch).__name__}; there is nothing to train on")
+    return batch[0], batch[1] if len(batch) > 1 else None
+
+
+def first_tensor(obj: Any) -> Tensor | None:
+    """Returns the first tensor in a nesting of containers, or None."""
+    return next(_tensors(obj), None)
+
+
+def _tensors(obj: Any) -> Iterator[Tensor]:
+    if isinstance(obj, Tensor):
+        yield obj
+    elif isinstance(obj, Mapping):
+        for value in obj.values():
+            yield from _tensors(value)
+    elif isinstance(obj, (list, tuple)):
+        for value in obj:
+            yield from _tensors(value)
+    elif hasattr(obj, "__dict__"):
+        yield from _tensors(vars(obj))
+
+
+def num_samples(obj: Any) -> int | None:
+    """Returns the graphs of a batch of graphs, else the size of dimension 0 of its first tensor; None without one.
+
+    Example:
+        >>> import torch
+        >>> num_samples({"x": torch.zeros(3, 2)})
+        3
+    """
+    graphs = getattr(obj, "num_graphs", None)
+    if isinstance(graphs, int):
+        return graphs
+    tensor = first_tensor(obj)
+    if tensor is None:
+        return None
+    return tensor.shape[0] if tensor.dim() else 1

@@ -1,0 +1,181 @@
+"""The epoch driver of the functional face: overridden evaluations, two spellings of a metric, a rule per call."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from treadle import distributed
+from treadle.best import BestRule
+from treadle.engine import Engine
+from treadle.epochs import EpochTrainer
+from treadle.errors import ConfigError
+from treadle.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules
+from treadle.nested import as_number, flatten_nested_dict
+from treadle.task import Task
+
+PREFIX = "eval_"
+Evaluate = Callable[[Iterable[Any]], Mapping[str, Any]]
+
+
+class MetricRule(BestRule):
+    """A best rule over one metric, found in a record with the prefix of evaluations or without."""
+
+    def value_in(self, record: Mapping[str, Any]) -> float:
+        """Returns the metric's value in an epoch record.
+
+        Raises:
+            ConfigError: the record has it under neither name.
+        """
+        bare = self.metric.removeprefix(PREFIX)
+        if self.metric not in record and bare in record:
+            return float(record[bare])
+        return super().value_in(record)
+
+
+class FaceEpochs(EpochTrainer):
+    """An epoch driver whose evaluation and best rule are chosen when training is asked for.
+
+    Args:
+        engine: runs the steps.
+        task: what evaluations ask for a batch.
+        evaluate: a subclass's own evaluation, or None.
+
+    Example:
+        >>> # epochs = FaceEpochs(engine, task, evaluate=None)
+    """
+
+    def __init__(self, engine: Engine, task: Task, *, evaluate: Evaluate | None):
+        super().__init__(engine, prefix=PREFIX)
+        self._task = task
+        self._own_evaluate = evaluate
+        self._evaluating = False
+        self._make_rule: Callable[[], BestRule] | None = None
+        self._kept: dict[str, Any] | None = None  # what a rule knew that is not in force
+
+    # -- the best rule --------------------------------------------------------------------------------------------
+
+    @property
+    def selection(self) -> dict[str, Any] | None:
+        """The state of the best rule, also of one that is not in force at present; None before there was any."""
+        return self._kept if self.best is None else self.best.state_dict()
+
+    def select_by(self, make_rule: Callable[[], BestRule] | None) -> None:
+        """Puts a rule in force that goes on from what is known, or none."""
+        self._kept = self.selection
+        self._make_rule = make_rule
+        self.best = None if make_rule is None else self._informed(make_rule())
+
+    def _informed(self, rule: BestRule) -> BestRule:
+        known = self._kept
+        if known is not None and (known["metric"], known["mode"]) == (rule.metric, rule.mode):
+            rule.load_state_dict(known)
+            return rule
+        if known is not None:
+            self.engine.logger.warning(
+                "best_model_metric=%r (%s): the run selected by %r (%s) so far; the best epoch is looked for anew in "
+                "its history", rule.metric, rule.mode, known["metric"], known["mode"],
+            )  # fmt: skip
+        for record in self.history:
+            with contextlib.suppress(ConfigError):  # an epoch that was not evaluated
+                rule.update(record["epoch"], rule.value_in(record))
+        return rule
+
+    # -- evaluation -----------------------------------------------------------------------------------------------
+
+    def evaluate(self, loader: Iterable[Any]) -> dict[str, Any]:
+        """Returns the results of the evaluation in force, without the prefix, as plain numbers."""
+        if self._own_evaluate is None:
+            return self.measure(loader)
+        with self.scored_weights(), self._inside_the_rules(loader), self._busy():
+            values = self._own_evaluate(loader)
+        return _as_record(values)
+
+    def measure(self, loader: Iterable[Any]) -> dict[str, Any]:
+        """Returns the weighted means over a loader by the engine's own evaluation.
+
+        Raises:
+            ConfigError: the loader is empty.
+        """
+        with self.scored_weights(), self._busy():
+            values = self.engine.evaluate(loader, self._task)
+        if self.engine.eval_cursor.position == 0:
+            raise ConfigError("evaluate: the loader gave no batch; there is nothing to take a mean over")
+        return _as_record(values)
+
+    def loss_of(self, batch: Any) -> float:
+        """Returns the loss of one batch by the rules of an evaluation; NaN if nothing in it counts."""
+        engine = self.engine
+        rules = (
+            evaluation_mode(engine.model)
+            if self._evaluating
+            else evaluation_rules(engine.model, (), eval_seed=engine.eval_seed)
+        )
+        with rules, engine.precision.autocast():
+            loss = engine.task.step(engine.model, batch).loss
+        return math.nan if loss is None else float(loss)
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        before, self._evaluating = self._evaluating, True
+        try:
+            yield
+        finally:
+            self._evaluating = before
+
+    @contextlib.contextmanager
+    def _inside_the_rules(self, loader: Iterable[Any]) -> Iterator[None]:
+        """The rules of an evaluation around a loop that somebody else wrote."""
+        engine = self.engine
+
+        def leave_on_signal(*_: Any) -> None:
+            # Where several ranks evaluate in a loop of their own, no common moment is known: the signal waits.
+            if engine.exit_plans and engine.signals.received and distributed.world_size() == 1:
+                raise EvaluationAbandoned
+
+        handle = engine.model.register_forward_pre_hook(leave_on_signal)
+        try:
+            with evaluation_rules(engine.model, loader, eval_seed=engine.eval_seed), engine.precision.autocast():
+                yield
+        finally:
+            handle.remove()
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the checkpoint entries of the epoch driver; ``metrics`` is the last epoch's record."""
+        known = self.selection
+        return {
+            **super().state_dict(),
+            "best_metric": None if known is None else known["best"],
+            "best_epoch": None if known is None else known["best_epoch"],
+            "selection": known,
+            "metrics": dict(self.history[-1]) if self.history else None,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores them from a checkpoint tree; a rule that is in force takes over what the tree's knew."""
+        self.best, self._kept = None, state_dict.get("selection")
+        super().load_state_dict(state_dict)
+        if self._make_rule is not None:
+            self.best = self._informed(self._make_rule())
+
+
+def _as_record(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the results of an evaluation flat, without the prefix, 0-d tensors as numbers.
+
+    Raises:
+        ConfigError: a value is no number, or one name is there with the prefix and without.
+    """
+    record: dict[str, Any] = {}
+    for path, value in flatten_nested_dict(values).items():
+        name = "/".join(path).removeprefix(PREFIX)
+        if name in record:
+            raise ConfigError(f"evaluate: {name!r} and '{PREFIX}{name}' are one name in the record; return one of them")
+        try:
+            record[name] = value if isinstance(value, list) else float(as_number(path, value))
+        except TypeError as error:
+            raise ConfigError(f"evaluate: {error}") from error
+    return record

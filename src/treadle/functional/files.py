@@ -1,0 +1,89 @@
+"""The files of a run and the shape of its history."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from treadle import distributed
+from treadle.checkpoint.store import write_text
+from treadle.hooks.files import to_json
+from treadle.hooks.history import HistoryHook
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+BEST = "best_model.pt"
+_FIRST = ("epoch", "train_loss", "lr")
+
+
+def epoch_file(folder: Path, epoch: int) -> Path:
+    """Returns the checkpoint of an epoch, by epochs completed."""
+    return folder / f"checkpoint_epoch_{epoch}.pt"
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Returns the checkpoints of a run's folder, those that are not finite included."""
+    pattern = re.compile(r"checkpoint_epoch_\d+(\.nonfinite)?\.pt|best_model(\.nonfinite)?\.pt")
+    return [path for path in folder.glob("*.pt") if pattern.fullmatch(path.name)]
+
+
+def in_order(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an epoch's record with ``epoch``, ``train_loss`` and ``lr`` first.
+
+    Example:
+        >>> in_order({"epoch": 1, "train_loss": 0.5, "eval_loss": 0.6, "lr": 0.1})
+        {'epoch': 1, 'train_loss': 0.5, 'lr': 0.1, 'eval_loss': 0.6}
+    """
+    first = {key: record[key] for key in _FIRST if key in record}
+    return {**first, **record}
+
+
+def as_columns(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Returns records as lists of equal lengths by key; a key that a record lacks is None there.
+
+    Example:
+        >>> as_columns([{"epoch": 1, "train_loss": 0.5}, {"epoch": 2, "train_loss": 0.4, "eval_loss": 0.6}])
+        {'epoch': [1, 2], 'train_loss': [0.5, 0.4], 'eval_loss': [None, 0.6]}
+    """
+    ordered = [in_order(record) for record in records]
+    keys = dict.fromkeys(key for record in ordered for key in record)
+    return {key: [record.get(key) for record in ordered] for key in keys}
+
+
+class HistoryFile(HistoryHook):
+    """Writes ``history.json``, the history as a dict of lists, where the trainer was told to write.
+
+    Args:
+        history: returns the records.
+
+    Attributes:
+        folder: the run's folder; None writes nothing.
+
+    Example:
+        >>> hook = HistoryFile(lambda: [])
+    """
+
+    def __init__(self, history: Callable[[], Sequence[Mapping[str, Any]]]):
+        super().__init__("history.json", history)
+        self.folder: Path | None = None
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Sets the file of another run aside when this one starts from nothing."""
+        if self.folder is not None:
+            self.path = self.folder / "history.json"
+            super().on_before_train(trainer)
+
+    def _write(self) -> None:
+        if self.folder is not None and distributed.rank() == 0:
+            write_text(dump_columns(self.history()), self.path)
+
+
+def dump_columns(records: Iterable[Mapping[str, Any]]) -> str:
+    """Returns the history as JSON, one column a line, NaN and infinities as null."""
+    columns = to_json(as_columns(records))
+    lines = [f"{json.dumps(key)}: {json.dumps(values, allow_nan=False)}" for key, values in columns.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n" if lines else "{}\n"

@@ -1,0 +1,118 @@
+"""The ``training`` part of a user's config: read from whatever it is, checked, with defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from treadle.errors import ConfigError, refuse_unknown
+from treadle.precision import PrecisionName
+
+_WHERE = "config.training"
+_UNUSED = ("batch_size", "num_epochs", "seed")
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """What :class:`treadle.Trainer` reads from ``config.training``; None stands for the default everywhere.
+
+    Raises:
+        ConfigError: a value is outside its range.
+
+    Example:
+        >>> TrainingSettings(max_grad_norm=1.0).log_interval
+        50
+    """
+
+    max_grad_norm: float | None = None
+    """Total 2-norm to clip to; None or 0 off."""
+    scheduler_step_per_batch: bool = False
+    """True steps the scheduler with every applied step, False with every epoch."""
+    weight_decay: float | None = None
+    """Of the optimizer that the trainer builds; 0.01 by default."""
+    learning_rate: float | None = None
+    """Of the optimizer that the trainer builds; 1e-4 by default."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches per step."""
+    mixed_precision: PrecisionName | bool | None = None
+    """``"bf16"``, ``"fp16"``, True (bf16), False or None (full)."""
+    max_non_finite_grad_retries: int | None = None
+    """Fresh groups to try before NonFiniteError."""
+    log_interval: int | None = 50
+    """Steps between log lines; None or 0 off."""
+    min_delta: float = 0.0
+    """Smallest improvement that counts, for the best epoch and early stopping."""
+    ema_decay: float | None = None
+    """Decay of an averaged copy of the weights, which evaluations then score; None keeps none."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_grad_norm", "weight_decay", "learning_rate", "ema_decay", "min_delta"):
+            self._check(name, Real, 0, math_name="a number")
+        for name in ("max_non_finite_grad_retries", "log_interval"):
+            self._check(name, Integral, 0, math_name="a whole number")
+        self._check("gradient_accumulation_steps", Integral, 1, math_name="a whole number")
+        if self.ema_decay is not None and self.ema_decay > 1:
+            raise ConfigError(f"{_WHERE}.ema_decay={self.ema_decay!r}: must lie in [0, 1], or be None")
+        if not isinstance(self.scheduler_step_per_batch, bool):
+            raise ConfigError(
+                f"{_WHERE}.scheduler_step_per_batch={self.scheduler_step_per_batch!r}: must be True or False"
+            )
+
+    def _check(self, name: str, kind: type, least: Any, *, math_name: str) -> None:
+        value: Any = getattr(self, name)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
+            raise ConfigError(f"{_WHERE}.{name}={value!r}: must be {math_name} >= {least}, or None")
+
+    @property
+    def precision(self) -> PrecisionName | None:
+        """The name of the autocast type, or None."""
+        if isinstance(self.mixed_precision, bool):
+            return "bf16" if self.mixed_precision else None
+        return self.mixed_precision
+
+
+def read_settings(config: Any) -> TrainingSettings:
+    """Returns the settings in ``config.training``, or ``config["training"]``; the config is not changed.
+
+    Args:
+        config: None, a mapping (OmegaConf's too), or any object with attributes. Other parts of it are not read.
+
+    Raises:
+        ConfigError: a key is unknown, naming the nearest known one, or a value is outside its range.
+
+    Example:
+        >>> read_settings({"training": {"max_grad_norm": 1.0}}).max_grad_norm
+        1.0
+        >>> read_settings(None) == read_settings({}) == TrainingSettings()
+        True
+    """
+    part = config.get("training") if isinstance(config, Mapping) else getattr(config, "training", None)
+    values = {} if part is None else _fields_of(part)
+    known = [field.name for field in dataclasses.fields(TrainingSettings)]
+    refuse_unknown(_WHERE, values, [*known, *_UNUSED])
+    given = {name: value for name, value in values.items() if name in known}
+    # Where None means off it is kept; elsewhere it stands for the default.
+    kept = {name: value for name, value in given.items() if value is not None or name == "log_interval"}
+    return TrainingSettings(**kept)
+
+
+def _fields_of(part: Any) -> dict[str, Any]:
+    """Returns the public fields of a mapping or of an object with attributes, its classes' included."""
+    if isinstance(part, Mapping):
+        return dict(part)
+    if dataclasses.is_dataclass(part):
+        return {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    owners = [*reversed(part.__mro__ if isinstance(part, type) else type(part).__mro__), part]
+    found: dict[str, Any] = {}
+    for owner in owners:
+        found.update(getattr(owner, "__dict__", {}))
+    return {name: value for name, value in found.items() if not name.startswith("_") and not _is_method(value)}
+
+
+def _is_method(value: Any) -> bool:
+    return callable(value) or isinstance(value, (property, classmethod, staticmethod))

@@ -1,0 +1,427 @@
+"""The functional face: takes ready parts, trains by epochs, keeps a folder of checkpoints, returns a history."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from treadle import distributed
+from treadle.best import BestRule, Mode
+from treadle.checkpoint.lock import run_lock
+from treadle.checkpoint.store import find_latest, load_checkpoint, save_checkpoint
+from treadle.device import get_device, to_device
+from treadle.engine import Engine
+from treadle.errors import CheckpointError, ConfigError
+from treadle.functional.batches import split_batch
+from treadle.functional.driver import PREFIX, FaceEpochs, MetricRule
+from treadle.functional.files import BEST, HistoryFile, as_columns, checkpoints_in, epoch_file, in_order
+from treadle.functional.losses import in_full_precision, loss_weight, model_loss
+from treadle.functional.metrics import EpochMetrics
+from treadle.functional.settings import TrainingSettings, read_settings
+from treadle.functional.task import OverriddenEvalTask, TrainerTask
+from treadle.hooks.bar import ProgressBarHook
+from treadle.hooks.base import BaseHook
+from treadle.hooks.ema import EmaHook
+from treadle.hooks.progress import ProgressHook
+from treadle.optim import move_optimizer_state
+from treadle.target import Target
+
+_log = logging.getLogger("treadle.functional")
+Callback = Callable[[Any, int, dict[str, Any]], object]
+
+
+class Trainer:
+    """Trains a model with an optimizer and a loss function; the loop is that of ``treadle.hooks.base``.
+
+    Args:
+        model: any module; moved to the device in place.
+        optimizer: over its parameters; None builds AdamW with the config's learning rate (else 1e-4) and weight decay
+            (else 0.01).
+        loss_fn: ``loss_fn(outputs, targets)``; None where the model returns its loss.
+        config: None, a mapping or an object with a ``training`` part, see :class:`TrainingSettings`; not changed.
+        device: None takes CUDA, then MPS, then the CPU.
+        scheduler: stepped per epoch, or per applied step with ``training.scheduler_step_per_batch``.
+        hooks: further hooks.
+        eval_seed: seeds the random numbers of every evaluation.
+        metrics: torchmetrics objects, a collection or a dict of them; reported as ``eval_<name>``.
+
+    Raises:
+        ConfigError: a setting is unknown or out of range, or a device is not available.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = Trainer(model, optimizer, nn.MSELoss(), device="cpu")
+        >>> history = trainer.train([(torch.ones(4, 2), torch.ones(4, 1))] * 3, num_epochs=2)
+        >>> history["epoch"], trainer.step
+        ([1, 2], 6)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        loss_fn: Callable[..., Any] | None,
+        config: Any = None,
+        device: torch.device | str | int | None = None,
+        scheduler: LRScheduler | ReduceLROnPlateau | None = None,
+        *,
+        hooks: Sequence[BaseHook] = (),
+        eval_seed: int = 0,
+        metrics: Any = None,
+    ):
+        self.config = config
+        self.settings = read_settings(config)
+        self.device = get_device(device)
+        self.model = model.to(self.device)
+        self.loss_fn = loss_fn.to(self.device) if isinstance(loss_fn, nn.Module) else loss_fn
+        self.optimizer = _optimizer_for(self.model, optimizer, self.settings)
+        self.scheduler = scheduler
+        self._save_dir: Path | None = None
+        task = TrainerTask(self, EpochMetrics(metrics, self.device))
+        eval_task = OverriddenEvalTask(self, task.metrics) if self._overrides("eval_step") else task
+        self._history_file = HistoryFile(lambda: self._epochs.history)
+        self._engine = self._build_engine(task, device, hooks, eval_seed)
+        evaluate = self.evaluate if self._overrides("evaluate") else None
+        self._epochs = FaceEpochs(self._engine, eval_task, evaluate=evaluate)
+        self.counts_on_host = not (self._overrides("_prepare_batch") or self._overrides("_loss_weight"))
+
+    def _build_engine(self, task: TrainerTask, device: Any, hooks: Sequence[BaseHook], eval_seed: int) -> Engine:
+        settings = self.settings
+        own: list[BaseHook] = [] if settings.ema_decay is None else [EmaHook(settings.ema_decay)]
+        own.append(self._history_file)
+        if settings.log_interval and not any(isinstance(hook, (ProgressHook, ProgressBarHook)) for hook in hooks):
+            own.append(ProgressHook(settings.log_interval))
+        engine = Engine(
+            self.model,
+            self.optimizer,
+            task,
+            scheduler=self.scheduler,
+            scheduler_interval="step" if settings.scheduler_step_per_batch else "epoch",
+            device=device,
+            precision=settings.precision,
+            grad_clip=settings.max_grad_norm,
+            accumulation_steps=settings.gradient_accumulation_steps,
+            max_non_finite_grad_retries=settings.max_non_finite_grad_retries,
+            hooks=[*own, *hooks],
+            eval_seed=eval_seed,
+            logger=_log,
+        )
+        engine.face = "functional"
+        engine.config = dataclasses.asdict(settings)
+        return engine
+
+    def _overrides(self, method: str) -> bool:
+        return getattr(type(self), method) is not getattr(Trainer, method)
+
+    # -- what happened so far -------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps attempted."""
+        return self._engine.step
+
+    @property
+    def applied_steps(self) -> int:
+        """Steps that changed the weights."""
+        return self._engine.applied_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches trained on."""
+        return self._engine.micro_steps
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed."""
+        return self._engine.epoch
+
+    @property
+    def history(self) -> dict[str, list[Any]]:
+        """One list per key, as long as the epochs completed."""
+        return as_columns(self._epochs.history)
+
+    @property
+    def best_metric(self) -> float | None:
+        """The best value of the metric; None before the first improvement."""
+        known = self._epochs.selection
+        return None if known is None or known["best_epoch"] is None else known["best"]
+
+    @property
+    def best_epoch(self) -> int:
+        """The 1-based epoch of the best value; -1 before the first improvement."""
+        known = self._epochs.selection
+        return -1 if known is None or known["best_epoch"] is None else known["best_epoch"]
+
+    @property
+    def should_stop(self) -> bool:
+        """Set it to True in a callback or hook to end training cleanly after this epoch; it is not stored."""
+        return self._engine.should_stop
+
+    @should_stop.setter
+    def should_stop(self, stop: bool) -> None:
+        self._engine.should_stop = stop
+
+    # -- to override ----------------------------------------------------------------------------------------------
+
+    def _prepare_batch(self, batch: Any) -> tuple[Any, Any]:
+        """Returns ``(inputs, targets)`` on the device in new containers; the batch itself is not changed."""
+        inputs, targets = split_batch(batch)
+        return to_device(inputs, self.device), to_device(targets, self.device)
+
+    def _forward_pass(self, inputs: Any) -> Any:
+        """Returns ``model(**inputs)`` for a mapping, else ``model(inputs)``."""
+        return self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
+
+    def _compute_loss(self, outputs: Any, targets: Any) -> Tensor:
+        """Returns the model's own loss where it has one, else ``loss_fn(outputs, targets)`` in float32."""
+        own = model_loss(outputs)
+        if own is not None:
+            return own.float()
+        if self.loss_fn is None or targets is None:
+            raise ConfigError(_no_loss(self.loss_fn, outputs))
+        loss: Tensor = in_full_precision(self.loss_fn, outputs, targets, self.device)
+        return loss
+
+    def _loss_weight(self, inputs: Any, outputs: Any, targets: Any) -> float | Tensor:
+        """Returns how many things the loss is a mean over; see :func:`treadle.functional.losses.loss_weight`."""
+        return loss_weight(self.model, self.loss_fn, inputs, outputs, targets)
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Any) -> dict[str, float]:
+        """Runs one optimizer step on one micro-batch, with its hooks, and reads what it gave.
+
+        Returns:
+            ``loss`` (NaN if nothing in the batch counts), ``lr``, and ``grad_norm`` before clipping where there was
+            a gradient.
+
+        Raises:
+            NonFiniteError: the gradient is not finite.
+        """
+        engine = self._engine
+        engine.target = Target(epochs=engine.epoch + 1)
+        if not self.model.training:
+            self.model.train()
+        engine.step_group([batch])
+        return _numbers_of(engine.step_info)
+
+    def train_epoch(
+        self, train_dataloader: Iterable[Any], eval_dataloader: Iterable[Any] | None = None, epoch: int = 0
+    ) -> dict[str, Any]:
+        """Trains one more epoch, evaluates, and steps a per-epoch scheduler; the best rule of ``train`` rests.
+
+        Args:
+            train_dataloader: micro-batches.
+            eval_dataloader: micro-batches to evaluate, or None.
+            epoch: for the log only.
+
+        Returns:
+            ``train_loss``, ``lr``, then ``eval_…``.
+        """
+        _log.info("epoch %d", epoch)
+        self._epochs.select_by(None)
+        self._epochs.fit(train_dataloader, eval_dataloader, self.epoch + 1)
+        record = in_order(self._epochs.history[-1])
+        record.pop("epoch")
+        return record
+
+    def train(
+        self,
+        train_dataloader: Iterable[Any],
+        num_epochs: int,
+        eval_dataloader: Iterable[Any] | None = None,
+        save_dir: str | Path | None = None,
+        save_freq: int | None = 1,
+        best_model_metric: str | None = "eval_loss",
+        early_stopping_patience: int | None = None,
+        callbacks: Sequence[Callback] | None = None,
+        *,
+        best_mode: Mode | None = None,
+        resume_from: str | Path | None = None,
+    ) -> dict[str, list[Any]]:
+        """Trains until ``num_epochs`` epochs are completed or early stopping ends the run.
+
+        Args:
+            train_dataloader: micro-batches; re-iterated for each epoch.
+            num_epochs: absolute target; a run that has reached it returns its history at once.
+            eval_dataloader: evaluated after each epoch.
+            save_dir: folder of ``checkpoint_epoch_{n}.pt``, ``best_model.pt``, ``history.json``; None writes nothing.
+            save_freq: epochs between checkpoints; None or 0 writes none.
+            best_model_metric: a key of the epoch's record, with ``eval_`` or without; selects the best epoch, stops
+                early, and moves a plateau scheduler. Without ``eval_dataloader``, ``"eval_loss"`` means the training
+                loss. None selects nothing.
+            early_stopping_patience: epochs without improvement until training stops.
+            callbacks: called as ``callback(trainer, epoch, metrics)`` after each epoch, ``epoch`` counted from 0.
+            best_mode: ``"min"``, ``"max"``, or None for the direction of the metric's name.
+            resume_from: None, ``"auto"`` (the newest intact checkpoint in ``save_dir``), or a path.
+
+        Returns:
+            The history: lists by key, one entry per completed epoch.
+
+        Raises:
+            ConfigError: an argument is out of range, or the metric is not in the record.
+            CheckpointError: another process trains in ``save_dir``, or no checkpoint is intact.
+        """
+        make_rule = self._rule(best_model_metric, best_mode, early_stopping_patience, eval_dataloader)
+        if save_freq is not None and save_freq < 0:
+            raise ConfigError(f"save_freq={save_freq!r}: must be >= 1 epoch, or None or 0 to write no numbered files")
+        self._save_dir = self._history_file.folder = None if save_dir is None else Path(save_dir)
+        self._engine.workspace = None if save_dir is None else Path(save_dir).absolute()
+
+        def after_epoch(record: dict[str, Any]) -> None:
+            self._write_epoch(save_freq)
+            for callback in callbacks or ():
+                callback(self, self.epoch - 1, in_order(record))
+
+        with self._own_folder():
+            self._resume(resume_from)
+            self._epochs.select_by(make_rule)
+            self._epochs.fit(train_dataloader, eval_dataloader, num_epochs, after_epoch=after_epoch)
+        return self.history
+
+    def _rule(
+        self, metric: str | None, mode: Mode | None, patience: int | None, eval_dataloader: Iterable[Any] | None
+    ) -> Callable[[], BestRule] | None:
+        if metric is None and patience is not None:
+            raise ConfigError(
+                f"early_stopping_patience={patience!r}: needs a metric to watch, and best_model_metric is None"
+            )
+        if metric is None:
+            return None
+        if metric in ("eval_loss", "loss") and eval_dataloader is None:
+            metric = "train_loss"
+        name = metric if metric.startswith((PREFIX, "train_")) else PREFIX + metric
+        make = partial(MetricRule, name, mode, self.settings.min_delta, patience)
+        make()  # refuses bad values now
+        return make
+
+    # -- evaluation -----------------------------------------------------------------------------------------------
+
+    def eval_step(self, batch: Any) -> dict[str, float]:
+        """Returns the ``loss`` of one batch in eval mode, without gradients; NaN if nothing in it counts."""
+        return {"loss": self._epochs.loss_of(batch)}
+
+    def evaluate(self, dataloader: Iterable[Any]) -> dict[str, Any]:
+        """Returns the weighted means over a loader, of the averaged weights if there is an average.
+
+        Returns:
+            ``loss``, then the metrics; unprefixed.
+
+        Raises:
+            ConfigError: the loader is empty.
+        """
+        return self._epochs.measure(dataloader)
+
+    # -- files ----------------------------------------------------------------------------------------------------
+
+    def load_checkpoint(
+        self, path: str | Path, load_optimizer: bool = True, load_scheduler: bool = True
+    ) -> dict[str, Any]:
+        """Restores everything from a checkpoint, in place.
+
+        Args:
+            path: as given; if there is no such file, inside the last ``save_dir``.
+            load_optimizer: False leaves the optimizer as it is.
+            load_scheduler: False leaves the scheduler as it is.
+
+        Returns:
+            The checkpoint's data.
+
+        Raises:
+            CheckpointError: the file is missing, damaged, or of another model.
+        """
+        path = Path(path)
+        if self._save_dir is not None and not path.exists() and (self._save_dir / path).exists():
+            path = self._save_dir / path
+        tree = load_checkpoint(path)
+        left_out = {key for key, load in (("optimizer", load_optimizer), ("scheduler", load_scheduler)) if not load}
+        self._restore({key: None if key in left_out else value for key, value in tree.items()}, path)
+        return tree
+
+    def _save_checkpoint(self, path: str | Path, epoch: int, metric_value: float | None = None) -> None:
+        """Writes one full checkpoint; every file of ``train`` goes through here, on every rank.
+
+        Args:
+            path: the file.
+            epoch: epochs completed; the state's own count is what is stored.
+            metric_value: stored as ``best_metric``; None stores the best value so far.
+        """
+        if epoch != self.epoch:
+            _log.warning("_save_checkpoint(epoch=%d): the state is that of epoch %d, saved as such", epoch, self.epoch)
+        tree = self._engine.state_dict()
+        if metric_value is not None:
+            tree["best_metric"] = float(metric_value)
+        if distributed.rank() == 0:
+            save_checkpoint(tree, path)
+
+    def _write_epoch(self, save_freq: int | None) -> None:
+        """The best goes first and the epoch's own last: whatever a kill leaves, the newest file knows of the best."""
+        if self._save_dir is None:
+            return
+        if self._epochs.improved:
+            self._save_checkpoint(self._save_dir / BEST, self.epoch, self.best_metric)
+        if save_freq and self.epoch % save_freq == 0:
+            self._save_checkpoint(epoch_file(self._save_dir, self.epoch), self.epoch)
+
+    def _own_folder(self) -> contextlib.AbstractContextManager[None]:
+        if self._save_dir is None or distributed.rank() != 0:
+            return contextlib.nullcontext()
+        return run_lock(self._save_dir)
+
+    def _resume(self, source: str | Path | None) -> None:
+        """Loads what ``resume_from`` names into a run that has not started."""
+        if source is None or self.step > 0:
+            return
+        if str(source) != "auto":
+            self._restore(load_checkpoint(source), source)
+            return
+        if self._save_dir is None:
+            raise ConfigError("resume_from='auto': needs save_dir, the folder to look in")
+        found = find_latest(checkpoints_in(self._save_dir))
+        if found is not None:
+            self._restore(found[1], found[0])
+
+    def _restore(self, tree: Mapping[str, Any], source: str | Path) -> None:
+        try:
+            self._engine.load_state_dict(tree)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{source}: {error}. Another model needs another save_dir, or resume_from=None to start afresh here"
+            ) from error
+        self._engine.resume_source = str(source)
+        _log.info("resumed from %s at step %d, epoch %d", source, self.step, self.epoch)
+
+
+def _optimizer_for(model: nn.Module, optimizer: Optimizer | None, settings: TrainingSettings) -> Optimizer:
+    if optimizer is None:
+        lr = 1e-4 if settings.learning_rate is None else settings.learning_rate
+        decay = 0.01 if settings.weight_decay is None else settings.weight_decay
+        return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay)
+    move_optimizer_state(optimizer)
+    return optimizer
+
+
+def _no_loss(loss_fn: Any, outputs: Any) -> str:
+    given = f"the model returned a {type(outputs).__name__} without a loss"
+    if loss_fn is None:
+        return f"loss_fn=None: {given}; pass a loss function, or give the model what it computes its loss from (labels)"
+    return f"targets: {given} and the batch has no targets; yield (inputs, targets), or override _compute_loss"
+
+
+def _numbers_of(info: Mapping[str, Any]) -> dict[str, float]:
+    loss = info["loss"][0]
+    numbers = {"loss": float("nan") if loss is None else float(loss), "lr": float(info["lr"][0])}
+    if "grad_norm" in info:
+        numbers["grad_norm"] = float(info["grad_norm"])
+    return numbers
