@@ -21,7 +21,9 @@ PROMISED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["treadle", "treadle.spectra", "treadle.hooks", "treadle.checkpoint", "treadle.data"])
+@pytest.mark.parametrize(
+    "name", ["treadle", "treadle.spectra", "treadle.graphs", "treadle.hooks", "treadle.checkpoint", "treadle.data"]
+)
 def test_all_is_complete_and_every_name_is_there(name):
     module = importlib.import_module(name)
     assert len(set(module.__all__)) == len(module.__all__)
@@ -34,7 +36,7 @@ def test_all_is_complete_and_every_name_is_there(name):
     assert present - set(module.__all__) == set()
 
 
-@pytest.mark.parametrize("name", ["treadle", "treadle.spectra"])
+@pytest.mark.parametrize("name", ["treadle", "treadle.spectra", "treadle.graphs"])
 def test_all_is_sorted(name):
     names = importlib.import_module(name).__all__
     assert names == sorted(names)

@@ -1,0 +1,214 @@
+"""Attention between the nodes of each graph, never between graphs.
+
+Shapes: N = nodes of the batch, G = graphs, S = node slots of a graph, P = listed pairs, D = width, H = heads,
+C = D / H, R = width of a pair encoding.
+
+Nodes are laid out densely as (G, S). One graph of 200 nodes among 100 graphs of 20 would make S 200 for all of them, so
+graphs of unlike size are attended to apart: the dense pairs stay below 4·Σ nᵢ², whatever the sizes are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class AttentionLayout(NamedTuple):
+    """Places of the nodes in the dense tensors of the attention.
+
+    Groups of graphs lie one after another: group k has G_k graphs of S_k slots each, and with them G_k·S_k² pairs.
+
+    Attributes:
+        groups: (G_k, S_k) of each group.
+        slot_N: (N,) slot of each node; None when the nodes already lie in their slots.
+        row_start_N: (N,) index of the pair (node, first slot of its graph) among all pairs of the layout.
+        position_N: (N,) 0-based position of the node in its graph.
+        masks: for each group None (attend everywhere), a bool (G_k, 1, 1, S_k), True = may be attended to, or a float
+            (G_k, H, S_k, S_k) that is added to the logits.
+    """
+
+    groups: tuple[tuple[int, int], ...]
+    slot_N: Tensor | None
+    row_start_N: Tensor
+    position_N: Tensor
+    masks: tuple[Tensor | None, ...]
+
+    @property
+    def num_pairs(self) -> int:
+        """Elements of the attention matrices of one head: Σ G_k·S_k²."""
+        return sum(graphs * size * size for graphs, size in self.groups)
+
+
+def group_sizes(sizes: Sequence[int]) -> list[int]:
+    """Returns the slots that each graph is given: those of its group.
+
+    All graphs form one group while that at most doubles the pairs, since each group costs launches of its own.
+    Otherwise group b holds the graphs of more than 1/2^(b+1) and up to 1/2^b of the largest: their pairs are less than
+    quadrupled by padding.
+
+    Example:
+        >>> group_sizes([3, 4, 4]), group_sizes([3, 4, 90, 80])
+        ([4, 4, 4], [4, 4, 90, 90])
+    """
+    largest = max(1, *sizes)
+    if len(sizes) * largest**2 <= 2 * sum(size * size for size in sizes):
+        return [largest] * len(sizes)
+    bands = [(largest // max(size, 1)).bit_length() for size in sizes]
+    slots: dict[int, int] = {}
+    for band, size in zip(bands, sizes, strict=True):
+        slots[band] = max(slots.get(band, 1), size)
+    return [slots[band] for band in bands]
+
+
+def batch_layout(graph_N: Tensor, num_graphs: int) -> AttentionLayout:
+    """Lays out a batch of graphs of any sizes; reads their sizes on the host, once.
+
+    Args:
+        graph_N: (N,) integer, the graph of each node, in any order.
+        num_graphs: G; graphs without nodes are legal.
+
+    Example:
+        >>> layout = batch_layout(torch.tensor([0, 0, 0, 1, 1]), 2)
+        >>> layout.groups, layout.slot_N.tolist(), layout.masks[0].flatten(1).tolist()
+        (((2, 3),), [0, 1, 2, 3, 4], [[True, True, True], [True, True, False]])
+    """
+    sizes_G = graph_N.new_zeros(num_graphs).index_add_(0, graph_N, torch.ones_like(graph_N))
+    sizes = sizes_G.tolist()
+    groups, starts_3G = _starts(group_sizes(sizes))
+    slot_start_G, row_start_G, slots_G = starts_3G.to(graph_N.device)
+
+    order = graph_N.argsort(stable=True)
+    rank_N = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+    position_N = rank_N - (sizes_G.cumsum(0) - sizes_G).index_select(0, graph_N)
+    slot_N = slot_start_G.index_select(0, graph_N) + position_N
+    row_start_N = row_start_G.index_select(0, graph_N) + position_N * slots_G.index_select(0, graph_N)
+
+    num_slots = sum(graphs * size for graphs, size in groups)
+    masks: tuple[Tensor | None, ...] = (None,) * len(groups)
+    if num_slots > len(graph_N):
+        real = torch.zeros(num_slots, dtype=torch.bool, device=graph_N.device).index_fill_(0, slot_N, True)
+        parts = torch.split(real, [graphs * size for graphs, size in groups])
+        masks = tuple(key_mask(part.view(group)) for part, group in zip(parts, groups, strict=True))
+    return AttentionLayout(groups, slot_N, row_start_N, position_N, masks)
+
+
+def _starts(slots: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], Tensor]:
+    """Returns (G_k, S_k) of each group, and for each graph its first slot, its first pair and its slots, (3, G)."""
+    starts, groups = torch.empty(3, len(slots), dtype=torch.long), []
+    first_slot = first_pair = 0
+    for size in sorted(set(slots)):
+        members = torch.tensor([index for index, other in enumerate(slots) if other == size])
+        rank = torch.arange(len(members))
+        starts[:, members] = torch.stack(
+            [first_slot + rank * size, first_pair + rank * size**2, torch.full_like(rank, size)]
+        )
+        groups.append((len(members), size))
+        first_slot += len(members) * size
+        first_pair += len(members) * size**2
+    return tuple(groups), starts
+
+
+def padded_layout(node_mask_GS: Tensor) -> AttentionLayout:
+    """Lays out nodes that already lie in their slots; no value is read on the host, and every shape is known.
+
+    Args:
+        node_mask_GS: (G, S) bool, True = a real node.
+    """
+    num_graphs, size = node_mask_GS.shape
+    slot_N = torch.arange(num_graphs * size, device=node_mask_GS.device)
+    return AttentionLayout(((num_graphs, size),), None, slot_N * size, slot_N % size, (key_mask(node_mask_GS),))
+
+
+def key_mask(real_GS: Tensor) -> Tensor:
+    """Returns the slots (G, 1, 1, S) that may be attended to, True = yes: the real ones, and always the first.
+
+    The first slot of a graph is real unless the graph is empty. Attending to nothing would give 0/0 = NaN.
+    """
+    first_S = torch.arange(real_GS.shape[1], device=real_GS.device) == 0
+    return (real_GS | first_S)[:, None, None, :]
+
+
+class PairBias(nn.Module):
+    """Turns encodings of listed pairs into terms of the attention logits, shared by all layers.
+
+    Pairs that are not listed, and pairs whose encoding is zero, add 0; a pair listed twice adds twice.
+
+    Example:
+        >>> layout = batch_layout(torch.tensor([0, 0, 0]), 1)
+        >>> biased = PairBias(4, num_heads=2)(layout, torch.tensor([[0], [2]]), torch.ones(1, 4))
+        >>> (biased.masks[0] != 0).nonzero().tolist()
+        [[0, 0, 0, 2], [0, 1, 0, 2]]
+    """
+
+    def __init__(self, relative_pe_dim: int, *, num_heads: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(relative_pe_dim, num_heads, bias=False)
+
+    def forward(self, layout: AttentionLayout, pair_index_2P: Tensor, pair_pe_PR: Tensor) -> AttentionLayout:
+        """Returns the layout with a float mask: −∞ at padding, else what the pairs add.
+
+        Args:
+            layout: of the batch, with bool masks.
+            pair_index_2P: (2, P) nodes of the batch; row 0 attends to row 1.
+            pair_pe_PR: (P, R) encodings.
+        """
+        values_PH = self.proj(pair_pe_PR.to(self.proj.weight.dtype))
+        place_P = layout.row_start_N.index_select(0, pair_index_2P[0])
+        place_P = place_P + layout.position_N.index_select(0, pair_index_2P[1])
+        dense = values_PH.new_zeros(layout.num_pairs, values_PH.shape[1]).index_add_(0, place_P, values_PH)
+        parts = torch.split(dense, [graphs * size * size for graphs, size in layout.groups])
+        biases: list[Tensor] = []
+        for (graphs, size), part, mask in zip(layout.groups, parts, layout.masks, strict=True):
+            # The attention kernels want the last dimension to be contiguous.
+            bias_GHSS = part.view(graphs, size, size, -1).permute(0, 3, 1, 2).contiguous()
+            biases.append(bias_GHSS if mask is None else bias_GHSS.masked_fill(~mask, -torch.inf))
+        return layout._replace(masks=tuple(biases))
+
+
+class GraphAttention(nn.Module):
+    """Multi-head attention between the nodes of each graph, through ``scaled_dot_product_attention``.
+
+    Args:
+        hidden_dim: D, a multiple of ``num_heads``.
+        num_heads: H.
+        dropout: of the attention probabilities while training.
+
+    Example:
+        >>> attention = GraphAttention(8, num_heads=2)
+        >>> attention(torch.randn(5, 8), batch_layout(torch.tensor([0, 0, 0, 1, 1]), 2)).shape
+        torch.Size([5, 8])
+    """
+
+    def __init__(self, hidden_dim: int, *, num_heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(hidden_dim, 3 * hidden_dim)
+        self.out = nn.Linear(hidden_dim, hidden_dim)
+
+    def forward(self, nodes_ND: Tensor, layout: AttentionLayout) -> Tensor:
+        """Returns (N, D)."""
+        qkv = self.qkv(nodes_ND)
+        if layout.slot_N is not None:
+            num_slots = sum(graphs * size for graphs, size in layout.groups)
+            qkv = qkv.new_zeros(num_slots, qkv.shape[1]).index_copy(0, layout.slot_N, qkv)
+        parts = torch.split(qkv, [graphs * size for graphs, size in layout.groups])
+        mixed = [
+            self._attend(part.view(*group, 3, self.num_heads, -1), mask).flatten(0, 1)
+            for group, part, mask in zip(layout.groups, parts, layout.masks, strict=True)
+        ]
+        mixed_ND = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+        if layout.slot_N is not None:
+            mixed_ND = mixed_ND.index_select(0, layout.slot_N)
+        out_ND: Tensor = self.out(mixed_ND)
+        return out_ND
+
+    def _attend(self, qkv_GS3HC: Tensor, mask: Tensor | None) -> Tensor:
+        query_GHSC, key_GHSC, value_GHSC = qkv_GS3HC.permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        mixed_GHSC = F.scaled_dot_product_attention(query_GHSC, key_GHSC, value_GHSC, attn_mask=mask, dropout_p=dropout)
+        return mixed_GHSC.transpose(1, 2).flatten(2)

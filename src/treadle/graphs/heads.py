@@ -1,0 +1,84 @@
+"""From node states to outputs: of graphs, of nodes, of pairs of nodes.
+
+Shapes: N = nodes of the batch, G = graphs, P = pairs, D = hidden width, C = outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from treadle.graphs.inputs import needed
+from treadle.graphs.layers import Structure, sum_by_index
+
+
+def read_out(nodes_ND: Tensor, graph_N: Tensor, num_graphs: int, readout: str) -> Tensor:
+    """Joins the nodes of each graph by ``"mean"``, ``"add"`` or ``"max"``; a graph without nodes gives 0.
+
+    Example:
+        >>> read_out(torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([0, 0, 2]), 3, "mean").flatten().tolist()
+        [2.0, 0.0, 5.0]
+    """
+    if readout == "max":
+        rows = graph_N[:, None].expand_as(nodes_ND)
+        empty = nodes_ND.new_zeros(num_graphs, nodes_ND.shape[1])
+        return empty.scatter_reduce(0, rows, nodes_ND, "amax", include_self=False)
+    sums_GD = sum_by_index(nodes_ND, graph_N, num_graphs)
+    if readout == "add":
+        return sums_GD
+    ones_N1 = torch.ones(len(nodes_ND), 1, device=nodes_ND.device)
+    return sums_GD / sum_by_index(ones_N1, graph_N, num_graphs).clamp(min=1)
+
+
+def _mlp(input_dim: int, hidden_dim: int, num_classes: int, dropout: float) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(input_dim, hidden_dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden_dim, num_classes)
+    )
+
+
+class GraphHead(nn.Module):
+    """Outputs of whole graphs."""
+
+    def __init__(self, hidden_dim: int, num_classes: int, *, dropout: float, readout: str) -> None:
+        super().__init__()
+        self.readout = readout
+        self.mlp = _mlp(hidden_dim, hidden_dim, num_classes, dropout)
+
+    def forward(self, nodes_ND: Tensor, batch: Any, structure: Structure) -> Tensor:
+        """Returns (G, C)."""
+        outputs_GC: Tensor = self.mlp(read_out(nodes_ND, structure.graph_N, structure.num_graphs, self.readout))
+        return outputs_GC
+
+
+class NodeHead(nn.Module):
+    """Outputs of nodes."""
+
+    def __init__(self, hidden_dim: int, num_classes: int, *, dropout: float) -> None:
+        super().__init__()
+        self.mlp = _mlp(hidden_dim, hidden_dim, num_classes, dropout)
+
+    def forward(self, nodes_ND: Tensor, batch: Any, structure: Structure) -> Tensor:
+        """Returns (N, C)."""
+        outputs_NC: Tensor = self.mlp(nodes_ND)
+        return outputs_NC
+
+
+class EdgeHead(nn.Module):
+    """Outputs of the pairs ``batch.pair_index`` (2, P), the same for (i, j) and (j, i)."""
+
+    def __init__(self, hidden_dim: int, num_classes: int, *, dropout: float) -> None:
+        super().__init__()
+        self.mlp = _mlp(2 * hidden_dim, hidden_dim, num_classes, dropout)
+
+    def forward(self, nodes_ND: Tensor, batch: Any, structure: Structure) -> Tensor:
+        """Returns (P, C).
+
+        Raises:
+            ConfigError: when the batch has no ``pair_index``.
+        """
+        first_P, second_P = needed(batch, "pair_index")
+        first_PD, second_PD = nodes_ND.index_select(0, first_P), nodes_ND.index_select(0, second_P)
+        outputs_PC: Tensor = self.mlp(torch.cat([first_PD + second_PD, (first_PD - second_PD).abs()], dim=1))
+        return outputs_PC

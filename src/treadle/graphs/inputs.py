@@ -1,0 +1,117 @@
+"""What the features of a batch become before the first layer.
+
+Shapes: M = nodes or edges, N = nodes, F = feature columns or types, K = columns of the node encoding, D = hidden width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from treadle.errors import ConfigError
+
+
+def needed(batch: Any, name: str) -> Tensor:
+    """Returns an attribute of the batch that the model cannot do without.
+
+    Raises:
+        ConfigError: when it is absent.
+    """
+    value = getattr(batch, name, None)
+    if not isinstance(value, Tensor):
+        raise ConfigError(
+            f"the {type(batch).__name__} has no tensor {name!r}, which this model needs; add it to the data"
+        )
+    return value
+
+
+def graphs_of(batch: Any) -> tuple[Tensor, int]:
+    """Returns the graph of each node (N,) and the number of graphs; a batch that names none is one graph."""
+    graph_N = getattr(batch, "batch", None)
+    if graph_N is None:
+        x = needed(batch, "x")
+        return torch.zeros(len(x), dtype=torch.long, device=x.device), 1
+    num_graphs = getattr(batch, "num_graphs", None)
+    return graph_N, int(graph_N.max()) + 1 if num_graphs is None else int(num_graphs)
+
+
+class FeatureEncoder(nn.Module):
+    """Integer types through a table, float columns through a linear map, with one and the same weight.
+
+    A table is the linear map of one-hot columns, so the model need not be told which of the two a data set has, and no
+    parameter is left unused. Initialised as ``nn.Linear(num_features, hidden_dim)``.
+
+    Args:
+        num_features: F, the number of types or of columns.
+        hidden_dim: D.
+        what: names the features in messages, as in ``"x"``.
+        argument: the argument that set ``num_features``, for messages.
+
+    Example:
+        >>> encode = FeatureEncoder(3, 8, what="x", argument="num_features")
+        >>> types = torch.tensor([2, 0])
+        >>> torch.allclose(encode(types), encode(nn.functional.one_hot(types, 3).float()))
+        True
+    """
+
+    def __init__(self, num_features: int, hidden_dim: int, *, what: str, argument: str) -> None:
+        super().__init__()
+        self.what = what
+        self.argument = argument
+        bound = 1 / math.sqrt(num_features)
+        self.weight = nn.Parameter(torch.empty(num_features, hidden_dim).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(hidden_dim).uniform_(-bound, bound))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Encodes (M,) or (M, 1) integers, or (M, F) floats, into (M, D).
+
+        Raises:
+            ValueError: when the shape does not fit, or an integer is outside 0 … F − 1. On a CUDA device the latter is
+                the device's own assertion, as reading the values would stop every step.
+        """
+        num_features = len(self.weight)
+        if features.is_floating_point():
+            if features.dim() != 2 or features.shape[1] != num_features:
+                raise ValueError(
+                    f"{self.what} has shape {tuple(features.shape)}, but the model was built for float features of "
+                    f"{self.argument}={num_features} columns; pass {self.argument}={features.shape[-1]} to get_model"
+                )
+            return torch.addmm(self.bias, features.to(self.weight.dtype), self.weight)
+        types_M = features.squeeze(-1) if features.dim() == 2 and features.shape[1] == 1 else features
+        if types_M.dim() != 1:
+            raise ValueError(
+                f"{self.what} has shape {tuple(features.shape)} and type {features.dtype}; integers are types, one for "
+                "each row. Combine the columns into one type, or convert them to float"
+            )
+        try:
+            return F.embedding(types_M.long(), self.weight) + self.bias
+        except IndexError:
+            low, high = int(types_M.min()), int(types_M.max())
+            raise ValueError(
+                f"{self.what} has types from {low} to {high}, but the model was built for 0 to {num_features - 1}; "
+                f"pass {self.argument}={high + 1} or more to get_model"
+            ) from None
+
+
+class NodeEncodingInput(nn.Module):
+    """Adds an encoding of the nodes through a network of its own and a learned gate per channel, half open at first.
+
+    Example:
+        >>> NodeEncodingInput(4, 8)(torch.zeros(3, 8), torch.randn(3, 4)).shape
+        torch.Size([3, 8])
+    """
+
+    def __init__(self, node_pe_dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.node_pe_dim = node_pe_dim
+        self.encode = nn.Sequential(nn.Linear(node_pe_dim, hidden_dim), nn.GELU(), nn.Linear(hidden_dim, hidden_dim))
+        self.gate = nn.Parameter(torch.zeros(hidden_dim))
+
+    def forward(self, nodes_ND: Tensor, node_pe_NK: Tensor) -> Tensor:
+        """Returns (N, D)."""
+        encoded_ND: Tensor = self.encode(node_pe_NK.to(self.gate.dtype))
+        return nodes_ND + self.gate.sigmoid() * encoded_ND

@@ -1,0 +1,237 @@
+"""Local message passing over edges, and the layer that joins it with attention inside each graph.
+
+Shapes: N = nodes of the batch, E = directed edges, G = graphs, D = hidden width, H = heads, C = D / H.
+
+Sums over edges are ``index_add_``: always in the same order on the CPU. On CUDA they are atomic additions, so two runs
+agree to the bit only under ``torch.use_deterministic_algorithms(True)`` (``set_seed(seed, deterministic=True)``).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from treadle.graphs.attention import AttentionLayout, GraphAttention
+
+
+class Structure(NamedTuple):
+    """How the nodes of a batch hang together.
+
+    Attributes:
+        source_E: (E,) the node a message leaves.
+        target_E: (E,) the node it reaches.
+        graph_N: (N,) the graph of each node.
+        num_graphs: G.
+        layout: places of the nodes in the dense attention; None without attention.
+    """
+
+    source_E: Tensor
+    target_E: Tensor
+    graph_N: Tensor
+    num_graphs: int
+    layout: AttentionLayout | None
+
+
+def sum_by_index(values: Tensor, index: Tensor, num_rows: int) -> Tensor:
+    """Sums the rows of ``values`` (M, …) that share an index (M,) into (num_rows, …), in float32 or better.
+
+    Example:
+        >>> sum_by_index(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([0, 0, 2]), 3).flatten().tolist()
+        [3.0, 0.0, 4.0]
+    """
+    # The hub of a large graph sums thousands of messages: 8 bits of bf16 or the range of fp16 would not hold them.
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    return wide.new_zeros((num_rows, *values.shape[1:])).index_add_(0, index, wide)
+
+
+def softmax_by_index(logits: Tensor, index: Tensor, num_rows: int) -> Tensor:
+    """Softmax of ``logits`` (M, H) over the rows that share an index (M,); float32 or better.
+
+    Example:
+        >>> softmax_by_index(torch.zeros(3, 1), torch.tensor([0, 0, 1]), 2).flatten().tolist()
+        [0.5, 0.5, 1.0]
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    with torch.no_grad():
+        rows = index[:, None].expand_as(wide)
+        peak = wide.new_zeros(num_rows, wide.shape[1]).scatter_reduce(0, rows, wide, "amax", include_self=False)
+    weights = (wide - peak.index_select(0, index)).exp()
+    return weights / sum_by_index(weights, index, num_rows).index_select(0, index)
+
+
+class GINELayer(nn.Module):
+    """MLP(h_i + Σ_j ReLU(h_j + e_ij)) (Hu et al. 2020, "Strategies for Pre-training Graph Neural Networks").
+
+    Example:
+        >>> path = Structure(torch.tensor([0, 1]), torch.tensor([1, 0]), torch.zeros(2, dtype=torch.long), 1, None)
+        >>> nodes, _ = GINELayer(4)(torch.randn(2, 4), torch.randn(2, 4), path)
+        >>> nodes.shape
+        torch.Size([2, 4])
+    """
+
+    def __init__(self, hidden_dim: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(hidden_dim, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, hidden_dim))
+
+    def forward(self, nodes_ND: Tensor, edges_ED: Tensor, structure: Structure) -> tuple[Tensor, Tensor]:
+        """Returns the local update of the nodes (N, D), and the edges (E, D) as they came."""
+        messages_ED = F.relu(nodes_ND.index_select(0, structure.source_E) + edges_ED)
+        return self.mlp(nodes_ND + sum_by_index(messages_ED, structure.target_E, len(nodes_ND))), edges_ED
+
+
+class GCNLayer(nn.Module):
+    """W h_i / d_i + Σ_j (W h_j + U e_ij) / √(d_i d_j) + b, d = 1 + number of incoming edges (Kipf & Welling 2017).
+
+    With edge features of zero this is torch_geometric's ``GCNConv``.
+    """
+
+    def __init__(self, hidden_dim: int) -> None:
+        super().__init__()
+        self.node = nn.Linear(hidden_dim, hidden_dim, bias=False)
+        self.edge = nn.Linear(hidden_dim, hidden_dim, bias=False)
+        self.bias = nn.Parameter(torch.zeros(hidden_dim))
+
+    def forward(self, nodes_ND: Tensor, edges_ED: Tensor, structure: Structure) -> tuple[Tensor, Tensor]:
+        """Returns the local update of the nodes (N, D), and the edges (E, D) as they came."""
+        source_E, target_E, num_nodes = structure.source_E, structure.target_E, len(nodes_ND)
+        ones_E1 = torch.ones(len(target_E), 1, device=nodes_ND.device)
+        scale_N1 = (1 + sum_by_index(ones_E1, target_E, num_nodes)).rsqrt()
+        values_ND = self.node(nodes_ND)
+        messages_ED = values_ND.index_select(0, source_E) + self.edge(edges_ED)
+        sums_ND = sum_by_index(messages_ED * scale_N1.index_select(0, source_E), target_E, num_nodes)
+        return scale_N1 * (sums_ND + scale_N1 * values_ND) + self.bias, edges_ED
+
+
+class GATLayer(nn.Module):
+    """Σ_j α_ij (W h_j + U e_ij) + b per head, α a softmax over the incoming edges of i (Veličković et al. 2018).
+
+    The logits are those of torch_geometric's ``GATConv`` with ``edge_dim``. There an edge feature only shifts the
+    logits, so that it is without effect on a node with one neighbour; here it is in the message as well. A node
+    without incoming edges gets b alone.
+    """
+
+    def __init__(self, hidden_dim: int, *, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.dropout = nn.Dropout(dropout)
+        self.node = nn.Linear(hidden_dim, hidden_dim, bias=False)
+        self.edge = nn.Linear(hidden_dim, hidden_dim, bias=False)
+        self.query = nn.Parameter(torch.empty(num_heads, hidden_dim // num_heads))
+        self.key = nn.Parameter(torch.empty(num_heads, hidden_dim // num_heads))
+        self.edge_key = nn.Parameter(torch.empty(num_heads, hidden_dim // num_heads))
+        self.bias = nn.Parameter(torch.zeros(hidden_dim))
+        for vector in (self.query, self.key, self.edge_key):
+            nn.init.xavier_uniform_(vector)
+
+    def forward(self, nodes_ND: Tensor, edges_ED: Tensor, structure: Structure) -> tuple[Tensor, Tensor]:
+        """Returns the local update of the nodes (N, D), and the edges (E, D) as they came."""
+        source_E, target_E, num_nodes = structure.source_E, structure.target_E, len(nodes_ND)
+        values_NHC = self.node(nodes_ND).unflatten(1, (self.num_heads, -1))
+        edges_EHC = self.edge(edges_ED).unflatten(1, (self.num_heads, -1))
+        logits_EH = (values_NHC * self.key).sum(-1).index_select(0, source_E)
+        logits_EH = logits_EH + (values_NHC * self.query).sum(-1).index_select(0, target_E)
+        logits_EH = F.leaky_relu(logits_EH + (edges_EHC * self.edge_key).sum(-1), 0.2)
+        share_EH = self.dropout(softmax_by_index(logits_EH, target_E, num_nodes))
+        messages_EHC = values_NHC.index_select(0, source_E) + edges_EHC
+        sums_NHC = sum_by_index(messages_EHC * share_EH.unsqueeze(-1), target_E, num_nodes)
+        return sums_NHC.flatten(1) + self.bias, edges_ED
+
+
+class GatedGCNLayer(nn.Module):
+    """U h_i + Σ_j σ_ij ⊙ V h_j / (Σ_j σ_ij + 1e-6), σ_ij = sigmoid(A h_i + B h_j + C e_ij) (Bresson & Laurent 2017).
+
+    The edges carry a state: e_ij += ReLU(LN(A h_i + B h_j + C e_ij)), unless ``update_edges`` is False, as in the last
+    layer of a model, where nothing reads it.
+    """
+
+    def __init__(self, hidden_dim: int, *, update_edges: bool) -> None:
+        super().__init__()
+        self.node = nn.Linear(hidden_dim, 4 * hidden_dim)
+        self.edge = nn.Linear(hidden_dim, hidden_dim)
+        self.edge_norm = nn.LayerNorm(hidden_dim) if update_edges else None
+
+    def forward(self, nodes_ND: Tensor, edges_ED: Tensor, structure: Structure) -> tuple[Tensor, Tensor]:
+        """Returns the local update of the nodes (N, D), and the state of the edges (E, D)."""
+        source_E, target_E, num_nodes = structure.source_E, structure.target_E, len(nodes_ND)
+        own_ND, value_ND, to_ND, from_ND = self.node(nodes_ND).chunk(4, dim=1)
+        gate_ED = to_ND.index_select(0, target_E) + from_ND.index_select(0, source_E) + self.edge(edges_ED)
+        share_ED = gate_ED.sigmoid()
+        sums_ND = sum_by_index(share_ED * value_ND.index_select(0, source_E), target_E, num_nodes)
+        update_ND = own_ND + sums_ND / (sum_by_index(share_ED, target_E, num_nodes) + 1e-6)
+        if self.edge_norm is not None:
+            edges_ED = edges_ED + F.relu(self.edge_norm(gate_ED))
+        return update_ND, edges_ED
+
+
+class DropPath(nn.Module):
+    """Leaves a whole branch out for random graphs while training, and scales the others by 1 / (1 − rate).
+
+    Example:
+        >>> DropPath(0.5).eval()(torch.ones(2, 1), torch.tensor([0, 1]), 2).tolist()
+        [[1.0], [1.0]]
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, branch_ND: Tensor, graph_N: Tensor, num_graphs: int) -> Tensor:
+        """Returns the branch (N, D), zero at all nodes of the graphs that were drawn."""
+        if not self.training or self.rate == 0.0:
+            return branch_ND
+        keep_G1 = (torch.rand(num_graphs, 1, device=branch_ND.device) >= self.rate).to(branch_ND.dtype)
+        return branch_ND * (keep_G1 / (1.0 - self.rate)).index_select(0, graph_N)
+
+
+class GraphLayer(nn.Module):
+    """One pre-norm layer: h += local(LN h) + attention(LN h), then h += FFN(LN h).
+
+    The sum of message passing and attention is that of GPS (Rampášek et al. 2022); its batch norms are layer norms
+    here, so that a graph does not depend on its neighbours in the batch.
+
+    Args:
+        local: message passing from (nodes, edges, structure) to (update, edges); None for none.
+        attention: attention inside each graph; None for none.
+        hidden_dim: D.
+        ffn_dim: width of the feed-forward part.
+        dropout: on each of the three branches and inside the feed-forward part.
+        drop_path: probability to leave the branches out for a graph while training.
+    """
+
+    def __init__(
+        self,
+        local: nn.Module | None,
+        attention: GraphAttention | None,
+        *,
+        hidden_dim: int,
+        ffn_dim: int,
+        dropout: float,
+        drop_path: float,
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(hidden_dim)
+        self.local = local
+        self.attention = attention
+        self.norm2 = nn.LayerNorm(hidden_dim)
+        self.ffn = nn.Sequential(
+            nn.Linear(hidden_dim, ffn_dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(ffn_dim, hidden_dim)
+        )
+        self.dropout = nn.Dropout(dropout)
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, nodes_ND: Tensor, edges_ED: Tensor, structure: Structure) -> tuple[Tensor, Tensor]:
+        """Returns the nodes (N, D) and the edges (E, D) after the layer."""
+        normed_ND, branches = self.norm1(nodes_ND), []
+        if self.local is not None:
+            local_ND, edges_ED = self.local(normed_ND, edges_ED, structure)
+            branches.append(self.dropout(local_ND))
+        if self.attention is not None:
+            branches.append(self.dropout(self.attention(normed_ND, structure.layout)))
+        mixed_ND = functools.reduce(torch.add, branches)
+        nodes_ND = nodes_ND + self.drop_path(mixed_ND, structure.graph_N, structure.num_graphs)
+        update_ND = self.dropout(self.ffn(self.norm2(nodes_ND)))
+        return nodes_ND + self.drop_path(update_ND, structure.graph_N, structure.num_graphs), edges_ED

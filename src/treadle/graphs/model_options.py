@@ -1,0 +1,131 @@
+"""The options of a graph model, checked before anything is built: each is used or refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from treadle.errors import ConfigError, nearest
+
+MODEL_NAMES = ("gps", "graph_transformer", "gt", "mpnn")
+TASKS = ("edge", "graph", "node")
+MPNN_TYPES = ("gat", "gatedgcn", "gcn", "gin")
+READOUTS = ("add", "max", "mean")
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What `get_model` takes, with the defaults filled in.
+
+    Raises:
+        ConfigError: when an option is outside its range, or without effect beside the others.
+
+    Example:
+        >>> ModelOptions(num_features=28, hidden_dim=64).ffn_width
+        128
+    """
+
+    name: str = "graph_transformer"
+    """``"graph_transformer"``, also called ``"gt"`` and ``"gps"``; ``"mpnn"`` is the model without attention."""
+    num_features: int | None = None
+    """Types of nodes, or columns of float features. Required."""
+    num_classes: int = 1
+    """Width of the output."""
+    hidden_dim: int = 256
+    """Width of the nodes, a multiple of ``num_heads`` where there are heads."""
+    num_layers: int = 6
+    """Layers, 1 or more."""
+    num_heads: int = 8
+    """Heads of the attention, and of ``mpnn_type="gat"``."""
+    dropout: float = 0.1
+    """Probability, 0 to below 1."""
+    num_edge_features: int | None = None
+    """Types of edges, or columns of float features; None: 16 types."""
+    node_pe_dim: int | None = None
+    """Columns of ``batch.node_pe``; None or 0: none are used."""
+    relative_pe_dim: int | None = None
+    """Columns of ``batch.edge_pe``; None or 0: none are used."""
+    task: str = "graph"
+    """What an output belongs to: ``"graph"``, ``"node"``, or ``"edge"`` (a pair of nodes)."""
+    mpnn_type: str = "gin"
+    """Message passing: ``"gin"`` (GINE), ``"gat"``, ``"gcn"`` or ``"gatedgcn"``, all of them with edge features."""
+    attn_dropout: float | None = None
+    """Dropout of the weights of attention and of ``"gat"``, 0 to below 1; None: ``dropout``."""
+    ffn_dim: int | None = None
+    """Width of the feed-forward part; None: twice ``hidden_dim``."""
+    use_local: bool = True
+    """Message passing over the edges."""
+    use_global: bool | None = None
+    """Attention inside each graph; None: yes, but for ``"mpnn"``."""
+    drop_path_rate: float = 0.0
+    """Probability to leave the last layer out for a graph in training, falling to 0 at the first layer."""
+    readout: str = "mean"
+    """``"mean"``, ``"add"`` or ``"max"`` over the nodes of a graph; of use for ``task="graph"`` only."""
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether there is attention inside each graph."""
+        return self.name != "mpnn" if self.use_global is None else self.use_global
+
+    @property
+    def ffn_width(self) -> int:
+        """``ffn_dim``, or its default."""
+        return 2 * self.hidden_dim if self.ffn_dim is None else self.ffn_dim
+
+    @property
+    def attn_rate(self) -> float:
+        """``attn_dropout``, or its default."""
+        return self.dropout if self.attn_dropout is None else self.attn_dropout
+
+    def __post_init__(self) -> None:
+        for option, known in (
+            ("name", MODEL_NAMES), ("task", TASKS), ("mpnn_type", MPNN_TYPES), ("readout", READOUTS),
+        ):  # fmt: skip
+            value = getattr(self, option)
+            if value not in known:
+                raise ConfigError(f"{option}={value!r} is unknown; {nearest(str(value), known)}")
+        if self.num_features is None:
+            raise ConfigError("num_features is required: the types of nodes or columns of x (dataset.num_features)")
+        self._check_numbers()
+        self._check_parts()
+
+    def _check_numbers(self) -> None:
+        required = ("num_features", "num_classes", "hidden_dim", "num_layers", "num_heads")
+        for option in (*required, "num_edge_features", "ffn_dim", "node_pe_dim", "relative_pe_dim"):
+            value, least = getattr(self, option), 0 if option.endswith("pe_dim") else 1
+            if value is None and option not in required:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{option}={value!r} must be a whole number of {least} or more; it is a size")
+        for option in ("dropout", "attn_dropout", "drop_path_rate"):
+            value = getattr(self, option)
+            if value is not None and not 0 <= value < 1:
+                raise ConfigError(f"{option}={value!r} must be 0 or more and below 1; it is a probability")
+
+    def _check_parts(self) -> None:
+        has_gat = self.use_local and self.mpnn_type == "gat"
+        if self.name == "mpnn" and not (self.use_local and not self.has_attention):
+            raise ConfigError(
+                f"name='mpnn' is message passing without attention, but use_local={self.use_local} and "
+                f"use_global={self.use_global}; leave both out, or take name='graph_transformer'"
+            )
+        if not (self.use_local or self.has_attention):
+            raise ConfigError("use_local=False and use_global=False leave no layer; turn one of them on")
+        if (self.has_attention or has_gat) and self.hidden_dim % self.num_heads:
+            raise ConfigError(
+                f"hidden_dim={self.hidden_dim} must be a multiple of num_heads={self.num_heads}, as every head gets "
+                "an equal share; change one of the two"
+            )
+        without_effect = [
+            ("relative_pe_dim", bool(self.relative_pe_dim) and not self.has_attention, "there is no attention"),
+            ("attn_dropout", self.attn_dropout is not None and not (self.has_attention or has_gat),
+             "there is no attention"),
+            ("mpnn_type", self.mpnn_type != "gin" and not self.use_local, "use_local is False"),
+            ("num_edge_features", self.num_edge_features is not None and not self.use_local, "use_local is False"),
+            ("readout", self.readout != "mean" and self.task != "graph", f"task is {self.task!r}"),
+            ("drop_path_rate", self.drop_path_rate > 0 and self.num_layers == 1, "the first layer is never dropped"),
+        ]  # fmt: skip
+        for option, is_idle, reason in without_effect:
+            if is_idle:
+                raise ConfigError(
+                    f"{option}={getattr(self, option)!r} would be without effect, as {reason}; leave it out"
+                )

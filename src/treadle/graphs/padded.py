@@ -1,0 +1,247 @@
+"""Batches of graphs in a few fixed shapes, so that a step can be captured as one CUDA graph.
+
+Shapes: G = graph slots, S = node slots of a graph, N = G·S, E = edge slots, P = pair slots.
+
+The last graph slot is always empty. Padding edges and pairs join padding nodes of that graph, so they reach no real
+node; its outputs are left out by ``target_mask``. All indices are valid, so any model gives right outputs for the real
+graphs, if only it does not mix graphs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treadle.errors import ConfigError
+from treadle.graphs.buckets import PadBucket, columns
+from treadle.graphs.inputs import graphs_of, needed
+from treadle.graphs.model_options import TASKS
+
+
+@dataclass(frozen=True)
+class PaddedGraphBatch:
+    """A batch whose shapes depend on its bucket alone; made by `pad_batch`.
+
+    It has the attributes of a batch of ``torch_geometric`` that the model reads, and masks, True = real.
+    """
+
+    num_graphs: int
+    """G, the empty slots included."""
+    nodes_per_graph: int
+    """S; node s of graph g is row g·S + s."""
+    x: Tensor
+    """(N,), (N, 1) or (N, F)."""
+    batch: Tensor
+    """(N,) the graph of each node; padding nodes inside a graph's slots belong to the empty last graph."""
+    edge_index: Tensor
+    """(2, E)."""
+    node_mask: Tensor
+    """(N,) bool."""
+    edge_mask: Tensor
+    """(E,) bool."""
+    graph_mask: Tensor
+    """(G,) bool."""
+    target_mask: Tensor
+    """(G,), (N,) or (pairs,) bool: which rows of the outputs and of ``y`` are real."""
+    y: Tensor | None = None
+    """(rows of the outputs, …); padding is NaN in float targets and 0 in integer ones."""
+    edge_attr: Tensor | None = None
+    node_pe: Tensor | None = None
+    edge_pe_index: Tensor | None = None
+    """(2, P)."""
+    edge_pe: Tensor | None = None
+    """(P, R); 0 at padding."""
+    pair_index: Tensor | None = None
+    """(2, target pairs)."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors of the batch by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PaddedGraphBatch:
+        """Returns the batch on a device."""
+        return self._with({name: value.to(device, non_blocking=non_blocking) for name, value in self.tensors().items()})
+
+    def pin_memory(self) -> PaddedGraphBatch:
+        """Returns the batch in pinned memory; a ``DataLoader`` with ``pin_memory=True`` calls it."""
+        return self._with({name: value.pin_memory() for name, value in self.tensors().items()})
+
+    def _with(self, tensors: dict[str, Any]) -> PaddedGraphBatch:
+        return dataclasses.replace(self, **tensors)
+
+    def copy_(self, other: PaddedGraphBatch) -> PaddedGraphBatch:
+        """Copies the values of another batch of the same bucket into this one's tensors, and returns this one.
+
+        This is how the buffers of a captured step are filled.
+
+        Raises:
+            ValueError: when the other batch has other tensors or other shapes.
+        """
+        own, new = self.tensors(), other.tensors()
+        if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in new.items()}:
+            raise ValueError("the batches have different tensors or shapes; pad both into the same bucket")
+        for name, value in own.items():
+            value.copy_(new[name], non_blocking=True)
+        return self
+
+    def real(self, outputs: Tensor) -> Tensor:
+        """Returns the rows of a model's outputs that belong to real graphs, nodes or pairs, in the batch's order."""
+        return outputs[self.target_mask]
+
+
+def pad_batch(batch: Any, buckets: PadBucket | Sequence[PadBucket], *, level: str = "graph") -> PaddedGraphBatch:
+    """Pads a batch into the first bucket that holds it; meant for the host, before the batch is moved.
+
+    Args:
+        batch: any object with ``x``, ``edge_index``, ``batch`` and ``num_graphs``; ``edge_attr``, ``node_pe``,
+            ``edge_pe_index`` with ``edge_pe``, ``pair_index`` and ``y`` (or ``target``) are padded where they are
+            there. Other attributes are left behind.
+        buckets: tried in order; put the small ones first.
+        level: what a row of ``y`` belongs to: ``"graph"``, ``"node"`` or ``"edge"`` (a pair of ``pair_index``).
+
+    Raises:
+        ConfigError: when no bucket holds the batch, the level is unknown, or ``y`` has not one row for each graph,
+            node or pair.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> edges = torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]])
+        >>> two = SimpleNamespace(x=torch.ones(4, 1), edge_index=edges, batch=torch.tensor([0, 0, 1, 1]), num_graphs=2)
+        >>> padded = pad_batch(two, PadBucket(graphs=3, nodes_per_graph=3, edges=6))
+        >>> padded.x.shape, padded.edge_index.tolist()
+        (torch.Size([12, 1]), [[0, 1, 3, 4, 9, 10], [1, 0, 4, 3, 9, 10]])
+    """
+    if level not in TASKS:
+        raise ConfigError(f"level={level!r} is unknown; known: {', '.join(TASKS)}")
+    graph_N, num_graphs = graphs_of(batch)
+    sizes = torch.bincount(graph_N, minlength=num_graphs)
+    need = PadBucket(
+        graphs=num_graphs,
+        nodes_per_graph=int(sizes.max()),
+        edges=columns(batch, "edge_index"),
+        pairs=columns(batch, "edge_pe_index"),
+        target_pairs=columns(batch, "pair_index"),
+    )
+    bucket = _first_that_fits(need, [buckets] if isinstance(buckets, PadBucket) else buckets)
+    order = graph_N.argsort(stable=True)
+    position = torch.empty_like(order)
+    position[order] = torch.arange(len(order)) - (sizes.cumsum(0) - sizes)[graph_N[order]]
+    slot_N = graph_N * bucket.nodes_per_graph + position
+    return PaddedGraphBatch(
+        num_graphs=bucket.graphs + 1,
+        nodes_per_graph=bucket.nodes_per_graph,
+        graph_mask=torch.arange(bucket.graphs + 1) < num_graphs,
+        **_inputs(batch, bucket, slot_N, graph_N),
+        **_targets(batch, bucket, slot_N, num_graphs, level=level),
+    )
+
+
+def _first_that_fits(need: PadBucket, buckets: Sequence[PadBucket]) -> PadBucket:
+    for bucket in buckets:
+        if bucket.fits(need):
+            return bucket
+    raise ConfigError(f"no bucket holds a batch that needs {need}; the buckets are {list(buckets)}. Add a larger one")
+
+
+def _inputs(batch: Any, bucket: PadBucket, slot_N: Tensor, graph_N: Tensor) -> dict[str, Tensor]:
+    """Puts what the model reads into its slots; ``slot_N`` is the row of each node of the batch."""
+    first_spare, num_rows = bucket.graphs * bucket.nodes_per_graph, (bucket.graphs + 1) * bucket.nodes_per_graph
+    # Padding is shared out over all nodes of the empty graph, so that none of them sums hundreds of messages.
+    spare = torch.arange(first_spare, num_rows)
+    padded = {
+        "x": _rows(needed(batch, "x"), slot_N, num_rows),
+        "batch": torch.full((num_rows,), bucket.graphs).index_copy_(0, slot_N, graph_N),
+        "edge_index": _pairs(needed(batch, "edge_index"), slot_N, bucket.edges, spare),
+        "node_mask": _real(slot_N, num_rows),
+        "edge_mask": torch.arange(bucket.edges) < columns(batch, "edge_index"),
+    }
+    for name, size in (("edge_pe_index", bucket.pairs), ("pair_index", bucket.target_pairs)):
+        if getattr(batch, name, None) is not None:
+            padded[name] = _pairs(getattr(batch, name), slot_N, size, spare)
+    for name, size in (("edge_attr", bucket.edges), ("edge_pe", bucket.pairs)):
+        if getattr(batch, name, None) is not None:
+            rows = getattr(batch, name)
+            padded[name] = _rows(rows, torch.arange(len(rows)), size)
+    if getattr(batch, "node_pe", None) is not None:
+        padded["node_pe"] = _rows(batch.node_pe, slot_N, num_rows)
+    return padded
+
+
+def _targets(batch: Any, bucket: PadBucket, slot_N: Tensor, num_graphs: int, *, level: str) -> dict[str, Tensor]:
+    """Puts the targets beside the outputs they belong to."""
+    if level == "graph":
+        where, size = torch.arange(num_graphs), bucket.graphs + 1
+    elif level == "node":
+        where, size = slot_N, (bucket.graphs + 1) * bucket.nodes_per_graph
+    else:
+        where, size = torch.arange(columns(batch, "pair_index")), bucket.target_pairs
+    padded = {"target_mask": _real(where, size)}
+    target = getattr(batch, "y", None)
+    target = getattr(batch, "target", None) if target is None else target
+    if target is None:
+        return padded
+    if target.dim() == 0 or len(target) != len(where):
+        raise ConfigError(
+            f"the targets have shape {tuple(target.shape)}, but level={level!r} needs {len(where)} rows for this "
+            "batch, one for each graph, node or pair; name the level that the targets belong to"
+        )
+    return {**padded, "y": _rows(target, where, size, fill=torch.nan if target.is_floating_point() else 0)}
+
+
+def _rows(values: Tensor, where: Tensor, size: int, *, fill: float = 0) -> Tensor:
+    """Returns (size, …) with the rows of ``values`` at ``where``, and ``fill`` elsewhere."""
+    return values.new_full((size, *values.shape[1:]), fill).index_copy_(0, where, values)
+
+
+def _real(where: Tensor, size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.bool).index_fill_(0, where, True)
+
+
+def _pairs(index: Tensor, slot_N: Tensor, size: int, spare: Tensor) -> Tensor:
+    """Returns (2, size): pairs of nodes moved to their slots, then pairs of a padding node with itself."""
+    missing = torch.arange(size - index.shape[1]) % len(spare)
+    return torch.cat([slot_N[index], spare[missing].expand(2, -1)], dim=1)
+
+
+class PaddingCollater:
+    """A ``collate_fn`` that joins graphs into a batch and pads it.
+
+    Args:
+        buckets: as for `pad_batch`.
+        level: as for `pad_batch`.
+        collate: from a list of graphs to a batch; None is that of ``torch_geometric``.
+
+    Raises:
+        ImportError: when ``torch_geometric`` is needed and not installed.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[PadBucket],
+        *,
+        level: str = "graph",
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self.buckets = list(buckets)
+        self.level = level
+        self.collate = _torch_geometric_collate() if collate is None else collate
+
+    def __call__(self, graphs: list[Any]) -> PaddedGraphBatch:
+        """Returns the padded batch of a list of graphs."""
+        return pad_batch(self.collate(graphs), self.buckets, level=self.level)
+
+
+def _torch_geometric_collate() -> Callable[[list[Any]], Any]:
+    try:
+        from torch_geometric.data import Batch
+    except ImportError as error:
+        raise ImportError(
+            "batches of torch_geometric need the extra: pip install 'treadle[graphs]'; or pass collate="
+        ) from error
+    collate: Callable[[list[Any]], Any] = Batch.from_data_list
+    return collate
