@@ -228,6 +228,11 @@ def test_a_spread_of_the_matrix(case, tmp_path):
     check(case, tmp_path, every=3 if case.k == 1 else 2)
 
 
+def test_a_stateful_loader_with_persistent_workers_is_exact_where_an_epoch_ended(tmp_path):
+    # The place "at the end" has no state of the loader: the next epoch's draws must not depend on running workers.
+    check(Case("mini", "stateful", "2 persistent", 3, "step"), tmp_path, every=1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_the_whole_matrix_at_every_stop(case, tmp_path):

@@ -104,10 +104,11 @@ class _Stateful:
         self.exact = self.length is not None and certain
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
-        if not skip or state is None:
-            return _passed_over(iter(self.loader), skip)
-        self.loader.load_state_dict(state)
-        return iter(self.loader)
+        if skip and state is not None:
+            self.loader.load_state_dict(state)
+            return iter(self.loader)
+        _draw_for_running_workers(self.loader)
+        return _passed_over(iter(self.loader), skip)
 
     def finish(self, iterator: Iterator[Any]) -> None:
         next(iterator, None)
@@ -143,13 +144,8 @@ class _Replayed:
         self.one_shot = isinstance(loader, Iterator)
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
-        if self._persistent and getattr(self.loader, "_iterator", None) is not None:
-            draw_as_workers_do_when_they_start(getattr(self.loader, "generator", None))
+        _draw_for_running_workers(self.loader)
         return _passed_over(iter(self.loader), skip)
-
-    @property
-    def _persistent(self) -> bool:
-        return isinstance(self.loader, DataLoader) and self.loader.persistent_workers
 
     def finish(self, iterator: Iterator[Any]) -> None:
         pass
@@ -180,11 +176,25 @@ class _Replayed:
                 "opening alone"
                 + (
                     "; its persistent workers carry their random state on from epoch to epoch, which a resume cannot"
-                    if self._persistent
+                    if _keeps_workers(self.loader)
                     else ""
                 )
             ]
         return []
+
+
+def _keeps_workers(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and loader.persistent_workers
+
+
+def _draw_for_running_workers(loader: Any) -> None:
+    """Draws what torch leaves out when persistent workers begin another epoch; a resumed run's workers start and draw.
+
+    That is one iterator of the sampler too many (torchdata's samplers draw when they make one) and a seed of workers.
+    """
+    if _keeps_workers(loader) and getattr(loader, "_iterator", None) is not None:
+        iter(loader._index_sampler)
+        draw_as_workers_do_when_they_start(getattr(loader, "generator", None))
 
 
 def _end_persistent_workers(loader: Any) -> None:
