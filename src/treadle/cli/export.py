@@ -1,0 +1,95 @@
+"""The command ``treadle export``."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
+
+if TYPE_CHECKING:
+    from treadle.exchange import Exported
+
+_WHICH = {
+    "ema": "the averaged weights that were validated,",
+    "model": "the raw weights",
+    "stored": "the weights it holds",
+}
+
+
+class Form(str, Enum):
+    """What ``--to`` takes."""
+
+    safetensors = "safetensors"
+    torch = "torch"
+    hf = "hf"
+
+
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder, a checkpoint, or another framework's checkpoint.")
+    ],
+    to: Annotated[Form, typer.Option(help="The form: a safetensors file, a state dict, or a from_pretrained folder.")],
+    out: Annotated[
+        Optional[Path],  # noqa: UP045  (typer on Python 3.10 reads this form)
+        typer.Option(help="The file, or the folder of hf.  [default: in a folder 'export' there]", show_default=False),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="The raw weights, though averaged ones were validated.")] = False,
+    config: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="For hf: a folder with config.json.  [default: the run's 'pretrained']", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write what was done as JSON.")] = False,
+) -> None:
+    """Write the weights of a run or of any checkpoint for other programs.
+
+    Of a run the best checkpoint counts, or the newest where none is the best; of a checkpoint the weights that were
+    validated. Also reads files of plain PyTorch, safetensors and Lightning, and folders of Accelerate and of the
+    Hugging Face Trainer, without executing anything in them.
+
+    \b
+    Examples:
+      treadle export runs/spectra --to safetensors
+      treadle export runs/text --to hf --out my-model
+      treadle export epoch=3-step=400.ckpt --to torch --out weights.pt
+    """
+    messages, results = message_console(), result_console()
+    with errors_as_one_line(messages), log_to(messages):
+        from treadle.exchange import export_weights
+
+        done = export_weights(source, to.value, out=out, raw=raw, config=config, force=force)
+        text = json.dumps(_described(done), indent=1) if as_json else _sentence(done)
+        results.print(text, markup=False, soft_wrap=True)
+
+
+def _described(done: Exported) -> dict[str, Any]:
+    source = done.source
+    return {
+        "path": str(done.path), "source": str(source.path), "kind": source.kind, "weights": source.which,
+        "adapters_only": source.adapters_only, "face": source.face, "step": source.step, "epoch": source.epoch,
+        "tensors": done.tensors, "bytes": done.nbytes, "tied": dict(done.tied), "left_out": source.left_out,
+    }  # fmt: skip
+
+
+def _sentence(done: Exported) -> str:
+    source = done.source
+    at = [f"{name} {value:,}" for name, value in (("step", source.step), ("epoch", source.epoch)) if value is not None]
+    origin = ", ".join([source.kind if source.face is None else f"{source.kind}, {source.face}", *at])
+    lines = [
+        str(done.path),
+        f"  {done.tensors:,} tensors, {done.nbytes:,} bytes: {_WHICH[source.which]} of {source.path} ({origin})",
+    ]
+    if source.adapters_only:
+        lines.append("  adapters only: the frozen base model is not in the checkpoint")
+    if source.not_validated:
+        lines.append(f"  not taken: the average {', '.join(source.not_validated)}, which was not validated")
+    if done.tied:
+        lines.append(f"  tied: {', '.join(f'{name} is {first}' for name, first in done.tied.items())}")
+    if source.left_out:
+        lines.append(f"  left out: {', '.join(source.left_out)}")
+    return "\n".join(lines)

@@ -1,0 +1,10 @@
+"""Weights from and for other programs: read another framework's checkpoint, write a treadle checkpoint for one."""
+
+from __future__ import annotations
+
+from treadle.exchange.export import Exported, export_weights
+from treadle.exchange.foreign import ForeignCheckpoint
+from treadle.exchange.loading import load_foreign
+from treadle.exchange.reading import read_foreign
+
+__all__ = ["Exported", "ForeignCheckpoint", "export_weights", "load_foreign", "read_foreign"]

@@ -1,0 +1,151 @@
+"""The weights of any checkpoint as a file that other programs read."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from treadle.checkpoint.schema import non_finite_names, versions
+from treadle.errors import CheckpointError, ConfigError, nearest
+from treadle.exchange.pretrained_folder import find_config, ties_embeddings, write_folder
+from treadle.exchange.sources import Source, find_source
+from treadle.exchange.tensor_files import tied_names, with_memory_of_their_own, write_safetensors, write_torch
+
+Form = Literal["safetensors", "torch", "hf"]
+_ENDINGS = {"safetensors": ".safetensors", "torch": ".pt", "hf": "-hf"}
+_log = logging.getLogger("treadle.exchange")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        path: the file or folder.
+        source: the weights and where they come from.
+        tensors: how many there are, tied ones once.
+        nbytes: their size in memory.
+        tied: the other names of weights, each with the first one.
+    """
+
+    path: Path
+    source: Source
+    tensors: int
+    nbytes: int
+    tied: Mapping[str, str]
+
+
+def export_weights(
+    source: str | os.PathLike[str],
+    to: Form,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    raw: bool = False,
+    config: str | os.PathLike[str] | None = None,
+    force: bool = False,
+) -> Exported:
+    """Writes the weights of a checkpoint for other programs, whole or not at all.
+
+    Args:
+        source: a run folder, of which the best intact checkpoint counts, or the newest where none is the best; a
+            checkpoint file; or a checkpoint of another framework, as :func:`read_foreign` reads it.
+        to: ``"torch"``, a plain state dict; ``"safetensors"``, with step, epoch, face and versions in the header and
+            tied weights stored once; ``"hf"``, a folder that ``from_pretrained`` loads.
+        out: the file, or the folder of ``"hf"``; None: in a folder ``export`` beside the checkpoint or in the run.
+        raw: take the raw weights though averaged ones were validated.
+        config: for ``"hf"``: a folder with the model's ``config.json``, whose tokenizer is copied too; None: the run's
+            ``pretrained`` folder, or the checkpoint's own.
+        force: replace what is there.
+
+    Raises:
+        ConfigError: there is no such source, ``out`` is there already, or there is no ``config.json``.
+        CheckpointError: the source cannot be used, or the file not be written.
+        ImportError: safetensors is needed and not installed.
+
+    Example:
+        >>> import torch
+        >>> torch.save({"state_dict": torch.nn.Linear(2, 1).state_dict(), "epoch": 3}, "old.pth")
+        >>> list(torch.load(export_weights("old.pth", "torch").path, weights_only=True))
+        ['weight', 'bias']
+    """
+    if to not in get_args(Form):
+        raise ConfigError(f"to={to!r}: {nearest(str(to), get_args(Form))}")
+    if config is not None and to != "hf":
+        raise ConfigError(f"config={os.fspath(config)!r} is for to='hf' only, and to={to!r}")
+    asked = Path(source)
+    found = find_source(asked, raw=raw)
+    target = _default_target(asked, found.path, to) if out is None else Path(out)
+    _refuse_to_overwrite(target, is_folder=to == "hf", force=force)
+    weights = with_memory_of_their_own(found.weights)
+    bad = non_finite_names({"model": weights})
+    if bad:
+        _log.warning("%s: %d tensors are not finite (first: %s)", found.path, len(bad), bad[0].removeprefix("model."))
+    tied = tied_names(weights)
+    if to == "torch":
+        write_torch(weights, target)
+    elif to == "safetensors":
+        write_safetensors(weights, target, metadata=_header(found), drop=tied)
+    else:
+        _write_pretrained(weights, target, found, tied, asked=asked, config=None if config is None else Path(config))
+    stored = [value for name, value in weights.items() if name not in tied]
+    return Exported(target, found, len(stored), sum(value.nbytes for value in stored), tied)
+
+
+def _default_target(asked: Path, read: Path, to: Form) -> Path:
+    folder = asked if asked.is_dir() else asked.parent
+    return folder / "export" / f"{'model' if read.is_dir() else read.stem}{_ENDINGS[to]}"
+
+
+def _refuse_to_overwrite(target: Path, *, is_folder: bool, force: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if target.is_dir() != is_folder:
+        kinds = ("a file", "a folder") if is_folder else ("a folder", "a file")
+        raise ConfigError(f"out={str(target)!r} is {kinds[0]}; give the name of {kinds[1]}")
+    if not force:
+        raise ConfigError(
+            f"out={str(target)!r} is there already; choose another name, or pass force (--force)"
+        )
+
+
+def _header(found: Source) -> dict[str, str]:
+    """Returns what a safetensors header says; ``format`` is what transformers asks for."""
+    known = {
+        "format": "pt", "treadle": versions()["treadle"], "weights": found.which, "face": found.face,
+        "step": found.step, "epoch": found.epoch,
+    }  # fmt: skip
+    return {key: str(value) for key, value in known.items() if value is not None}
+
+
+def _write_pretrained(
+    weights: Mapping[str, Tensor],
+    target: Path,
+    found: Source,
+    tied: Mapping[str, str],
+    *,
+    asked: Path,
+    config: Path | None,
+) -> None:
+    if found.adapters_only:
+        raise CheckpointError(
+            f"{str(found.path)!r} holds adapters without their base model, which 'hf' needs; the run's 'pretrained' "
+            "folder loads with peft.PeftModel.from_pretrained"
+        )
+    folder = find_config(_config_places(asked, found) if config is None else [config])
+    drop = tied if ties_embeddings(folder) else {}
+    write_folder(target, folder, lambda path: write_safetensors(weights, path, metadata=_header(found), drop=drop))
+
+
+def _config_places(asked: Path, found: Source) -> list[Path]:
+    """Returns where the model's configuration may lie; a run's own ``config.json`` is of its settings."""
+    if found.kind == "transformers":
+        return [found.path]
+    if asked.is_dir():
+        return [asked / "pretrained"]
+    return [asked.parent / "pretrained", asked.parent.parent / "pretrained"]

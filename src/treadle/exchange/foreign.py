@@ -1,0 +1,201 @@
+"""The parts of other frameworks' checkpoints, sorted by what means the same everywhere.
+
+Taken over are weights, the optimizer's state, and the numbers of step and epoch. Everything else is named in
+``not_taken``, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from treadle.checkpoint.claims import shortened
+from treadle.checkpoint.schema import FORMAT_NAME
+from treadle.errors import CheckpointError
+from treadle.naming import clean_name
+
+Kind = Literal["torch", "safetensors", "lightning", "accelerate", "transformers"]
+
+_MODELS = ("model_state_dict", "state_dict", "model", "model_state", "net", "network", "weights")
+_OPTIMIZERS = ("optimizer_state_dict", "optimizer", "optimizer_state", "optim")
+_STEPS = ("global_step", "step", "iteration")
+
+RANDOM = "the random numbers of the run: training that goes on from here draws others"
+SCHEDULE = "the state of a schedule fits the same schedule only: build yours for the steps that are left"
+SCALER = "a new fp16 scaler finds its scale within a few steps"
+_LIGHTNING = {
+    "loops": "the position inside the epoch: training goes on at the beginning of one",
+    "callbacks": "the state of callbacks, which are Lightning's own",
+    "lr_schedulers": SCHEDULE,
+    "hyper_parameters": "the model is yours to build with them",
+    "datamodule_hyper_parameters": "the data is yours to build with them",
+    "MixedPrecision": SCALER,
+}
+
+
+@dataclass(frozen=True)
+class ForeignCheckpoint:
+    """What a checkpoint of another framework holds.
+
+    Attributes:
+        path: the file or folder.
+        kind: what wrote it; ``"torch"`` for ``torch.save`` by hand, ``"transformers"`` for the Hugging Face Trainer and
+            for ``save_pretrained``.
+        model: the weights by name, on the CPU, without ``_orig_mod.`` and without ``prefix``.
+        optimizer: the state dict of the only optimizer, or None.
+        epoch: epochs trained as the file counts them (Hugging Face counts parts of one), or None where it says nothing.
+        step: optimizer steps, or None where it says nothing.
+        not_taken: what could not be taken over, each as ``"name: why"``.
+        prefix: what was taken off the beginning of every weight's name.
+    """
+
+    path: Path
+    kind: Kind
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any] | None = None
+    epoch: float | None = None
+    step: int | None = None
+    not_taken: list[str] = field(default_factory=list)
+    prefix: str = ""
+
+
+def is_own(tree: Mapping[str, Any]) -> bool:
+    """Returns whether a tree was written by treadle.
+
+    Example:
+        >>> is_own({"format": {"name": "treadle", "version": 1}, "model": {}})
+        True
+    """
+    described = tree.get("format")
+    return isinstance(described, Mapping) and described.get("name") == FORMAT_NAME
+
+
+def from_tree(path: Path, tree: Mapping[str, Any], metadata: Mapping[str, str] | None) -> ForeignCheckpoint:
+    """Returns the parts of what a file holds.
+
+    Args:
+        path: names it in messages.
+        tree: what the file holds.
+        metadata: of a safetensors file; None for a torch file.
+
+    Raises:
+        CheckpointError: there are no weights in it, or it is treadle's own.
+    """
+    if is_own(tree):
+        raise CheckpointError(
+            f"{str(path)!r} is a checkpoint of treadle: resume from it, or take its weights with load_weights(path)"
+        )
+    if metadata is not None:
+        if not tree:
+            raise CheckpointError(f"{str(path)!r} holds no weights: it has no tensors")
+        epoch, step = (number(metadata.get(key), int) for key in ("epoch", "step"))
+        return ForeignCheckpoint(path, "safetensors", cleaned(tree), epoch=epoch, step=step)
+    if "pytorch-lightning_version" in tree:
+        return _from_lightning(path, tree)
+    return _from_torch(path, tree)
+
+
+def cleaned(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns weights without the prefixes of compiled parts in their names."""
+    return {clean_name(name): value for name, value in weights.items()}
+
+
+def number(value: Any, kind: type[int] | type[float]) -> Any:
+    """Returns a number that a file states, or None for anything else.
+
+    Example:
+        >>> number("12", int), number(None, int), number("a lot", int), number(0.75, float)
+        (12, None, None, 0.75)
+    """
+    try:
+        return None if isinstance(value, bool) else kind(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _is_state_dict(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and len(value) > 0
+        and all(isinstance(name, str) for name in value)
+        and all(isinstance(weight, Tensor) for weight in value.values())
+    )
+
+
+def is_optimizer_state(value: Any) -> bool:
+    """Returns whether a value has the form of an optimizer's state dict."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("state"), Mapping):
+        return False
+    groups = value.get("param_groups")
+    return isinstance(groups, list) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
+    )
+
+
+def _from_torch(path: Path, tree: Mapping[str, Any]) -> ForeignCheckpoint:
+    if _is_state_dict(tree):
+        return ForeignCheckpoint(path, "torch", cleaned(tree))
+    model = next((key for key in _MODELS if _is_state_dict(tree.get(key))), None)
+    if model is None:
+        keys = ", ".join(shortened(str(key)) for key in list(tree)[:8])
+        raise CheckpointError(
+            f"{str(path)!r} holds no weights: they are looked for at the top and under {', '.join(_MODELS)}, and its "
+            f"keys are {keys}; save a state dict, whose values are all tensors, under one of these"
+        )
+    optimizer = next((key for key in _OPTIMIZERS if is_optimizer_state(tree.get(key))), None)
+    step = next((key for key in _STEPS if number(tree.get(key), int) is not None), None)
+    taken = {model, optimizer, step, "epoch"}
+    return ForeignCheckpoint(
+        path,
+        "torch",
+        cleaned(tree[model]),
+        optimizer=None if optimizer is None else dict(tree[optimizer]),
+        epoch=number(tree.get("epoch"), int),
+        step=None if step is None else int(tree[step]),
+        not_taken=[f"{shortened(str(key))}: {_why(str(key), tree[key])}" for key in tree if key not in taken],
+    )
+
+
+def _why(key: str, value: Any) -> str:
+    if _is_state_dict(value):
+        return "weights beside those that were taken"
+    if is_optimizer_state(value):
+        return "the state of an optimizer beside the one that was taken"
+    for word, reason in (("sched", SCHEDULE), ("scaler", SCALER), ("rng", RANDOM), ("random", RANDOM)):
+        if word in key.lower():
+            return reason
+    return "treadle has no place for it"
+
+
+def _from_lightning(path: Path, tree: Mapping[str, Any]) -> ForeignCheckpoint:
+    if not _is_state_dict(tree.get("state_dict")):
+        raise CheckpointError(f"{str(path)!r} is a checkpoint of Lightning without weights: its state_dict is empty")
+    optimizers = tree.get("optimizer_states") or []
+    only = optimizers[0] if len(optimizers) == 1 and is_optimizer_state(optimizers[0]) else None
+    known = {"pytorch-lightning_version", "state_dict", "optimizer_states", "epoch", "global_step", "hparams_name"}
+    left_out = []
+    if optimizers and only is None:
+        left_out.append(f"optimizer_states: of {len(optimizers)} optimizers; only that of a single one fits a run here")
+    for key, value in tree.items():
+        if key not in known and value:
+            why = _LIGHTNING.get(key, "what the module or a plug-in added")
+            given = ", ".join(shortened(str(name)) for name in value) if key.endswith("hyper_parameters") else ""
+            left_out.append(f"{shortened(str(key))}: {why}{given and f' ({given})'}")
+    left_out.append(f"random numbers: Lightning does not store {RANDOM}")
+    return ForeignCheckpoint(
+        path, "lightning", cleaned(tree["state_dict"]), optimizer=only, epoch=_lightning_epochs(tree),
+        step=number(tree.get("global_step"), int), not_taken=left_out,
+    )  # fmt: skip
+
+
+def _lightning_epochs(tree: Mapping[str, Any]) -> int | None:
+    """Returns the epochs trained; ``epoch`` alone is one less in a file written at an epoch's end than after it."""
+    progress: Any = tree
+    for key in ("loops", "fit_loop", "epoch_progress", "total", "processed"):
+        progress = progress.get(key) if isinstance(progress, Mapping) else None
+    found: int | None = number(tree.get("epoch") if progress is None else progress, int)
+    return found

@@ -1,0 +1,182 @@
+"""Another framework's weights and optimizer state into a model and an optimizer of one's own, checked first."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from treadle.distributed import unwrap
+from treadle.errors import CheckpointError, ConfigError
+from treadle.exchange.foreign import ForeignCheckpoint
+from treadle.exchange.reading import read_as_named, without_prefix
+from treadle.naming import clean_name, load_model_state, model_state, state_mismatches
+from treadle.optim import live_order, load_optimizer_state, parameter_names
+
+_log = logging.getLogger("treadle.exchange")
+# Keys of a parameter group that any optimizer's may have: torch and schedules add them.
+_ANY = {"params", "param_names", "initial_lr", "max_lr", "min_lr"}
+
+
+def load_foreign(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    optimizer: Optimizer | None = None,
+    prefix: str | None = None,
+) -> ForeignCheckpoint:
+    """Copies the weights of another framework's checkpoint into a model, in place and strictly.
+
+    Everything is checked before anything is changed. What could not be taken over is logged as one warning.
+
+    Args:
+        model: built as it was, on any device, wrapped or not.
+        path: what :func:`read_foreign` reads.
+        optimizer: takes the optimizer's state too, its learning rate included. torch stores that by position, so it is
+            taken only if groups, counts and shapes match, or by name where the file has names.
+        prefix: takes only the weights whose names begin with it, and takes it off: ``"model."`` for the ``self.model``
+            of a LightningModule. None takes off what every weight has before the model's own names, if anything.
+
+    Returns:
+        What was read, named as in the model.
+
+    Raises:
+        CheckpointError: names are missing, unexpected or of another shape; the optimizer's state is missing or does not
+            fit; or the checkpoint cannot be read.
+        ConfigError: no weight has the prefix.
+
+    Example:
+        >>> torch.save({"model": nn.DataParallel(nn.Linear(2, 1)).state_dict(), "epoch": 3}, "old.pt")
+        >>> load_foreign(nn.Linear(2, 1), "old.pt").prefix
+        'module.'
+    """
+    found = _named_as_in(model, read_as_named(path), prefix)
+    where = repr(os.fspath(path))
+    weights = _with_tied(model, found.model, where)
+    wrong = state_mismatches(model, weights)
+    if wrong:
+        raise CheckpointError(f"{where} does not fit this model: {wrong}. {_advice(model, found)}")
+    if optimizer is not None:
+        saved = _fitting_state(found, optimizer, model, where)
+        load_model_state(model, weights)
+        load_optimizer_state(optimizer, model, saved)
+    else:
+        load_model_state(model, weights)
+        if found.optimizer is not None:
+            found = replace(found, not_taken=["optimizer: pass optimizer= to take it too", *found.not_taken])
+    if found.not_taken:
+        _log.warning("%s: not taken over: %s", where, "; ".join(found.not_taken))
+    return found
+
+
+def _named_as_in(model: nn.Module, found: ForeignCheckpoint, prefix: str | None) -> ForeignCheckpoint:
+    if prefix is None:
+        live = model_state(model)
+        common = _prefix_before(live, found.model)
+        return found if common is None else without_prefix(found, common)
+    inside = {name: value for name, value in found.model.items() if name.startswith(prefix)}
+    if not inside:
+        first = next(iter(found.model))
+        raise ConfigError(f"prefix={prefix!r}: no weight in {str(found.path)!r} begins with it; the first is {first!r}")
+    others = [name for name in found.model if name not in inside]
+    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    left_out = [f"{', '.join(others[:3])}{more}: outside prefix={prefix!r}"] if others else []
+    return without_prefix(replace(found, model=inside, not_taken=[*left_out, *found.not_taken]), prefix)
+
+
+def _prefix_before(live: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    """Returns what every saved name has before a name of the model; None if some names are the model's own anyway."""
+    if set(live) & set(saved):
+        return None
+    prefix = _likely_prefix(live, saved)
+    if prefix and all(name.startswith(prefix) and name.removeprefix(prefix) in live for name in saved):
+        return prefix
+    return None
+
+
+def _likely_prefix(live: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    for own in live:
+        for name in saved:
+            if name.endswith(f".{own}"):
+                return name.removesuffix(own)
+    return None
+
+
+def _advice(model: nn.Module, found: ForeignCheckpoint) -> str:
+    live = model_state(model)
+    prefix = None if set(live) & set(found.model) else _likely_prefix(live, found.model)
+    if prefix:
+        return f"Pass prefix={prefix!r} to take that part of the file alone"
+    return "Build the model as it was, or give the checkpoint of this one"
+
+
+def _with_tied(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Adds the names under which the model holds a weight once more and the file does not.
+
+    Raises:
+        CheckpointError: the file holds two different weights where the model has one.
+    """
+    completed = dict(weights)
+    first: dict[tuple[Any, ...], str] = {}
+    for name, value in unwrap(model).state_dict().items():
+        if not isinstance(value, Tensor) or value.numel() == 0 or value.device.type == "meta":
+            continue
+        one = first.setdefault((value.data_ptr(), value.shape, value.stride(), value.dtype), clean_name(name))
+        kept, twin = completed.get(one), completed.get(clean_name(name))
+        if kept is None and twin is not None:
+            completed[one] = twin
+        elif kept is not None and twin is None:
+            completed[clean_name(name)] = kept
+        elif kept is not None and twin is not None and kept.shape == twin.shape and not torch.equal(kept, twin):
+            raise CheckpointError(
+                f"{where} does not fit this model: {one} and {clean_name(name)} are one tied weight here and two "
+                "different ones in the file; build the model without tying them"
+            )
+    return completed
+
+
+def _fitting_state(found: ForeignCheckpoint, optimizer: Optimizer, model: nn.Module, where: str) -> dict[str, Any]:
+    """Returns the file's optimizer state with the model's names, if it fits an optimizer.
+
+    Raises:
+        CheckpointError: there is none, or groups, counts, settings or shapes differ.
+    """
+    if found.optimizer is None:
+        raise CheckpointError(f"{where} holds no optimizer state that could be taken; load it without optimizer=")
+    saved = {**found.optimizer, "param_groups": [dict(group) for group in found.optimizer["param_groups"]]}
+    groups, names = saved["param_groups"], parameter_names(model)
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{where}: its optimizer has {len(groups)} parameter groups and this one {len(optimizer.param_groups)}; "
+            "build the groups as they were, or load without optimizer="
+        )
+    for number, (group, live) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        strange, lacking = sorted(set(group) - set(live) - _ANY), sorted(set(optimizer.defaults) - set(group))
+        if strange and lacking:  # one of the two alone: a key of the user's own, or another version of torch
+            raise CheckpointError(
+                f"{where}: its optimizer has the settings {', '.join(strange)}, where {type(optimizer).__name__} has "
+                f"{', '.join(lacking)}; build the optimizer that was used, or load without optimizer="
+            )
+        if "param_names" in group:
+            group["param_names"] = [clean_name(name).removeprefix(found.prefix) for name in group["param_names"]]
+        order = live_order(number, group, [names.get(id(parameter), "") for parameter in live["params"]])
+        for index, parameter in zip(order, live["params"], strict=True):
+            _check_shapes(saved["state"].get(index, {}), parameter, names.get(id(parameter), f"number {index}"), where)
+    return saved
+
+
+def _check_shapes(entries: Mapping[str, Any], parameter: Tensor, name: str, where: str) -> None:
+    """Refuses state that cannot belong to a parameter; single numbers, such as step counts, fit any."""
+    for key, value in entries.items():
+        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
+            raise CheckpointError(
+                f"{where}: its optimizer's {key} is {tuple(value.shape)} where {name} is {tuple(parameter.shape)}: the "
+                "parameters come in another order there; build model and optimizer as they were, or load without "
+                "optimizer="
+            )

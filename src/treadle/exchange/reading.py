@@ -1,0 +1,63 @@
+"""Checkpoints of plain PyTorch, Lightning, Accelerate and the Hugging Face Trainer, read without executing them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from treadle.exchange.folders import read_folder
+from treadle.exchange.foreign import ForeignCheckpoint, from_tree
+from treadle.exchange.tensor_files import read_tree
+
+
+def read_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint:
+    """Reads a checkpoint of another framework; nothing in it is executed, and no pickled object is loaded.
+
+    Args:
+        path: a ``.pt``, ``.pth`` or ``.bin`` file of ``torch.save`` (a state dict, or a dict with one under ``model``,
+            ``model_state_dict``, ``state_dict``, …), a ``.safetensors`` file, a ``.ckpt`` file of Lightning 2.x, a
+            folder of Accelerate's ``save_state``, a ``checkpoint-N`` folder of the Hugging Face Trainer, or a folder
+            of ``save_pretrained``.
+
+    Returns:
+        Its parts. If the name of every weight begins with ``module.``, as DataParallel writes it, that is taken off.
+
+    Raises:
+        CheckpointError: it is missing, damaged, holds pickled objects, holds no weights, or is treadle's own.
+        ImportError: it holds safetensors, and safetensors is not installed.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> torch.save({"state_dict": nn.Linear(2, 1).state_dict(), "epoch": 3, "best_acc": 0.9}, "old.pth")
+        >>> found = read_foreign("old.pth")
+        >>> found.kind, list(found.model), found.epoch, found.not_taken
+        ('torch', ['weight', 'bias'], 3, ['best_acc: treadle has no place for it'])
+    """
+    return without_wrapper(read_as_named(path))
+
+
+def read_as_named(path: str | os.PathLike[str], *, optimizer: bool = True) -> ForeignCheckpoint:
+    """Reads like :func:`read_foreign` but leaves ``module.`` where it is.
+
+    Args:
+        path: a file or a folder.
+        optimizer: read the optimizer's own file of a folder too.
+    """
+    if os.path.isdir(path):
+        return read_folder(Path(path), optimizer=optimizer)
+    tree, metadata = read_tree(path)
+    return from_tree(Path(path), tree, metadata)
+
+
+def without_prefix(found: ForeignCheckpoint, prefix: str) -> ForeignCheckpoint:
+    """Returns a checkpoint whose weights are named without a prefix that they all have."""
+    return replace(found, model={name.removeprefix(prefix): w for name, w in found.model.items()}, prefix=prefix)
+
+
+def without_wrapper(found: ForeignCheckpoint) -> ForeignCheckpoint:
+    """Returns a checkpoint without the ``module.`` that DataParallel puts before every name."""
+    if all(name.startswith("module.") for name in found.model):
+        return without_prefix(found, "module.")
+    return found
