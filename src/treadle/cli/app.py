@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from treadle.cli.export import export
 from treadle.cli.inspect import inspect
 from treadle.cli.replay import replay
 from treadle.cli.train_spectra import spectra
@@ -21,6 +22,7 @@ train.command()(spectra)
 app.command()(replay)
 app.command()(verify)
 app.command()(inspect)
+app.command()(export)
 
 
 def _version(asked: bool) -> None:
@@ -45,4 +47,5 @@ def _root(
       treadle train spectra --help
       treadle replay runs/spectra --step 120
       treadle verify train.py
+      treadle export runs/spectra --to safetensors
     """
