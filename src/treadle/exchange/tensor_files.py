@@ -68,7 +68,7 @@ def _safetensors(part: str) -> Any:
     try:
         return importlib.import_module(f"safetensors{part}")
     except ImportError as error:
-        raise ImportError(f"safetensors files need safetensors ({error}): pip install 'treadle[hf]'") from error
+        raise ImportError(f"safetensors files need safetensors ({error}): pip install 'treadle[cli]'") from error
 
 
 def with_memory_of_their_own(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
