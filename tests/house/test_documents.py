@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from treadle.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -19,3 +22,20 @@ def test_every_test_and_file_that_a_document_names_exists(document):
         assert not name or f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{document.name}: {name}"
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+@pytest.mark.parametrize("name", ["exchange.md"])
+def test_the_blocks_of_a_document_run_one_after_another(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    blocks = re.findall(r"^```(python|sh)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    assert blocks
+    for language, block in blocks:
+        if language == "python":
+            exec(compile(block, name, "exec"), names)
+            continue
+        for command in block.splitlines():
+            with pytest.raises(SystemExit) as left:
+                main(shlex.split(command)[1:])
+            assert left.value.code == 0, command
