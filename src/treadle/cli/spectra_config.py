@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from treadle.cli.run_folder import explain_changes
 from treadle.errors import ConfigError
 from treadle.spectra.config import TrainerConfig
 
@@ -160,29 +161,5 @@ class SpectraConfig:
 
 
 def check_changes(differences: Mapping[str, tuple[Any, Any]], folder: str) -> list[str]:
-    """Says in words what a rerun changes.
-
-    Args:
-        differences: what :func:`treadle.cli.settings.changes` returned.
-        folder: the run folder, for the advice.
-
-    Returns:
-        One sentence per change that the run can take up on its way.
-
-    Raises:
-        ConfigError: a change would need another model, other data, or a state that the checkpoint overrides.
-    """
-    refused = [key for key in differences if key not in _FREE]
-    if refused:
-        what = ", ".join(f"{key} was {differences[key][0]!r} and is now {differences[key][1]!r}" for key in refused)
-        raise ConfigError(
-            f"the run in {folder} was started with other settings: {what}. A run keeps them to its end; give another "
-            "folder with --out, the old settings, or --no-resume to start afresh in this one"
-        )
-    sentences = []
-    for key, (before, now) in differences.items():
-        sentence = f"{key} was {before!r} and is now {now!r}"
-        if key == "epochs" or key.startswith("schedule."):
-            sentence += ": the learning rate follows the new schedule from here on"
-        sentences.append(sentence)
-    return sentences
+    """Says in words what a rerun changes; see :func:`treadle.cli.run_folder.explain_changes`."""
+    return explain_changes(differences, folder, free=_FREE)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,14 @@ from treadle.checkpoint.lock import check_free
 from treadle.checkpoint.store import find_latest, write_text
 from treadle.cli.console import as_settings
 from treadle.cli.overrides import apply_overrides, leaves
+from treadle.cli.run_folder import readable, stored_json, writable
 from treadle.cli.settings import changes
 from treadle.cli.spectra_config import FLAGS, SpectraConfig, check_changes
 from treadle.cli.spectra_data import SpectraData, prepare_data
 from treadle.cli.spectra_report import evaluate_run, print_results
+from treadle.cli.start_block import cpu_threads, device_line, print_block
 from treadle.data import steps_per_epoch
 from treadle.device import get_device
-from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks import SignalHook, StepLogHook
 from treadle.hooks.bar import ProgressBarHook
 from treadle.seed import set_seed
@@ -62,7 +62,7 @@ def run_spectra(
     where = get_device(device)
     config = read_settings(settings, device)
     values = config.to_dict()
-    finished = _stored(out / "metrics.json") if resume else None
+    finished = stored_json(out / "metrics.json") if resume else None
     if finished is not None and finished.get("config") == values and (out / "best_model.pt").exists():
         _log.info("%s is finished; --no-resume would start it afresh", out)
         print_results(finished, out, results)
@@ -100,17 +100,6 @@ def _run(
     metrics = evaluate_run(config, data, trainer, untrained, out)
     print_results(metrics, out, results)
     return metrics
-
-
-@contextlib.contextmanager
-def cpu_threads(count: int | None) -> Iterator[None]:
-    """Sets torch's number of threads inside the block; None leaves it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(before if count is None else count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def read_settings(settings: Sequence[str], device: str | None) -> SpectraConfig:
@@ -206,11 +195,9 @@ def _open_folder(out: Path, values: dict[str, Any], trainer: SpectraTrainer, *, 
     check_free(out)  # before config.json is written: it may be that of a run that is going on
     checkpoints = out / "checkpoints"
     source: Path | None = None
-    try:
+    with readable(out):
         candidates = [path for path in (checkpoints / "last.pt", checkpoints / "best.pt") if os.path.lexists(path)]
-        stored = _stored(out / "config.json")
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be read ({error.strerror}); choose another folder") from error
+        stored = stored_json(out / "config.json")
     if resume and candidates:
         if stored is not None:
             for sentence in check_changes(changes(stored, values), str(out)):
@@ -220,32 +207,13 @@ def _open_folder(out: Path, values: dict[str, Any], trainer: SpectraTrainer, *, 
         if found is not None:
             source = found[0]
             trainer.load_checkpoint(source)
-    try:
+    with writable(out):
         if not resume:
             # Else a killed fresh start would be taken for the finished run that was here before.
             (out / "metrics.json").unlink(missing_ok=True)
         if stored != values:
             write_text(json.dumps(values, indent=2) + "\n", out / "config.json")
-    except (CheckpointError, OSError) as error:
-        raise ConfigError(f"--out {out}: cannot be written ({_cause(error)}); choose another folder") from error
     return source
-
-
-def _cause(error: Exception) -> str:
-    cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-    return cause.strerror or str(cause) if isinstance(cause, OSError) else str(error)
-
-
-def _stored(path: Path) -> dict[str, Any] | None:
-    """Reads one of the run's JSON files; a damaged one is named and counts as absent."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValueError as error:
-        _log.warning("%s is damaged (%s) and will be written anew", path, error)
-        return None
-    return values if isinstance(values, dict) else None
 
 
 # -- the block at the start ---------------------------------------------------------------------------------------
@@ -271,7 +239,7 @@ def _print_start(
         start = f"goes on from {source}: epoch {trainer.epoch} of {config.epochs}, step {trainer.step:,}"
     model, trained = config.model, sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     lines = {
-        "device": _device_line(device, explicit=explicit),
+        "device": device_line(device, explicit=explicit),
         "precision": _precision_line(config, device),
         "data": f"SpeX, {rows:,} spectra of {groups:,} objects, {data.x.shape[1]} channels, {low:.2f} to {high:.2f} "
         f"{data.wavelength_unit}, SNV-scaled",
@@ -282,18 +250,7 @@ def _print_start(
         f"{config.optimizer.lr:g} after {config.schedule.warmup_epochs} epochs of warm-up",
         "start": start,
     }  # fmt: skip
-    for name, text in lines.items():
-        console.print(f"[bold]{name:<10}[/bold]", end="")
-        console.print(text, markup=False, soft_wrap=True)
-
-
-def _device_line(device: torch.device, *, explicit: bool) -> str:
-    if device.type == "cpu":
-        why = "as asked" if explicit else "neither CUDA nor MPS is here"
-        count = torch.get_num_threads()
-        return f"cpu, {count} thread{'s' if count > 1 else ''} ({why})"
-    name = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
-    return f"{device}{name} ({'as asked' if explicit else 'the first accelerator found'})"
+    print_block(lines, console)
 
 
 def _precision_line(config: SpectraConfig, device: torch.device) -> str:

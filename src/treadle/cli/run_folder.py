@@ -1,0 +1,96 @@
+"""The folder of a pack's run: the settings it was started with, and what a rerun with others means."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from treadle.errors import CheckpointError, ConfigError
+
+_log = logging.getLogger("treadle.cli")
+
+
+def stored_json(path: Path) -> dict[str, Any] | None:
+    """Reads one of a run's JSON files; a damaged one is named and counts as absent, as one that is not there.
+
+    Example:
+        >>> stored_json(Path("no_such_run", "config.json")) is None
+        True
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        _log.warning("%s is damaged (%s) and will be written anew", path, error)
+        return None
+    return values if isinstance(values, dict) else None
+
+
+@contextmanager
+def readable(out: Path) -> Iterator[None]:
+    """Turns an error of reading a run folder into a ConfigError that names the option.
+
+    Raises:
+        ConfigError: the folder cannot be read.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be read ({error.strerror}); choose another folder") from error
+
+
+@contextmanager
+def writable(out: Path) -> Iterator[None]:
+    """Turns an error of writing into a run folder into a ConfigError that names the option.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        raise ConfigError(f"--out {out}: cannot be written ({_cause(error)}); choose another folder") from error
+
+
+def _cause(error: Exception) -> str:
+    cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+    return cause.strerror or str(cause) if isinstance(cause, OSError) else str(error)
+
+
+def explain_changes(differences: Mapping[str, tuple[Any, Any]], folder: str, *, free: Collection[str]) -> list[str]:
+    """Says in words what a rerun changes.
+
+    Args:
+        differences: what :func:`treadle.cli.settings.changes` returned.
+        folder: the run folder, for the advice.
+        free: the settings that a run may change on its way.
+
+    Returns:
+        One sentence per change that the run can take up on its way.
+
+    Raises:
+        ConfigError: a change would need another model, other data, or a state that the checkpoint overrides.
+
+    Example:
+        >>> explain_changes({"threads": (1, 2)}, "runs/short", free={"threads"})
+        ['threads was 1 and is now 2']
+    """
+    refused = [key for key in differences if key not in free]
+    if refused:
+        what = ", ".join(f"{key} was {differences[key][0]!r} and is now {differences[key][1]!r}" for key in refused)
+        raise ConfigError(
+            f"the run in {folder} was started with other settings: {what}. A run keeps them to its end; give another "
+            "folder with --out, the old settings, or --no-resume to start afresh in this one"
+        )
+    sentences = []
+    for key, (before, now) in differences.items():
+        sentence = f"{key} was {before!r} and is now {now!r}"
+        if key == "epochs" or key.startswith("schedule."):
+            sentence += ": the learning rate follows the new schedule from here on"
+        sentences.append(sentence)
+    return sentences

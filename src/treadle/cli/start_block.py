@@ -1,0 +1,47 @@
+"""What a pack's command decides and shows before it trains: threads, device, one line per decision."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from rich.console import Console
+
+
+@contextlib.contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Sets torch's number of threads inside the block; None leaves it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def device_line(device: torch.device, *, explicit: bool) -> str:
+    """Says where a run computes and why there.
+
+    Args:
+        device: the device.
+        explicit: whether the user named it.
+
+    Example:
+        >>> with cpu_threads(1):
+        ...     device_line(torch.device("cpu"), explicit=True)
+        'cpu, 1 thread (as asked)'
+    """
+    if device.type == "cpu":
+        why = "as asked" if explicit else "neither CUDA nor MPS is here"
+        count = torch.get_num_threads()
+        return f"cpu, {count} thread{'s' if count > 1 else ''} ({why})"
+    name = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
+    return f"{device}{name} ({'as asked' if explicit else 'the first accelerator found'})"
+
+
+def print_block(lines: Mapping[str, str], console: Console) -> None:
+    """Prints names in bold with a text behind each, a line each."""
+    for name, text in lines.items():
+        console.print(f"[bold]{name:<10}[/bold]", end="")
+        console.print(text, markup=False, soft_wrap=True)
