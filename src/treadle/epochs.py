@@ -94,11 +94,15 @@ class EpochTrainer:
             with average.swapped_into(self.engine.model):
                 yield
 
+    def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what a record says about the training of its epoch: ``train_loss``; a face may say more."""
+        return {"train_loss": means.get("loss", math.nan)}
+
     def _score(self, val_loader: Iterable[Any] | None) -> float:
         """Evaluates a complete epoch, appends its record, and returns the value that plateau schedulers watch."""
         engine = self.engine
         train = engine.train_means()
-        record: dict[str, Any] = {"epoch": engine.epoch + 1, "train_loss": train.get("loss", math.nan)}
+        record: dict[str, Any] = {"epoch": engine.epoch + 1, **self.train_record(train)}
         if val_loader is not None:
             self.metrics = self.evaluate(val_loader)
             engine.scored = "ema" if engine.averages else "model"

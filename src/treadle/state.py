@@ -171,7 +171,9 @@ def _note_what_starts_fresh(engine: Engine, tree: Mapping[str, Any]) -> None:
     missing = [key for key in ("optimizer", "global_step", "progress", "rng", "data") if tree.get(key) is None]
     if missing:
         engine.logger.warning(
-            "the checkpoint has no %s: these start fresh and the resume is not exact", ", ".join(missing)
+            "nothing is loaded for %s, which the checkpoint lacks or which was left out: these start fresh and the "
+            "resume is not exact",
+            ", ".join(missing),
         )
     saved = tree.get("versions") or {}
     for name, now in versions().items():
@@ -194,7 +196,7 @@ def _load_schedule(engine: Engine, tree: Mapping[str, Any]) -> None:
             # The optimizer did step, in another process; torch would warn of a wrong order at an epoch's end.
             engine.optimizer._opt_called = True  # type: ignore[attr-defined]
     elif engine.lr_scheduler is not None and "progress" in tree:
-        engine.logger.warning("the checkpoint has no scheduler state: the scheduler starts fresh")
+        engine.logger.warning("no scheduler state is loaded: the scheduler starts fresh and the resume is not exact")
     elif saved is not None:
         engine.logger.warning("the checkpoint's scheduler state is ignored: this run has no scheduler")
 

@@ -12,8 +12,10 @@ from treadle.best import BestRule
 from treadle.engine import Engine
 from treadle.epochs import EpochTrainer
 from treadle.errors import ConfigError
-from treadle.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules
+from treadle.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules, for_each_batch
+from treadle.functional.predict import joined, kept_outputs
 from treadle.nested import as_number, flatten_nested_dict
+from treadle.session import resume_from_hooks
 from treadle.task import Task
 
 PREFIX = "eval_"
@@ -52,6 +54,8 @@ class FaceEpochs(EpochTrainer):
         self._task = task
         self._own_evaluate = evaluate
         self._evaluating = False
+        self._epochs_run = 0
+        self._through = False  # epochs go through the trainer's own train_epoch
         self._make_rule: Callable[[], BestRule] | None = None
         self._kept: dict[str, Any] | None = None  # what a rule knew that is not in force
 
@@ -67,6 +71,7 @@ class FaceEpochs(EpochTrainer):
         self._kept = self.selection
         self._make_rule = make_rule
         self.best = None if make_rule is None else self._informed(make_rule())
+        self.improved = False
 
     def _informed(self, rule: BestRule) -> BestRule:
         known = self._kept
@@ -82,6 +87,62 @@ class FaceEpochs(EpochTrainer):
             with contextlib.suppress(ConfigError):  # an epoch that was not evaluated
                 rule.update(record["epoch"], rule.value_in(record))
         return rule
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def one_epoch(self, train_loader: Iterable[Any], val_loader: Iterable[Any] | None) -> dict[str, Any]:
+        """Trains the running epoch to its end, or one more; returns its record, or means alone if it was cut short."""
+        if not self._through:  # asked for by itself: nothing is selected, and nothing ends it early
+            self.select_by(None)
+        self.engine.prepare()
+        resume_from_hooks(self.engine)  # before the target is set, which is one epoch beyond what it loads
+        before = self.engine.epoch
+        self.fit(train_loader, val_loader, before + 1)
+        self._epochs_run += 1
+        if self.engine.epoch == before:
+            return self.train_record(self.engine.train_means())
+        return self.history[-1]
+
+    def fit_through(
+        self,
+        train_epoch: Callable[[int], Any],
+        epochs: int,
+        after_epoch: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Trains each epoch by ``train_epoch(epoch)``, which comes back through :meth:`one_epoch` exactly once.
+
+        To the hooks every epoch is a run of its own. What ``train_epoch`` returns beyond the record is added to it.
+
+        Raises:
+            ConfigError: it did not come back exactly once.
+        """
+        engine = self.engine
+        engine.prepare()
+        resume_from_hooks(engine)
+        engine.should_stop, self._through = False, True
+        try:
+            while engine.epoch < epochs and not (self.finished or engine.should_stop):
+                self._one_through(train_epoch, after_epoch)
+        finally:
+            self._through = False
+
+    def _one_through(self, train_epoch: Callable[[int], Any], after_epoch: Callable[[dict[str, Any]], None]) -> None:
+        before, self._epochs_run = self.engine.epoch, 0
+        result = train_epoch(before)
+        if self._epochs_run != 1 or not isinstance(result, Mapping):
+            raise ConfigError(
+                f"train_epoch: the override called super().train_epoch() {self._epochs_run} times and returned a "
+                f"{type(result).__name__}; it must call it once and return a dict of numbers"
+            )
+        if self.engine.epoch > before:  # not stopped inside
+            record = self.history[-1]
+            record.update(_as_record({key: value for key, value in result.items() if key not in record}, prefix=""))
+            after_epoch(record)
+
+    def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns ``train_loss``, and ``train_<name>`` of what an overridden ``train_step`` adds."""
+        added = flatten_nested_dict(means.get("records", {}))
+        return {**super().train_record(means), **{f"train_{'/'.join(path)}": value for path, value in added.items()}}
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 
@@ -116,6 +177,20 @@ class FaceEpochs(EpochTrainer):
         with rules, engine.precision.autocast():
             loss = engine.task.step(engine.model, batch).loss
         return math.nan if loss is None else float(loss)
+
+    def predict(self, loader: Iterable[Any], forward: Callable[[Any], Any]) -> Any:
+        """Returns the joined outputs of ``forward(batch)`` over a loader, by the rules of an evaluation."""
+        engine, outputs = self.engine, []
+        with self.scored_weights():
+            for_each_batch(
+                engine.model,
+                loader,
+                lambda batch: outputs.append(kept_outputs(forward(batch))),
+                precision=engine.precision,
+                eval_seed=engine.eval_seed,
+                cursor=engine.eval_cursor,
+            )
+        return joined(outputs)
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
@@ -163,19 +238,19 @@ class FaceEpochs(EpochTrainer):
             self.best = self._informed(self._make_rule())
 
 
-def _as_record(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the results of an evaluation flat, without the prefix, 0-d tensors as numbers.
+def _as_record(values: Mapping[str, Any], *, prefix: str = PREFIX) -> dict[str, Any]:
+    """Returns results flat, without the prefix, 0-d tensors as numbers.
 
     Raises:
         ConfigError: a value is no number, or one name is there with the prefix and without.
     """
     record: dict[str, Any] = {}
     for path, value in flatten_nested_dict(values).items():
-        name = "/".join(path).removeprefix(PREFIX)
+        name = "/".join(path).removeprefix(prefix)
         if name in record:
             raise ConfigError(f"evaluate: {name!r} and '{PREFIX}{name}' are one name in the record; return one of them")
         try:
             record[name] = value if isinstance(value, list) else float(as_number(path, value))
         except TypeError as error:
-            raise ConfigError(f"evaluate: {error}") from error
+            raise ConfigError(str(error)) from error
     return record

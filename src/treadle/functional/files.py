@@ -32,14 +32,15 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def in_order(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an epoch's record with ``epoch``, ``train_loss`` and ``lr`` first.
+    """Returns an epoch's record with ``epoch``, ``train_loss`` and ``lr`` first and then the evaluation.
 
     Example:
         >>> in_order({"epoch": 1, "train_loss": 0.5, "eval_loss": 0.6, "lr": 0.1})
         {'epoch': 1, 'train_loss': 0.5, 'lr': 0.1, 'eval_loss': 0.6}
     """
     first = {key: record[key] for key in _FIRST if key in record}
-    return {**first, **record}
+    evaluated = {key: value for key, value in record.items() if key.startswith("eval_")}
+    return {**first, **evaluated, **record}
 
 
 def as_columns(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -52,6 +53,16 @@ def as_columns(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
     ordered = [in_order(record) for record in records]
     keys = dict.fromkeys(key for record in ordered for key in record)
     return {key: [record.get(key) for record in ordered] for key in keys}
+
+
+def described(record: Mapping[str, Any]) -> str:
+    """Returns the numbers of a record as a line for the log.
+
+    Example:
+        >>> described({"train_loss": 0.51234, "eval_loss": 0.6})
+        'train_loss 0.5123 eval_loss 0.6'
+    """
+    return " ".join(f"{key} {value:.4g}" for key, value in record.items() if isinstance(value, (int, float)))
 
 
 class HistoryFile(HistoryHook):
@@ -76,6 +87,13 @@ class HistoryFile(HistoryHook):
         if self.folder is not None:
             self.path = self.folder / "history.json"
             super().on_before_train(trainer)
+
+    def on_after_epoch(self, trainer: Engine) -> None:
+        """Leaves it to the trainer, which writes once the record is complete."""
+
+    def write(self) -> None:
+        """Writes the file."""
+        self._write()
 
     def _write(self) -> None:
         if self.folder is not None and distributed.rank() == 0:

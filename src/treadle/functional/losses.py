@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle.distributed import unwrap
+from treadle.errors import ConfigError
 from treadle.functional.batches import num_samples
 from treadle.nested import map_nested_tensor
 
@@ -28,6 +29,14 @@ def model_loss(outputs: Any) -> Tensor | None:
     if isinstance(outputs, Tensor):
         return None
     return outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+
+
+def missing_loss(loss_fn: Any, outputs: Any) -> ConfigError:
+    """Returns the error of a batch from which no loss can be computed."""
+    given = f"the model returned a {type(outputs).__name__} without a loss"
+    if loss_fn is None:
+        return ConfigError(f"loss_fn=None: {given}; pass a loss function, or labels for the model's own")
+    return ConfigError(f"targets: {given} and the batch has none; yield (inputs, targets), or override _compute_loss")
 
 
 def in_full_precision(loss_fn: Callable[..., Any], outputs: Any, targets: Any, device: torch.device) -> Any:

@@ -47,7 +47,7 @@ class TrainerTask:
         inputs, targets = trainer._prepare_batch(batch)
         outputs = trainer._forward_pass(inputs)
         loss = trainer._compute_loss(outputs, targets)
-        if trainer.counts_on_host:  # before anything was moved, so that counting waits for no device
+        if trainer._counts_on_host:  # before anything was moved, so that counting waits for no device
             counted_inputs, counted_targets = split_batch(batch)
         else:
             counted_inputs, counted_targets = inputs, targets

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,25 +14,32 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from treadle import distributed
-from treadle.best import BestRule, Mode
-from treadle.checkpoint.lock import run_lock
-from treadle.checkpoint.store import find_latest, load_checkpoint, save_checkpoint
+from treadle.best import Mode
+from treadle.checkpoint.store import load_checkpoint
 from treadle.device import get_device, to_device
 from treadle.engine import Engine
-from treadle.errors import CheckpointError, ConfigError
 from treadle.functional.batches import split_batch
-from treadle.functional.driver import PREFIX, FaceEpochs, MetricRule
-from treadle.functional.files import BEST, HistoryFile, as_columns, checkpoints_in, epoch_file, in_order
-from treadle.functional.losses import in_full_precision, loss_weight, model_loss
+from treadle.functional.checks import (
+    check_call,
+    check_loss_fn,
+    check_scheduler,
+    known_keys,
+    optimizer_for,
+    rule_for,
+    say_if_finished,
+)
+from treadle.functional.driver import FaceEpochs
+from treadle.functional.files import HistoryFile, as_columns, described, in_order
+from treadle.functional.folder import RunFolder
+from treadle.functional.losses import in_full_precision, loss_weight, missing_loss, model_loss
 from treadle.functional.metrics import EpochMetrics
-from treadle.functional.settings import TrainingSettings, read_settings
+from treadle.functional.own_step import OwnStepEngine, numbers_of
+from treadle.functional.settings import read_settings
 from treadle.functional.task import OverriddenEvalTask, TrainerTask
 from treadle.hooks.bar import ProgressBarHook
 from treadle.hooks.base import BaseHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.progress import ProgressHook
-from treadle.optim import move_optimizer_state
 from treadle.target import Target
 
 _log = logging.getLogger("treadle.functional")
@@ -85,27 +91,34 @@ class Trainer:
         self.device = get_device(device)
         self.model = model.to(self.device)
         self.loss_fn = loss_fn.to(self.device) if isinstance(loss_fn, nn.Module) else loss_fn
-        self.optimizer = _optimizer_for(self.model, optimizer, self.settings)
+        self.optimizer = optimizer_for(self.model, optimizer, self.settings)
         self.scheduler = scheduler
-        self._save_dir: Path | None = None
-        task = TrainerTask(self, EpochMetrics(metrics, self.device))
-        eval_task = OverriddenEvalTask(self, task.metrics) if self._overrides("eval_step") else task
+        check_scheduler(scheduler, self.optimizer)
+        check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"))
+        self._warned_of_length = False
+        self._counts_on_host = not (self._overrides("_prepare_batch") or self._overrides("_loss_weight"))
+        self._task = TrainerTask(self, EpochMetrics(metrics, self.device))
         self._history_file = HistoryFile(lambda: self._epochs.history)
-        self._engine = self._build_engine(task, device, hooks, eval_seed)
-        evaluate = self.evaluate if self._overrides("evaluate") else None
-        self._epochs = FaceEpochs(self._engine, eval_task, evaluate=evaluate)
-        self.counts_on_host = not (self._overrides("_prepare_batch") or self._overrides("_loss_weight"))
+        self._engine = self._build_engine(device, hooks, eval_seed)
+        self._folder = RunFolder(self._engine, self._save_checkpoint, self._history_file)
+        own_eval = OverriddenEvalTask(self, self._task.metrics) if self._overrides("eval_step") else self._task
+        self._epochs = FaceEpochs(
+            self._engine, own_eval, evaluate=self.evaluate if self._overrides("evaluate") else None
+        )
 
-    def _build_engine(self, task: TrainerTask, device: Any, hooks: Sequence[BaseHook], eval_seed: int) -> Engine:
+    def _build_engine(self, device: Any, hooks: Sequence[BaseHook], eval_seed: int) -> Engine:
         settings = self.settings
+        make: Callable[..., Engine] = Engine
+        if self._overrides("train_step"):
+            make = partial(OwnStepEngine, own_step=self.train_step)
         own: list[BaseHook] = [] if settings.ema_decay is None else [EmaHook(settings.ema_decay)]
         own.append(self._history_file)
         if settings.log_interval and not any(isinstance(hook, (ProgressHook, ProgressBarHook)) for hook in hooks):
             own.append(ProgressHook(settings.log_interval))
-        engine = Engine(
+        engine = make(
             self.model,
             self.optimizer,
-            task,
+            self._task,
             scheduler=self.scheduler,
             scheduler_interval="step" if settings.scheduler_step_per_batch else "epoch",
             device=device,
@@ -177,6 +190,13 @@ class Trainer:
     def _prepare_batch(self, batch: Any) -> tuple[Any, Any]:
         """Returns ``(inputs, targets)`` on the device in new containers; the batch itself is not changed."""
         inputs, targets = split_batch(batch)
+        if isinstance(batch, (list, tuple)) and batch[0] is inputs and len(batch) > 2 and not self._warned_of_length:
+            self._warned_of_length = True
+            _log.warning(
+                "a batch of %d items: the first is the input, the second the target, the others are not used; "
+                "override _prepare_batch to use them",
+                len(batch),
+            )
         return to_device(inputs, self.device), to_device(targets, self.device)
 
     def _forward_pass(self, inputs: Any) -> Any:
@@ -189,7 +209,7 @@ class Trainer:
         if own is not None:
             return own.float()
         if self.loss_fn is None or targets is None:
-            raise ConfigError(_no_loss(self.loss_fn, outputs))
+            raise missing_loss(self.loss_fn, outputs)
         loss: Tensor = in_full_precision(self.loss_fn, outputs, targets, self.device)
         return loss
 
@@ -210,16 +230,24 @@ class Trainer:
             NonFiniteError: the gradient is not finite.
         """
         engine = self._engine
-        engine.target = Target(epochs=engine.epoch + 1)
-        if not self.model.training:
-            self.model.train()
+        if isinstance(engine, OwnStepEngine) and engine.inner_step(batch):
+            return numbers_of(engine.step_info)
+        engine.target = Target(epochs=engine.epoch + 1)  # no step is the last one here
+        self.model.train()
         engine.step_group([batch])
-        return _numbers_of(engine.step_info)
+        if engine.cursor.position == 0:  # between two epochs: it belongs to neither
+            engine.epoch_means.reset()
+            engine.epoch_applied_steps = 0
+        return numbers_of(engine.step_info)
 
     def train_epoch(
         self, train_dataloader: Iterable[Any], eval_dataloader: Iterable[Any] | None = None, epoch: int = 0
     ) -> dict[str, Any]:
-        """Trains one more epoch, evaluates, and steps a per-epoch scheduler; the best rule of ``train`` rests.
+        """Trains one more epoch, evaluates, and steps a per-epoch scheduler.
+
+        Called by itself it selects no best epoch and writes no file. A subclass may override it to do something
+        around ``super().train_epoch(...)`` and to add numbers to what that returns; ``train`` then goes through it,
+        and each epoch is a run of its own to the hooks.
 
         Args:
             train_dataloader: micro-batches.
@@ -229,11 +257,9 @@ class Trainer:
         Returns:
             ``train_loss``, ``lr``, then ``eval_…``.
         """
-        _log.info("epoch %d", epoch)
-        self._epochs.select_by(None)
-        self._epochs.fit(train_dataloader, eval_dataloader, self.epoch + 1)
-        record = in_order(self._epochs.history[-1])
-        record.pop("epoch")
+        record = in_order(self._epochs.one_epoch(train_dataloader, eval_dataloader))
+        record.pop("epoch", None)
+        _log.info("epoch %d: %s", epoch, described(record))
         return record
 
     def train(
@@ -256,7 +282,8 @@ class Trainer:
             train_dataloader: micro-batches; re-iterated for each epoch.
             num_epochs: absolute target; a run that has reached it returns its history at once.
             eval_dataloader: evaluated after each epoch.
-            save_dir: folder of ``checkpoint_epoch_{n}.pt``, ``best_model.pt``, ``history.json``; None writes nothing.
+            save_dir: folder of ``checkpoint_epoch_{n}.pt``, ``best_model.pt``, ``history.json``, and ``pretrained``
+                with the best weights of a model with ``save_pretrained``; None writes nothing.
             save_freq: epochs between checkpoints; None or 0 writes none.
             best_model_metric: a key of the epoch's record, with ``eval_`` or without; selects the best epoch, stops
                 early, and moves a plateau scheduler. Without ``eval_dataloader``, ``"eval_loss"`` means the training
@@ -273,38 +300,32 @@ class Trainer:
             ConfigError: an argument is out of range, or the metric is not in the record.
             CheckpointError: another process trains in ``save_dir``, or no checkpoint is intact.
         """
-        make_rule = self._rule(best_model_metric, best_mode, early_stopping_patience, eval_dataloader)
-        if save_freq is not None and save_freq < 0:
-            raise ConfigError(f"save_freq={save_freq!r}: must be >= 1 epoch, or None or 0 to write no numbered files")
-        self._save_dir = self._history_file.folder = None if save_dir is None else Path(save_dir)
-        self._engine.workspace = None if save_dir is None else Path(save_dir).absolute()
+        check_call(num_epochs, save_freq, callbacks, eval_dataloader)
+        if best_model_metric in ("eval_loss", "loss") and eval_dataloader is None:
+            best_model_metric = "train_loss"
+        make_rule = rule_for(
+            best_model_metric, best_mode, early_stopping_patience, self.settings.min_delta,
+            known=known_keys(self._overrides, eval_dataloader is not None, bool(self._task.metrics)),
+        )  # fmt: skip
+        self._folder.use(save_dir, save_freq)
 
         def after_epoch(record: dict[str, Any]) -> None:
-            self._write_epoch(save_freq)
+            improved = None if self._epochs.best is None else self._epochs.improved
+            scored = self._epochs.scored_weights
+            self._folder.write_epoch(improved=improved, best=self.best_metric, scored_weights=scored)
             for callback in callbacks or ():
                 callback(self, self.epoch - 1, in_order(record))
 
-        with self._own_folder():
-            self._resume(resume_from)
+        with self._folder.held():
+            self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
-            self._epochs.fit(train_dataloader, eval_dataloader, num_epochs, after_epoch=after_epoch)
+            say_if_finished(self._epochs, num_epochs)
+            if self._overrides("train_epoch"):
+                epoch = partial(self.train_epoch, train_dataloader, eval_dataloader)
+                self._epochs.fit_through(epoch, num_epochs, after_epoch)
+            else:
+                self._epochs.fit(train_dataloader, eval_dataloader, num_epochs, after_epoch=after_epoch)
         return self.history
-
-    def _rule(
-        self, metric: str | None, mode: Mode | None, patience: int | None, eval_dataloader: Iterable[Any] | None
-    ) -> Callable[[], BestRule] | None:
-        if metric is None and patience is not None:
-            raise ConfigError(
-                f"early_stopping_patience={patience!r}: needs a metric to watch, and best_model_metric is None"
-            )
-        if metric is None:
-            return None
-        if metric in ("eval_loss", "loss") and eval_dataloader is None:
-            metric = "train_loss"
-        name = metric if metric.startswith((PREFIX, "train_")) else PREFIX + metric
-        make = partial(MetricRule, name, mode, self.settings.min_delta, patience)
-        make()  # refuses bad values now
-        return make
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 
@@ -322,6 +343,21 @@ class Trainer:
             ConfigError: the loader is empty.
         """
         return self._epochs.measure(dataloader)
+
+    def predict(self, dataloader: Iterable[Any]) -> Any:
+        """Returns the model's outputs for a loader, in eval mode, of the averaged weights if there is an average.
+
+        Args:
+            dataloader: batches as for training; targets in them are not used.
+
+        Returns:
+            The outputs of all batches joined along dimension 0 on the CPU: a tensor (N, ...), or tuples and dicts of
+            such, as the model returns them. What is no tensor is left out; 0-d tensors are stacked, one per batch.
+
+        Raises:
+            ConfigError: the loader is empty, or the batches' outputs differ in more than dimension 0.
+        """
+        return self._epochs.predict(dataloader, lambda batch: self._forward_pass(self._prepare_batch(batch)[0]))
 
     # -- files ----------------------------------------------------------------------------------------------------
 
@@ -341,12 +377,10 @@ class Trainer:
         Raises:
             CheckpointError: the file is missing, damaged, or of another model.
         """
-        path = Path(path)
-        if self._save_dir is not None and not path.exists() and (self._save_dir / path).exists():
-            path = self._save_dir / path
+        path = self._folder.find(path)
         tree = load_checkpoint(path)
         left_out = {key for key, load in (("optimizer", load_optimizer), ("scheduler", load_scheduler)) if not load}
-        self._restore({key: None if key in left_out else value for key, value in tree.items()}, path)
+        self._folder.restore({key: None if key in left_out else value for key, value in tree.items()}, path)
         return tree
 
     def _save_checkpoint(self, path: str | Path, epoch: int, metric_value: float | None = None) -> None:
@@ -359,69 +393,4 @@ class Trainer:
         """
         if epoch != self.epoch:
             _log.warning("_save_checkpoint(epoch=%d): the state is that of epoch %d, saved as such", epoch, self.epoch)
-        tree = self._engine.state_dict()
-        if metric_value is not None:
-            tree["best_metric"] = float(metric_value)
-        if distributed.rank() == 0:
-            save_checkpoint(tree, path)
-
-    def _write_epoch(self, save_freq: int | None) -> None:
-        """The best goes first and the epoch's own last: whatever a kill leaves, the newest file knows of the best."""
-        if self._save_dir is None:
-            return
-        if self._epochs.improved:
-            self._save_checkpoint(self._save_dir / BEST, self.epoch, self.best_metric)
-        if save_freq and self.epoch % save_freq == 0:
-            self._save_checkpoint(epoch_file(self._save_dir, self.epoch), self.epoch)
-
-    def _own_folder(self) -> contextlib.AbstractContextManager[None]:
-        if self._save_dir is None or distributed.rank() != 0:
-            return contextlib.nullcontext()
-        return run_lock(self._save_dir)
-
-    def _resume(self, source: str | Path | None) -> None:
-        """Loads what ``resume_from`` names into a run that has not started."""
-        if source is None or self.step > 0:
-            return
-        if str(source) != "auto":
-            self._restore(load_checkpoint(source), source)
-            return
-        if self._save_dir is None:
-            raise ConfigError("resume_from='auto': needs save_dir, the folder to look in")
-        found = find_latest(checkpoints_in(self._save_dir))
-        if found is not None:
-            self._restore(found[1], found[0])
-
-    def _restore(self, tree: Mapping[str, Any], source: str | Path) -> None:
-        try:
-            self._engine.load_state_dict(tree)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{source}: {error}. Another model needs another save_dir, or resume_from=None to start afresh here"
-            ) from error
-        self._engine.resume_source = str(source)
-        _log.info("resumed from %s at step %d, epoch %d", source, self.step, self.epoch)
-
-
-def _optimizer_for(model: nn.Module, optimizer: Optimizer | None, settings: TrainingSettings) -> Optimizer:
-    if optimizer is None:
-        lr = 1e-4 if settings.learning_rate is None else settings.learning_rate
-        decay = 0.01 if settings.weight_decay is None else settings.weight_decay
-        return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay)
-    move_optimizer_state(optimizer)
-    return optimizer
-
-
-def _no_loss(loss_fn: Any, outputs: Any) -> str:
-    given = f"the model returned a {type(outputs).__name__} without a loss"
-    if loss_fn is None:
-        return f"loss_fn=None: {given}; pass a loss function, or give the model what it computes its loss from (labels)"
-    return f"targets: {given} and the batch has no targets; yield (inputs, targets), or override _compute_loss"
-
-
-def _numbers_of(info: Mapping[str, Any]) -> dict[str, float]:
-    loss = info["loss"][0]
-    numbers = {"loss": float("nan") if loss is None else float(loss), "lr": float(info["lr"][0])}
-    if "grad_norm" in info:
-        numbers["grad_norm"] = float(info["grad_norm"])
-    return numbers
+        self._folder.write(Path(path), metric_value)

@@ -1,0 +1,123 @@
+"""An engine whose every step goes through the ``train_step`` that a subclass of the trainer wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from treadle.bookkeeping import Outcome
+from treadle.data.cursor import Group
+from treadle.engine import Engine
+from treadle.errors import ConfigError
+
+OwnStep = Callable[[Any], Any]
+_STEP_KEYS = ("loss", "lr", "grad_norm")
+
+
+class OwnStepEngine(Engine):
+    """Calls ``own_step(batch)`` for each step, which comes back through :meth:`inner_step` exactly once.
+
+    The loop, the counters, the hooks and what happens to a step that is refused stay the engine's. Numbers that the
+    override adds become records of the step.
+
+    Args:
+        own_step: the trainer's overridden method.
+        kwargs: those of the engine.
+
+    Example:
+        >>> # engine = OwnStepEngine(model, optimizer, task, own_step=trainer.train_step)
+    """
+
+    def __init__(self, *args: Any, own_step: OwnStep, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._own_step: OwnStep | None = own_step
+        self._waiting: Group | None = None  # the group whose step the override is to run
+        self._outcomes: list[Outcome] = []
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        """Trains as the engine does.
+
+        Raises:
+            ConfigError: a step is to be made of several micro-batches, of which an override sees only one.
+        """
+        if self.accumulation_steps > 1:
+            raise ConfigError(
+                f"gradient_accumulation_steps={self.accumulation_steps}: a step of several micro-batches cannot go "
+                "through an overridden train_step, which sees one; override _compute_loss, or accumulate nothing"
+            )
+        super().run(*args, **kwargs)
+
+    def train_step(self, group: Group) -> Outcome:
+        """Lets the override run the step, once."""
+        if self._own_step is None:
+            return super().train_step(group)
+        self._outcomes, self._waiting = [], group
+        try:
+            result = self._own_step(group.batches[0])
+        finally:
+            self._waiting = None
+        if not self._outcomes:
+            raise ConfigError(
+                "train_step: the override did not call super().train_step(batch), so nothing was trained; it may add "
+                "to that step, not replace it: override _forward_pass or _compute_loss for another one"
+            )
+        self._note_added(result)
+        return self._outcomes[0]
+
+    def inner_step(self, batch: Any) -> bool:
+        """Runs the step that the loop waits for; returns False where no loop waits for one.
+
+        Raises:
+            ConfigError: it ran already.
+        """
+        if self._waiting is None:
+            return False
+        if self._outcomes:
+            raise ConfigError(
+                "train_step: the override calls super().train_step(batch) a second time; one batch is one step"
+            )
+        group = Group([batch], self._waiting.data_time, self._waiting.sample_ids)
+        self._outcomes.append(super().train_step(group))
+        return True
+
+    def step_group(self, batches: Sequence[Any]) -> bool:
+        """Runs one step straight, since it is the override that asks for it."""
+        with self._straight():
+            return super().step_group(batches)
+
+    @contextlib.contextmanager
+    def _straight(self) -> Iterator[None]:
+        own, self._own_step = self._own_step, None
+        try:
+            yield
+        finally:
+            self._own_step = own
+
+    def _note_added(self, result: Any) -> None:
+        if not isinstance(result, Mapping):
+            raise ConfigError(
+                f"train_step: the override returned a {type(result).__name__}; return the dict of "
+                "super().train_step(batch), with what you add to it"
+            )
+        added = {name: value for name, value in result.items() if name not in _STEP_KEYS}
+        if added and self.step_outputs:
+            last = self.step_outputs[-1]
+            self.step_outputs[-1] = replace(last, records={**last.records, **added})
+            self.step_info["records"][-1] = self.step_outputs[-1].records
+
+
+def numbers_of(info: Mapping[str, Any]) -> dict[str, float]:
+    """Returns what a step of one micro-batch gave, read from the device: ``loss``, ``lr``, and ``grad_norm`` if known.
+
+    Example:
+        >>> numbers_of({"loss": [None], "lr": [0.1]})
+        {'loss': nan, 'lr': 0.1}
+    """
+    loss = info["loss"][0]
+    numbers = {"loss": math.nan if loss is None else float(loss), "lr": float(info["lr"][0])}
+    if "grad_norm" in info:
+        numbers["grad_norm"] = float(info["grad_norm"])
+    return numbers
