@@ -308,14 +308,7 @@ class Trainer:
             known=known_keys(self._overrides, eval_dataloader is not None, bool(self._task.metrics)),
         )  # fmt: skip
         self._folder.use(save_dir, save_freq)
-
-        def after_epoch(record: dict[str, Any]) -> None:
-            improved = None if self._epochs.best is None else self._epochs.improved
-            scored = self._epochs.scored_weights
-            self._folder.write_epoch(improved=improved, best=self.best_metric, scored_weights=scored)
-            for callback in callbacks or ():
-                callback(self, self.epoch - 1, in_order(record))
-
+        after_epoch = partial(self._end_epoch, callbacks or ())
         with self._folder.held():
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
@@ -326,6 +319,13 @@ class Trainer:
             else:
                 self._epochs.fit(train_dataloader, eval_dataloader, num_epochs, after_epoch=after_epoch)
         return self.history
+
+    def _end_epoch(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
+        improved = None if self._epochs.best is None else self._epochs.improved
+        scored = self._epochs.scored_weights
+        self._folder.write_epoch(improved=improved, best=self.best_metric, scored_weights=scored)
+        for callback in callbacks:
+            callback(self, self.epoch - 1, in_order(record))
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 
