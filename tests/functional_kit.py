@@ -1,0 +1,72 @@
+"""Small trainers of the functional face, made the same way each time."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import treadle
+from helpers import Scalar
+
+
+def loader(samples=20, batch_size=8, *, shuffle=False, seed=5, workers=0):
+    x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(seed))
+    return DataLoader(
+        TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size, shuffle=shuffle, num_workers=workers
+    )
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
+
+
+def line():
+    """One layer, the same each time."""
+    torch.manual_seed(3)
+    return nn.Linear(4, 1)
+
+
+def make(cls=None, *, seed=0, model=None, optimizer=None, loss_fn="mse", scheduler=None, lr=0.01, config=None, **rest):
+    """``scheduler`` makes one from the optimizer; other keywords in ``rest`` are settings or the trainer's own."""
+    treadle.set_seed(seed)
+    model = net() if model is None else model
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr) if optimizer is None else optimizer
+    own = {name: rest.pop(name) for name in ("hooks", "eval_seed", "metrics") if name in rest}
+    config = {"training": {"log_interval": None, **rest}} if config is None else config
+    return (cls or treadle.Trainer)(
+        model, optimizer, nn.MSELoss() if loss_fn == "mse" else loss_fn, config, "cpu",
+        None if scheduler is None else scheduler(optimizer), **own,
+    )  # fmt: skip
+
+
+class Given(treadle.Trainer):
+    """Its loss is the mean of the batch times the one weight, so every right value can be computed by hand."""
+
+    def _compute_loss(self, outputs, targets):
+        return outputs.mean()
+
+
+def scalar(cls=Given, *, lr=0.0, **rest):
+    """A trainer over one weight that starts at 1: on a batch g the loss is mean(g) and so is the gradient."""
+    model = Scalar(1.0)
+    return make(cls, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr), loss_fn=None, **rest)
+
+
+def evaluations(values, key="loss"):
+    """A trainer class whose evaluations give the values one after the other."""
+
+    class Told(Given):
+        def evaluate(self, dataloader):
+            return {key: told.pop(0)}
+
+    told = list(values)
+    return Told
+
+
+def constant(value, size=4):
+    return torch.full((size,), float(value))
+
+
+def same_weights(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.model.state_dict().values(), b.model.state_dict().values()))
