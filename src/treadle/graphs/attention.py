@@ -4,11 +4,12 @@ Shapes: N = nodes of the batch, G = graphs, S = node slots of a graph, P = liste
 C = D / H, R = width of a pair encoding.
 
 Nodes are laid out densely as (G, S). One graph of 200 nodes among 100 graphs of 20 would make S 200 for all of them, so
-graphs of unlike size are attended to apart: the dense pairs stay below 4·Σ nᵢ², whatever the sizes are.
+graphs of unlike size are attended to apart: there are never more than 2·Σ nᵢ² dense pairs, whatever the sizes are.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -44,23 +45,31 @@ class AttentionLayout(NamedTuple):
 
 
 def group_sizes(sizes: Sequence[int]) -> list[int]:
-    """Returns the slots that each graph is given: those of its group.
+    """Returns the slots that each graph is given: the nodes of the largest graph of its group.
 
-    All graphs form one group while that at most doubles the pairs, since each group costs launches of its own.
-    Otherwise group b holds the graphs of more than 1/2^(b+1) and up to 1/2^b of the largest: their pairs are less than
-    quadrupled by padding.
+    Padding at most doubles the pairs, Σ slots² ≤ 2·Σ sizes². Within this bound there are few groups, since each costs
+    launches of its own; graphs of about the same size form one.
 
     Example:
         >>> group_sizes([3, 4, 4]), group_sizes([3, 4, 90, 80])
         ([4, 4, 4], [4, 4, 90, 90])
     """
-    largest = max(1, *sizes)
-    if len(sizes) * largest**2 <= 2 * sum(size * size for size in sizes):
-        return [largest] * len(sizes)
-    bands = [(largest // max(size, 1)).bit_length() for size in sizes]
-    slots: dict[int, int] = {}
-    for band, size in zip(bands, sizes, strict=True):
-        slots[band] = max(slots.get(band, 1), size)
+    nodes = [max(1, size) for size in sizes]
+    largest = max(nodes, default=1)
+    # Graphs whose pairs differ by less than a factor of two.
+    bands = [(largest**2 // size**2).bit_length() for size in nodes]
+    slots = {band: max(size for size, other in zip(nodes, bands, strict=True) if other == band) for band in set(bands)}
+    spare = 2 * sum(size**2 for size in nodes) - sum(slots[band] ** 2 for band in bands)
+    count = 0
+    ascending = sorted(slots, reverse=True)
+    for band, above in itertools.pairwise(ascending):
+        count += bands.count(band)
+        cost = count * (slots[above] ** 2 - slots[band] ** 2)
+        if cost > spare:
+            count = 0
+            continue
+        spare -= cost
+        slots |= {other: slots[above] for other, size in slots.items() if size == slots[band]}
     return [slots[band] for band in bands]
 
 
