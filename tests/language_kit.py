@@ -20,6 +20,7 @@ def gpt2(*, seed=0, dropout=0.1):
     config = GPT2Config(
         vocab_size=VOCAB, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2, resid_pdrop=dropout,
         embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
+        use_cache=False,  # training has no use for the keys it keeps, and recomputing activations turns it off anyway
     )  # fmt: skip
     return GPT2LMHeadModel(config)
 

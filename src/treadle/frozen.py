@@ -79,8 +79,7 @@ class FrozenBase:
             raise CheckpointError(
                 f"the checkpoint holds adapters for another base model: {len(wrong)} of {len(marks)} frozen weights "
                 f"differ, first {name}, which is {marks[name]} there and {here.get(name, 'missing')} here (dtype, "
-                "shape, CRC-32). Build the model on the weights, in the dtype, that these adapters were trained on, "
-                "or start in another folder"
+                "shape, CRC-32). Build the model on the weights, in the dtype, that these adapters were trained on"
             )
         return frozenset(marks)
 

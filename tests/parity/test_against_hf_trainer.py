@@ -143,11 +143,16 @@ def by_transformers(k, folder):
     return model, list(trainer.by_step.values())
 
 
-@pytest.mark.parametrize("k", [1, 4])
-def test_the_trainer_of_transformers_has_the_same_losses(k, tmp_path):
-    model, losses = by_treadle(k)
-    other, expected = by_transformers(k, tmp_path)
-    assert len(losses) == STEPS[k]
+def test_the_trainer_of_transformers_gives_the_same_bits_without_accumulation(tmp_path):
+    model, losses = by_treadle(1)
+    other, expected = by_transformers(1, tmp_path)
+    assert losses == expected
+    assert equal(model, other)
+
+
+def test_the_trainer_of_transformers_gives_the_same_losses_with_accumulation(tmp_path):
+    model, losses = by_treadle(4)
+    other, expected = by_transformers(4, tmp_path)
     assert losses == pytest.approx(expected, abs=1e-6, rel=0)
     # The gradient of the key biases is zero but for rounding, and Adam divides it by its own size.
     for a, b in zip(model.parameters(), other.parameters(), strict=True):

@@ -147,7 +147,7 @@ class RunFolder:
     def _write_pretrained(self, path: Path, scored_weights: Callable[[], AbstractContextManager[None]]) -> None:
         model = self.engine.model
         if has_save_pretrained(model) and distributed.rank() == 0:
-            with scored_weights():
+            with scored_weights() if self.engine.scored == "ema" else contextlib.nullcontext():
                 write_pretrained(model, path)
 
     def write(self, path: Path, metric_value: float | None) -> None:
