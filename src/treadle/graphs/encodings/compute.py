@@ -1,0 +1,219 @@
+"""Encodings of one graph, as functions and as a transform of ``torch_geometric``, which need not be installed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from treadle.errors import ConfigError
+from treadle.graphs.encodings.config import (
+    NodePEConfig,
+    PEConfig,
+    PEConfigLike,
+    RelativePEConfig,
+    parse_node_config,
+    parse_pe_config,
+    parse_relative_config,
+)
+from treadle.graphs.encodings.graphs import PlainGraphs
+from treadle.graphs.encodings.node import node_encoding
+from treadle.graphs.encodings.relative import listed, pair_encoding
+
+
+class GraphEncoding(NamedTuple):
+    """The encodings of one graph; None for those that are off.
+
+    N = nodes, P = listed pairs of nodes.
+    """
+
+    node_pe: Tensor | None
+    """(N, node_dim) float32."""
+    edge_pe_index: Tensor | None
+    """(2, P) int64: the two nodes of each pair."""
+    edge_pe: Tensor | None
+    """(P, relative_dim) float32."""
+
+    def attach(self, data: Any) -> Any:
+        """Returns a shallow copy of a graph that has the encodings as attributes of these names."""
+        data = copy.copy(data)
+        for name, value in self._asdict().items():
+            if value is not None:
+                setattr(data, name, value)
+        return data
+
+
+def compute_node_pe(edge_index: Tensor, num_nodes: int, config: PEConfigLike | NodePEConfig) -> Tensor:
+    """Returns the encoding of the nodes of one graph.
+
+    Args:
+        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        num_nodes: N.
+        config: all settings (:func:`parse_pe_config`), or the section ``node`` alone.
+
+    Returns:
+        (N, dim) float32; (N, 0) where node encodings are off.
+
+    Raises:
+        ConfigError: a setting is wrong, or the edges name a node outside the graph.
+
+    Example:
+        >>> compute_node_pe(torch.tensor([[0, 1], [1, 2]]), 3, "default").shape
+        torch.Size([3, 32])
+    """
+    node_pe = encode_graph(edge_index, num_nodes, PEConfig(node=_node_section(config))).node_pe
+    return torch.zeros(num_nodes, 0, device=edge_index.device) if node_pe is None else node_pe
+
+
+def compute_relative_pe(
+    edge_index: Tensor, num_nodes: int, config: PEConfigLike | RelativePEConfig
+) -> tuple[Tensor, Tensor]:
+    """Returns the encoding of the pairs of nodes of one graph.
+
+    Args:
+        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        num_nodes: N.
+        config: all settings (:func:`parse_pe_config`), or the section ``relative`` alone.
+
+    Returns:
+        ``edge_pe_index`` (2, P) int64 and ``edge_pe`` (P, dim) float32; P and dim are 0 where pair encodings are off.
+
+    Raises:
+        ConfigError: a setting is wrong, or the edges name a node outside the graph.
+
+    Example:
+        >>> pairs, code = compute_relative_pe(torch.tensor([[0, 1], [1, 2]]), 3, "default")
+        >>> pairs.shape, code.shape
+        (torch.Size([2, 9]), torch.Size([9, 32]))
+    """
+    encoded = encode_graph(edge_index, num_nodes, PEConfig(relative=_relative_section(config)))
+    if encoded.edge_pe_index is None or encoded.edge_pe is None:
+        device = edge_index.device
+        return torch.zeros(2, 0, dtype=torch.long, device=device), torch.zeros(0, 0, device=device)
+    return encoded.edge_pe_index, encoded.edge_pe
+
+
+def _node_section(config: PEConfigLike | NodePEConfig) -> NodePEConfig | None:
+    if isinstance(config, NodePEConfig):
+        return config
+    if isinstance(config, Mapping) and _is_section(config):
+        return parse_node_config(config)
+    return parse_pe_config(config).node
+
+
+def _relative_section(config: PEConfigLike | RelativePEConfig) -> RelativePEConfig | None:
+    if isinstance(config, RelativePEConfig):
+        return config
+    if isinstance(config, Mapping) and _is_section(config):
+        return parse_relative_config(config)
+    return parse_pe_config(config).relative
+
+
+def _is_section(config: Mapping[str, Any]) -> bool:
+    """Whether a mapping is one section: no key inside a section is called as a section is."""
+    return len(config) > 0 and not {"node", "relative"} & set(config)
+
+
+def encode_graph(edge_index: Tensor, num_nodes: int, config: PEConfig) -> GraphEncoding:
+    """Returns all encodings of one graph; what node and pair encodings share is computed once."""
+    graphs, device = PlainGraphs([edge_index], num_nodes), edge_index.device
+    node_pe = index = values = None
+    if config.node is not None:
+        node_pe = node_encoding(graphs, config.node)[0].to(device)
+    if config.relative is not None:
+        index, values = listed(pair_encoding(graphs, config.relative)[0], config.relative)
+        index, values = index.to(device), values.to(device)
+    return GraphEncoding(node_pe, index, values)
+
+
+class AddPositionalEncodings:
+    """Gives a graph its encodings: ``node_pe``, ``edge_pe_index`` and ``edge_pe``.
+
+    Usable wherever ``torch_geometric`` takes a transform, and without it: a graph is any object with ``edge_index``
+    and ``num_nodes`` (or ``x``, a row a node). For a whole data set, :func:`encode_graphs` is many times faster.
+
+    Args:
+        pe_config: see :func:`parse_pe_config`.
+
+    Raises:
+        ConfigError: a setting is wrong; or, when it is called, the graph has no edges or nodes to read, or it is a
+            batch of several graphs, whose encodings would be those of their union.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> graph = SimpleNamespace(edge_index=torch.tensor([[0, 1], [1, 2]]), num_nodes=3)
+        >>> AddPositionalEncodings("default")(graph).node_pe.shape
+        torch.Size([3, 32])
+    """
+
+    def __init__(self, pe_config: PEConfigLike):
+        self.config = parse_pe_config(pe_config)
+
+    def __call__(self, data: Any) -> Any:
+        """Returns a shallow copy of the graph with its encodings."""
+        if getattr(data, "num_graphs", 1) != 1:
+            raise ConfigError(
+                f"data is a batch of {data.num_graphs} graphs: encodings belong to single graphs; transform each graph "
+                "before they are batched"
+            )
+        edge_index = getattr(data, "edge_index", None)
+        num_nodes = getattr(data, "num_nodes", None)
+        if num_nodes is None and isinstance(getattr(data, "x", None), Tensor):
+            num_nodes = data.x.shape[0]
+        if edge_index is None or num_nodes is None:
+            raise ConfigError(
+                f"{type(data).__name__} has no edge_index or no num_nodes: set both; an edgeless graph has "
+                "edge_index=torch.empty(2, 0, dtype=torch.long)"
+            )
+        return encode_graph(edge_index, int(num_nodes), self.config).attach(data)
+
+    def __repr__(self) -> str:
+        parts = {"node": self.config.node, "relative": self.config.relative}
+        described = ", ".join(f"{name}={part.type if part is not None else 'none'}" for name, part in parts.items())
+        return f"{type(self).__name__}({described})"
+
+
+class RandomSignFlip:
+    """Multiplies leading columns of ``node_pe`` by random signs, one a graph and column.
+
+    This is the training half of ``sign_invariant: flip``: eigenvectors are stored with a fixed sign, which evaluation
+    uses as it is, while in training every sign is as good as the other. The signs come from torch's global generator
+    of the CPU, which a checkpoint restores. Use it as the transform of the training data, or on a batch of
+    ``torch_geometric`` in the training step.
+
+    Args:
+        columns: :attr:`NodePEConfig.flip_columns`; 0 changes nothing and draws nothing.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> graph = SimpleNamespace(node_pe=torch.ones(2, 3))
+        >>> flipped = RandomSignFlip(2)(graph).node_pe
+        >>> flipped.abs().equal(graph.node_pe), flipped[:, 2].tolist()
+        (True, [1.0, 1.0])
+    """
+
+    def __init__(self, columns: int):
+        if columns < 0:
+            raise ConfigError(f"columns={columns}: must be 0 or more; pass flip_columns of the settings")
+        self.columns = columns
+
+    def __call__(self, data: Any) -> Any:
+        """Returns a shallow copy of the graph or batch with signs drawn anew."""
+        if self.columns == 0:
+            return data
+        node_pe = data.node_pe
+        if node_pe.shape[1] < self.columns:
+            raise ConfigError(f"node_pe has {node_pe.shape[1]} columns, but columns={self.columns} are to be flipped")
+        owner = getattr(data, "batch", None)
+        graphs = 1 if owner is None else int(data.num_graphs)
+        signs = torch.randint(0, 2, (graphs, self.columns)).mul_(2).sub_(1).to(node_pe)
+        row_signs = signs if owner is None else signs[owner]
+        data = copy.copy(data)
+        data.node_pe = torch.cat([node_pe[:, : self.columns] * row_signs, node_pe[:, self.columns :]], dim=1)
+        return data
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(columns={self.columns})"

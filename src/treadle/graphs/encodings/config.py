@@ -1,0 +1,347 @@
+"""The settings of the encodings: what is computed for nodes and for pairs of nodes, and how wide it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
+
+from treadle.errors import ConfigError, nearest, refuse_unknown
+
+_NODE_ALIASES = {"lap_pe": "lap", "lappe": "lap"}
+_NODE_TYPES = ("lap", "rwse", "hks", "role", "combined", "none")
+_RELATIVE_TYPES = ("spd", "bfs", "diffusion", "resistance", "landmark", "none")
+
+
+@dataclass(frozen=True)
+class LapConfig:
+    """Settings of the Laplacian eigenvectors."""
+
+    k: int = 16
+    """Columns; a graph with fewer eigenvectors has zeros in the rest."""
+    sign_invariant: str = "abs"
+    """``"abs"``, ``"square"`` (exact for repeated eigenvalues too), or ``"flip"`` (see :class:`RandomSignFlip`)."""
+
+    def __post_init__(self) -> None:
+        _check_whole("lap.k", self.k, at_least=1)
+        _check_word("lap.sign_invariant", self.sign_invariant, ("abs", "square", "flip"))
+
+
+@dataclass(frozen=True)
+class RWSEConfig:
+    """Settings of the return probabilities of a random walk."""
+
+    scales: Sequence[int] = (1, 2, 4, 8, 16)
+    """Numbers of steps, one column each."""
+
+    def __post_init__(self) -> None:
+        _check_list("rwse.scales", self.scales)
+        for scale in self.scales:
+            _check_whole("rwse.scales", scale, at_least=1)
+
+
+@dataclass(frozen=True)
+class HKSConfig:
+    """Settings of the heat kernel signature."""
+
+    scales: Sequence[float] = (0.1, 0.5, 1.0, 2.0, 5.0)
+    """Times of diffusion, one column each."""
+
+    def __post_init__(self) -> None:
+        _check_times("hks.scales", self.scales)
+
+
+@dataclass(frozen=True)
+class RoleConfig:
+    """Settings of the structural role of a node."""
+
+    features: Sequence[str] = ("degree", "clustering", "kcore")
+    """One column each, in this order."""
+
+    def __post_init__(self) -> None:
+        _check_words("role.features", self.features, ("degree", "clustering", "kcore"))
+
+
+@dataclass(frozen=True)
+class NodePEConfig:
+    """What every node is given.
+
+    Raises:
+        ConfigError: a value is outside its range, or the columns asked for do not fit into ``dim``.
+
+    Example:
+        >>> NodePEConfig().blocks
+        {'lap': 16, 'rwse': 5, 'hks': 5, 'role': 3}
+        >>> NodePEConfig(type="rwse", rwse=RWSEConfig((1, 2, 4)), dim=16).columns
+        3
+    """
+
+    type: str = "combined"
+    """``"lap"``, ``"rwse"``, ``"hks"``, ``"role"``, ``"combined"``: the four side by side, or ``"none"``."""
+    dim: int = 32
+    """Width of ``node_pe``; columns beyond those of the encoding are zero."""
+    lap: LapConfig = field(default_factory=LapConfig)
+    rwse: RWSEConfig = field(default_factory=RWSEConfig)
+    hks: HKSConfig = field(default_factory=HKSConfig)
+    role: RoleConfig = field(default_factory=RoleConfig)
+    normalize: str = "none"
+    """``"none"``, or ``"graph"``: mean 0 and variance 1 over the nodes of each graph; a constant column becomes 0."""
+
+    def __post_init__(self) -> None:
+        _check_word("node.type", self.type, _NODE_TYPES)
+        _check_word("node.normalize", self.normalize, ("none", "graph"))
+        _check_whole("node.dim", self.dim, at_least=1)
+        if self.columns > self.dim:
+            parts = " + ".join(f"{name} {width}" for name, width in self.blocks.items())
+            raise ConfigError(
+                f"node.dim={self.dim}: type {self.type!r} gives {self.columns} columns ({parts}); set dim to at least "
+                f"{self.columns} or ask for fewer"
+            )
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """The encodings side by side, with their numbers of columns."""
+        widths = {
+            "lap": self.lap.k,
+            "rwse": len(self.rwse.scales),
+            "hks": len(self.hks.scales),
+            "role": len(self.role.features),
+        }
+        wanted = {"combined": list(widths), "none": []}.get(self.type, [self.type])
+        return {name: widths[name] for name in wanted}
+
+    @property
+    def columns(self) -> int:
+        """Columns that are not padding."""
+        return sum(self.blocks.values())
+
+    @property
+    def flip_columns(self) -> int:
+        """Leading columns whose signs are to be drawn in training; 0 unless ``lap.sign_invariant`` is ``"flip"``."""
+        return self.blocks.get("lap", 0) if self.lap.sign_invariant == "flip" else 0
+
+
+@dataclass(frozen=True)
+class RelativePEConfig:
+    """What every pair of nodes is given.
+
+    Raises:
+        ConfigError: a value is outside its range.
+
+    Example:
+        >>> RelativePEConfig().dim, RelativePEConfig(type="diffusion").dim
+        (32, 3)
+    """
+
+    type: str = "spd"
+    """``"spd"``, ``"bfs"``, ``"diffusion"``, ``"resistance"``, ``"landmark"`` or ``"none"``."""
+    num_buckets: int = 32
+    """``spd``, ``bfs``: width of the one-hot code."""
+    max_distance: int = 10
+    """``spd``: larger distances share the last bucket. ``bfs``: pairs further apart are not listed."""
+    scales: Sequence[float] = (0.1, 1.0, 10.0)
+    """``diffusion``: times, one column each."""
+    num_landmarks: int = 4
+    """``landmark``: nodes to measure from."""
+    reduce: Sequence[str] = ("min", "max", "mean")
+    """``landmark``: how the landmarks are summed up, one column each."""
+    seed: int = 0
+    """``landmark``: seeds the choice of the landmarks, for each graph anew."""
+
+    def __post_init__(self) -> None:
+        _check_word("relative.type", self.type, _RELATIVE_TYPES)
+        _check_whole("relative.num_buckets", self.num_buckets, at_least=2, at_most=32_766)
+        _check_whole("relative.max_distance", self.max_distance, at_least=1)
+        _check_times("relative.scales", self.scales)
+        _check_whole("relative.num_landmarks", self.num_landmarks, at_least=1)
+        _check_words("relative.reduce", self.reduce, ("min", "max", "mean"))
+        _check_whole("relative.seed", self.seed, at_least=0, at_most=2**63 - 1)
+
+    @property
+    def dim(self) -> int:
+        """Width of ``edge_pe``."""
+        widths = {"diffusion": len(self.scales), "resistance": 1, "landmark": len(self.reduce)}
+        return widths.get(self.type, self.num_buckets)
+
+
+@dataclass(frozen=True)
+class PEConfig:
+    """The encodings of a data set; None leaves out those of nodes or of pairs, and so does the type ``"none"``.
+
+    Example:
+        >>> config = parse_pe_config("default")
+        >>> config.node_dim, config.relative_dim
+        (32, 32)
+    """
+
+    node: NodePEConfig | None = None
+    relative: RelativePEConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("node", "relative"):  # one way to say it, so that equal settings are equal
+            part = getattr(self, name)
+            if part is not None and part.type == "none":
+                object.__setattr__(self, name, None)
+
+    @property
+    def node_dim(self) -> int | None:
+        """Width of ``node_pe``, None without it."""
+        return None if self.node is None else self.node.dim
+
+    @property
+    def relative_dim(self) -> int | None:
+        """Width of ``edge_pe``, None without it."""
+        return None if self.relative is None else self.relative.dim
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings as plain values that :func:`parse_pe_config` reads back."""
+        sections = {"node": self.node, "relative": self.relative}
+        return {name: {"type": "none"} if part is None else _plain(part) for name, part in sections.items()}
+
+
+PEConfigLike: TypeAlias = "PEConfig | Mapping[str, Any] | str | None"
+
+
+def parse_pe_config(config: PEConfigLike) -> PEConfig:
+    """Reads the settings of encodings and checks every key and value.
+
+    A section that is absent, ``enabled: false`` or ``type: none`` is off; a key that is absent inside a section has
+    its default.
+
+    Args:
+        config: a mapping with the sections ``node`` and ``relative``; the name of a preset (:data:`PE_PRESETS`); None
+            for no encodings; or settings that are already read.
+
+    Raises:
+        ConfigError: a key, a type or a preset is unknown (the nearest is named), or a value is outside its range.
+
+    Example:
+        >>> parse_pe_config({"node": {"type": "lap_pe", "lap": {"k": 8}}, "relative": {"type": "none"}}).node.columns
+        8
+        >>> parse_pe_config({"node": {"type": "rswe"}})
+        Traceback (most recent call last):
+        treadle.errors.ConfigError: pe_config.node.type='rswe': did you mean 'rwse'?
+    """
+    if isinstance(config, PEConfig):
+        return config
+    if config is None:
+        return PEConfig()
+    if isinstance(config, str):
+        if config not in PE_PRESETS:
+            raise ConfigError(f"pe_config={config!r}: no such preset; {nearest(config, PE_PRESETS)}")
+        config = PE_PRESETS[config]
+    values = _mapping("pe_config", config)
+    refuse_unknown("pe_config", values, ("node", "relative"))
+    return PEConfig(parse_node_config(values.get("node")), parse_relative_config(values.get("relative")))
+
+
+def parse_node_config(section: Mapping[str, Any] | None) -> NodePEConfig | None:
+    """Reads the section ``node`` of the settings; None when it is off."""
+    return _parse_section(NodePEConfig, "node", section, [*_NODE_TYPES, *_NODE_ALIASES])
+
+
+def parse_relative_config(section: Mapping[str, Any] | None) -> RelativePEConfig | None:
+    """Reads the section ``relative`` of the settings; None when it is off."""
+    return _parse_section(RelativePEConfig, "relative", section, _RELATIVE_TYPES)
+
+
+_Section = TypeVar("_Section", NodePEConfig, RelativePEConfig)
+_PARTS = {"lap": LapConfig, "rwse": RWSEConfig, "hks": HKSConfig, "role": RoleConfig}
+
+
+def _parse_section(
+    kind: type[_Section], name: str, section: Mapping[str, Any] | None, types: Sequence[str]
+) -> _Section | None:
+    if section is None:
+        return None
+    where = f"pe_config.{name}"
+    values = _mapping(where, section)
+    refuse_unknown(where, values, ["enabled", *(entry.name for entry in dataclasses.fields(kind))])
+
+    enabled = values.pop("enabled", True)
+    if not isinstance(enabled, bool):
+        raise ConfigError(f"{where}.enabled={enabled!r}: must be true or false")
+    chosen = values.get("type", kind().type)
+    if chosen not in types:
+        raise ConfigError(f"{where}.type={chosen!r}: {nearest(str(chosen), types)}")
+    values["type"] = _NODE_ALIASES.get(chosen, chosen)
+
+    for part in values.keys() & _PARTS.keys():
+        inner = _mapping(f"{where}.{part}", values[part])
+        refuse_unknown(f"{where}.{part}", inner, [entry.name for entry in dataclasses.fields(_PARTS[part])])
+        values[part] = _PARTS[part](**inner)
+    read = kind(**values)  # also where it is off: a wrong value is an error today, not when it is switched on
+    return read if enabled else None
+
+
+def _mapping(where: str, value: Any) -> dict[str, Any]:
+    """Returns a copy of a section, with tuples for lists: settings are shared between graphs and never change."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}={value!r}: must be a mapping of settings, not a {type(value).__name__}")
+    return {
+        key: tuple(entry) if isinstance(entry, Sequence) and not isinstance(entry, str) else entry
+        for key, entry in value.items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {entry.name: _plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def _check_whole(name: str, value: Any, *, at_least: int, at_most: int | None = None) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < at_least or (at_most is not None and value > at_most):
+        limit = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise ConfigError(f"{name}={value!r}: must be a whole number {limit}")
+
+
+def _check_word(name: str, value: Any, allowed: Iterable[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r}: {nearest(str(value), allowed)}")
+
+
+def _check_list(name: str, values: Any) -> None:
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) == 0:
+        raise ConfigError(f"{name}={values!r}: must be a list of at least one entry")
+    if len({repr(value) for value in values}) != len(values):
+        raise ConfigError(f"{name}={list(values)!r}: has an entry twice; each would give the same column")
+
+
+def _check_words(name: str, values: Any, allowed: Sequence[str]) -> None:
+    _check_list(name, values)
+    for value in values:
+        _check_word(name, value, allowed)
+
+
+def _check_times(name: str, values: Any) -> None:
+    _check_list(name, values)
+    for value in values:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not (0 < value < math.inf):
+            raise ConfigError(f"{name}={value!r}: must be a number above 0")
+
+
+PE_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "default": {"node": {}, "relative": {}},
+    "light": {
+        "node": {"type": "rwse", "dim": 16, "rwse": {"scales": [1, 2, 4]}},
+        "relative": {"num_buckets": 16, "max_distance": 5},
+    },
+    # Many scales, and no column of padding: 20 eigenvectors, walks of 2 to 32 steps (one step never returns on a graph
+    # without self-loops), heat from 0.1 to 10, and 3 columns of the role make 64.
+    "mspe": {
+        "node": {
+            "dim": 64,
+            "lap": {"k": 20},
+            "rwse": {"scales": list(range(2, 33))},
+            "hks": {"scales": [0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0]},
+        },
+        "relative": {},
+    },
+    "none": {},
+}
+"""The named settings: the keys that differ from the defaults."""

@@ -1,0 +1,213 @@
+"""Graphs of one size as one batch: plain edges, and what the encodings share.
+
+A plain graph is symmetric and has no edge twice and no edge from a node to itself. Everything is computed on the CPU
+in float64. Memory is that of dense B x N x N matrices: molecules by the thousand, or single graphs of a few thousand
+nodes.
+
+Shapes: B = graphs, N = nodes of each, E = directed edges of all of them, M = eigenvectors (= N).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from treadle.errors import ConfigError
+
+
+class Spectrum(NamedTuple):
+    """Eigenvalues, ascending, and eigenvectors in columns."""
+
+    values_BM: Tensor
+    vectors_BNM: Tensor
+
+
+class PlainGraphs:
+    """B plain graphs of N nodes each; what is derived from them is computed once, when it is first asked for.
+
+    Args:
+        edge_indices: one (2, e) integer tensor a graph: nodes numbered from 0, edges in one direction or both.
+        num_nodes: N, at least 1.
+
+    Raises:
+        ConfigError: an ``edge_index`` is not of this form, or names a node outside the graph.
+
+    Example:
+        >>> graphs = PlainGraphs([torch.tensor([[0, 1, 1, 2], [1, 0, 2, 2]])], 3)
+        >>> graphs.adjacency_BNN[0].tolist()
+        [[0.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
+    """
+
+    def __init__(self, edge_indices: Sequence[Tensor], num_nodes: int):
+        self.num_graphs = len(edge_indices)
+        self.num_nodes = num_nodes
+        # Nodes of graph b are b*N ... b*N + N - 1, as in any disjoint union. Sorted by source.
+        self.sources_E, self.targets_E = _plain_edges(edge_indices, num_nodes)
+
+    @cached_property
+    def degrees_BN(self) -> Tensor:
+        """Number of neighbours, int64."""
+        counted = torch.bincount(self.sources_E, minlength=self.num_graphs * self.num_nodes)
+        return counted.view(self.num_graphs, self.num_nodes)
+
+    @cached_property
+    def adjacency_BNN(self) -> Tensor:
+        """1 for an edge, else 0; float64."""
+        dense = torch.zeros(self.num_graphs * self.num_nodes, self.num_nodes, dtype=torch.float64)
+        dense[self.sources_E, self.targets_E % self.num_nodes] = 1.0
+        return dense.view(self.num_graphs, self.num_nodes, self.num_nodes)
+
+    @cached_property
+    def transition_BNN(self) -> Tensor:
+        """Probabilities of one step of a random walk, D^-1 A; the row of an isolated node is 0."""
+        return self.adjacency_BNN / self.degrees_BN.clamp(min=1).unsqueeze(-1)
+
+    @cached_property
+    def spectrum(self) -> Spectrum:
+        """Of the normalised Laplacian I - D^-1/2 A D^-1/2, in which the row of an isolated node is 0."""
+        scale_BN = self.degrees_BN.double().clamp(min=1).rsqrt()
+        laplacian_BNN = -scale_BN.unsqueeze(-1) * self.adjacency_BNN * scale_BN.unsqueeze(-2)
+        laplacian_BNN.diagonal(dim1=-2, dim2=-1).copy_((self.degrees_BN > 0).double())
+        values_BM, vectors_BNM = torch.linalg.eigh(laplacian_BNN)
+        return Spectrum(values_BM.clamp_(0.0, 2.0), vectors_BNM)
+
+    @cached_property
+    def hops_BNN(self) -> Tensor:
+        """Edges on a shortest path, int32; -1 between components.
+
+        Breadth-first search from every node at once, on lists of edges: each step looks at the neighbours of the nodes
+        that were reached last, so that all of it costs N·E per graph.
+        """
+        size = self.num_nodes
+        hops = torch.full((self.num_graphs * size * size,), -1, dtype=torch.int32)
+        last_reached_by = torch.empty_like(hops)
+        degrees = self.degrees_BN.flatten()
+        first_edge = degrees.cumsum(0) - degrees
+        # A pair (start, node) is the number start * N + node; start counts through the union, node within its graph.
+        start = torch.arange(self.num_graphs * size)
+        pairs = start * size + start % size
+        level = 0
+        while pairs.numel() > 0:
+            hops[pairs] = level
+            level += 1
+            start = pairs // size
+            node = start // size * size + pairs % size
+            fan = degrees[node]
+            owner = torch.repeat_interleave(fan)
+            edge = torch.arange(owner.numel()) + (first_edge[node] - (fan.cumsum(0) - fan))[owner]
+            pairs = start[owner] * size + self.targets_E[edge] % size
+            pairs = pairs[hops[pairs] < 0]
+            # A node that is reached from two sides at once is kept once: by whichever wrote last.
+            order = torch.arange(pairs.numel(), dtype=torch.int32)
+            last_reached_by[pairs] = order
+            pairs = pairs[last_reached_by[pairs] == order]
+        return hops.view(self.num_graphs, size, size)
+
+    @cached_property
+    def connected_BNN(self) -> Tensor:
+        """Whether two nodes lie in one component."""
+        return self.hops_BNN >= 0
+
+    @cached_property
+    def components_B(self) -> Tensor:
+        """Number of components: of nodes that no node before them is connected to."""
+        first_BN = self.connected_BNN.to(torch.uint8).argmax(dim=-1)
+        return (first_BN == torch.arange(self.num_nodes)).sum(dim=-1)
+
+    @cached_property
+    def cores_BN(self) -> Tensor:
+        """Core numbers, int64: the largest k such that the node lies in a part where all have k neighbours or more.
+
+        Nodes with the fewest neighbours left are taken away first (Batagelj and Zaversnik 2003), in all graphs at once.
+        """
+        degrees = self.degrees_BN.flatten().clone()
+        cores, present = torch.zeros_like(degrees), torch.ones_like(degrees, dtype=torch.bool)
+        core = 0
+        while present.any():
+            leaving = present & (degrees <= core)
+            if not leaving.any():
+                core = int(degrees[present].min())
+                continue
+            cores[leaving] = core
+            present &= ~leaving
+            lost = self.sources_E[leaving[self.targets_E]]
+            degrees -= torch.bincount(lost, minlength=degrees.numel())
+        return cores.view(self.num_graphs, self.num_nodes)
+
+
+def _plain_edges(edge_indices: Sequence[Tensor], num_nodes: int) -> tuple[Tensor, Tensor]:
+    """Returns sources and targets of all edges in the union: symmetric, sorted, without doubles and self-loops."""
+    for edge_index in edge_indices:
+        check_graph(edge_index, num_nodes)
+    local_2E = torch.cat([edge_index.cpu().long() for edge_index in edge_indices], dim=1)
+    owner_E = torch.repeat_interleave(torch.tensor([edge_index.shape[1] for edge_index in edge_indices]))
+    no_loop_E = local_2E[0] != local_2E[1]
+    local_2E, owner_E = local_2E[:, no_loop_E], owner_E[no_loop_E]
+    both_2E = torch.cat([local_2E, local_2E.flip(0)], dim=1)
+    keys = torch.unique((owner_E.repeat(2) * num_nodes + both_2E[0]) * num_nodes + both_2E[1])
+    sources_E = keys // num_nodes
+    return sources_E, sources_E // num_nodes * num_nodes + keys % num_nodes
+
+
+def check_graph(edge_index: Tensor, num_nodes: int, *, where: str = "") -> None:
+    """Raises ConfigError unless the edges are whole numbers of shape (2, E) that name nodes of the graph.
+
+    Example:
+        >>> check_graph(torch.tensor([[0], [3]]), 3, where="graph 7: ")
+        Traceback (most recent call last):
+        treadle.errors.ConfigError: graph 7: edge_index has the edge (0, 3), but num_nodes=3: nodes are numbered 0 to
+        2; correct the edge or num_nodes
+    """
+    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
+        raise ConfigError(f"{where}num_nodes={num_nodes!r}: must be a whole number of at least 1")
+    whole = not (edge_index.is_floating_point() or edge_index.is_complex() or edge_index.dtype is torch.bool)
+    if edge_index.dim() != 2 or edge_index.shape[0] != 2 or not whole:
+        raise ConfigError(
+            f"{where}edge_index is {edge_index.dtype} of shape {tuple(edge_index.shape)}: must be whole numbers of "
+            "shape (2, number of edges); an edgeless graph has torch.empty(2, 0, dtype=torch.long)"
+        )
+    if edge_index.numel() > 0 and (edge_index.min() < 0 or edge_index.max() >= num_nodes):
+        wrong = ((edge_index < 0) | (edge_index >= num_nodes)).any(dim=0)
+        edge = tuple(edge_index[:, wrong][:, 0].tolist())
+        raise ConfigError(
+            f"{where}edge_index has the edge {edge}, but num_nodes={num_nodes}: nodes are numbered 0 to "
+            f"{num_nodes - 1}; correct the edge or num_nodes"
+        )
+
+
+def hop_distances(edge_index: Tensor, num_nodes: int) -> Tensor:
+    """Returns the number of edges on a shortest path between all nodes of one graph.
+
+    Args:
+        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        num_nodes: N.
+
+    Returns:
+        (N, N) int64; -1 between components.
+
+    Example:
+        >>> hop_distances(torch.tensor([[0, 1], [1, 2]]), 4)[0].tolist()
+        [0, 1, 2, -1]
+    """
+    return PlainGraphs([edge_index], num_nodes).hops_BNN[0].long().to(edge_index.device)
+
+
+def core_numbers(edge_index: Tensor, num_nodes: int) -> Tensor:
+    """Returns the core number of every node of one graph.
+
+    Args:
+        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        num_nodes: N.
+
+    Returns:
+        (N,) int64.
+
+    Example:
+        >>> core_numbers(torch.tensor([[0, 1, 2, 2], [1, 2, 0, 3]]), 4).tolist()
+        [2, 2, 2, 1]
+    """
+    return PlainGraphs([edge_index], num_nodes).cores_BN[0].to(edge_index.device)

@@ -1,0 +1,198 @@
+"""The encodings of a whole data set: graphs of equal size together, in several processes if wanted.
+
+Shapes: G = graphs, B = graphs of one chunk, N = nodes of each, D = width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from treadle.errors import ConfigError
+from treadle.graphs.encodings.compute import GraphEncoding
+from treadle.graphs.encodings.config import PEConfig, PEConfigLike, parse_pe_config
+from treadle.graphs.encodings.graphs import PlainGraphs, check_graph
+from treadle.graphs.encodings.node import node_encoding
+from treadle.graphs.encodings.relative import listed, pair_encoding
+
+# Pairs of nodes of one chunk: a float64 matrix of 2 MiB stays in the cache.
+_PAIRS = 2**18
+_MOST_GRAPHS = 256
+
+
+class EncodedGraphs:
+    """The encodings of many graphs, in a compact form: ``encoded[i]`` are those of graph i.
+
+    Pair encodings are kept dense, codes as whole numbers, and are listed and made one-hot when a graph is asked for.
+
+    Attributes:
+        config: what they were made with.
+        num_nodes: (G,) int64.
+        node: (ΣN, node_dim) float32, or None.
+        pairs: (ΣN²,) whole codes or (ΣN², D) float32, or None.
+    """
+
+    def __init__(self, config: PEConfig, num_nodes: Tensor, node: Tensor | None, pairs: Tensor | None):
+        self.config = config
+        self.num_nodes = num_nodes
+        self.node = node
+        self.pairs = pairs
+        self._first_node = (num_nodes.cumsum(0) - num_nodes).tolist()
+        self._first_pair = (num_nodes.square().cumsum(0) - num_nodes.square()).tolist()
+        self._sizes = num_nodes.tolist()
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, index: int) -> GraphEncoding:
+        size = self._sizes[index]
+        node_pe = edge_pe_index = edge_pe = None
+        if self.node is not None:
+            start = self._first_node[index]
+            node_pe = self.node[start : start + size]
+        if self.pairs is not None and self.config.relative is not None:
+            start = self._first_pair[index]
+            block = self.pairs[start : start + size * size]
+            edge_pe_index, edge_pe = listed(block.view(size, size, *block.shape[1:]), self.config.relative)
+        return GraphEncoding(node_pe, edge_pe_index, edge_pe)
+
+
+def encode_graphs(
+    graphs: Sequence[tuple[Tensor, int]],
+    config: PEConfigLike,
+    *,
+    num_workers: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> EncodedGraphs:
+    """Computes the encodings of many graphs.
+
+    The result does not depend on the number of workers, and no random number is drawn from a global generator.
+
+    Args:
+        graphs: ``(edge_index, num_nodes)`` of each.
+        config: see :func:`parse_pe_config`.
+        num_workers: processes, as of a ``DataLoader``; 0 computes here.
+        progress: is called with the number of graphs that are done and that of all, after each chunk.
+
+    Raises:
+        ConfigError: a setting is wrong, or a graph names a node that it does not have.
+
+    Example:
+        >>> path, ring = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+        >>> encoded = encode_graphs([(path, 3), (ring, 4)], "default")
+        >>> encoded[1].node_pe.shape, encoded[1].edge_pe.shape
+        (torch.Size([4, 32]), torch.Size([16, 32]))
+    """
+    settings = parse_pe_config(config)
+    if num_workers < 0:
+        raise ConfigError(f"num_workers={num_workers}: must be 0 or more")
+    for number, (edge_index, num_nodes) in enumerate(graphs):
+        check_graph(edge_index, num_nodes, where=f"graph {number}: ")
+    sizes = torch.tensor([num_nodes for _, num_nodes in graphs], dtype=torch.long)
+    chunks = _Chunks([edge_index for edge_index, _ in graphs], _split(sizes), settings)
+    gathered = _Gathered(settings, sizes)
+    done = 0
+    with _one_thread():
+        for chunk in _computed(chunks, num_workers):
+            gathered.put(chunk)
+            done += len(chunk.members)
+            if progress is not None:
+                progress(done, len(graphs))
+    return gathered.result()
+
+
+class _Chunk(NamedTuple):
+    members: list[int]
+    node_BND: Tensor | None
+    pairs_BNN: Tensor | None  # with a last axis D where they are no codes
+
+
+class _Chunks(Dataset[_Chunk]):
+    """Chunks as the items of a data set, so that the workers of a DataLoader compute them."""
+
+    def __init__(self, edge_indices: list[Tensor], members: list[tuple[int, list[int]]], config: PEConfig):
+        # Two tensors, not thousands: sent to a worker, each would hold an open file.
+        counts = torch.tensor([0, *(edge_index.shape[1] for edge_index in edge_indices)])
+        self.edges = torch.cat(
+            [torch.zeros(2, 0, dtype=torch.long), *(index.cpu().long() for index in edge_indices)], 1
+        )
+        self.first_edge = counts.cumsum(0)
+        self.members = members
+        self.config = config
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __getitem__(self, index: int) -> _Chunk:
+        size, members = self.members[index]
+        bounds = [(self.first_edge[member], self.first_edge[member + 1]) for member in members]
+        graphs = PlainGraphs([self.edges[:, start:end] for start, end in bounds], size)
+        node_BND = None if self.config.node is None else node_encoding(graphs, self.config.node)
+        pairs_BNN = None if self.config.relative is None else pair_encoding(graphs, self.config.relative)
+        return _Chunk(members, node_BND, pairs_BNN)
+
+
+def _split(sizes: Tensor) -> list[tuple[int, list[int]]]:
+    """Returns size and numbers of graphs of equal size, a chunk each; the largest first, so that no worker ends late.
+
+    A sum in floating point may depend on what is computed beside it, so the chunks depend on the data alone.
+    """
+    chunks = []
+    for size in sorted(set(sizes.tolist()), reverse=True):
+        members = (sizes == size).nonzero().flatten().tolist()
+        most = max(1, min(_MOST_GRAPHS, _PAIRS // size**2))
+        chunks += [(size, members[start : start + most]) for start in range(0, len(members), most)]
+    return chunks
+
+
+def _computed(chunks: _Chunks, num_workers: int) -> Iterable[_Chunk]:
+    if num_workers == 0:
+        return (chunks[number] for number in range(len(chunks)))
+    # The loader would draw the seeds of its workers from the global generator, which belongs to the training.
+    return DataLoader(chunks, batch_size=None, num_workers=num_workers, generator=torch.Generator())
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """As in the workers of a DataLoader, so that sums are taken in the same order; small matrices gain nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Gathered:
+    """Puts chunks back into the order of the data set."""
+
+    def __init__(self, config: PEConfig, sizes_G: Tensor):
+        self.config = config
+        self.sizes_G = sizes_G
+        self.first_node_G = sizes_G.cumsum(0) - sizes_G
+        self.first_pair_G = sizes_G.square().cumsum(0) - sizes_G.square()
+        self.node: Tensor | None = None
+        self.pairs: Tensor | None = None
+
+    def put(self, chunk: _Chunk) -> None:
+        if chunk.node_BND is not None:
+            if self.node is None:
+                self.node = chunk.node_BND.new_empty(int(self.sizes_G.sum()), chunk.node_BND.shape[-1])
+            self._place(self.node, self.first_node_G[chunk.members], chunk.node_BND.flatten(0, 1))
+        if chunk.pairs_BNN is not None:
+            if self.pairs is None:
+                self.pairs = chunk.pairs_BNN.new_empty(int(self.sizes_G.square().sum()), *chunk.pairs_BNN.shape[3:])
+            self._place(self.pairs, self.first_pair_G[chunk.members], chunk.pairs_BNN.flatten(0, 2))
+
+    @staticmethod
+    def _place(target: Tensor, first_B: Tensor, rows: Tensor) -> None:
+        each = torch.arange(len(rows) // len(first_B))
+        target[(first_B.unsqueeze(-1) + each).flatten()] = rows
+
+    def result(self) -> EncodedGraphs:
+        return EncodedGraphs(self.config, self.sizes_G, self.node, self.pairs)

@@ -1,0 +1,208 @@
+"""Encodings of nodes: Laplacian eigenvectors, random walks, heat kernels, structural roles.
+
+All of them are those of the plain graph (:mod:`treadle.graphs.encodings.graphs`): float64 inside, float32 out.
+
+Shapes: B = graphs, N = nodes, M = eigenvectors (= N), K = columns, T = scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from treadle.graphs.encodings.config import HKSConfig, LapConfig, NodePEConfig, RoleConfig, RWSEConfig
+from treadle.graphs.encodings.graphs import PlainGraphs
+
+# Eigenvalues closer than this are one eigenvalue, and those below it are zero. eigh is right to about 1e-15.
+_EQUAL = 1e-6
+
+
+def lap_pe(edge_index: Tensor, num_nodes: int, *, k: int = 16, sign_invariant: str = "abs") -> Tensor:
+    """Returns eigenvectors φ of the normalised Laplacian I - D^-½ A D^-½ (row 0 for an isolated node).
+
+    Eigenvalues below 1e-6 are left out; the rest are taken ascending. An eigenvector has no sign of its own, and where
+    eigenvalues repeat no direction either, so one of three functions of it is returned.
+
+    Args:
+        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        num_nodes: N.
+        k: columns; those without an eigenvector are 0.
+        sign_invariant: ``"abs"``: the absolute value. ``"square"``: the mean of φ² over the eigenspace, which does not
+            depend on the basis that was found for it. ``"flip"``: φ with its largest entry positive (the first of equal
+            ones); :class:`RandomSignFlip` draws the signs anew in training. Where eigenvalues repeat, ``"abs"`` and
+            ``"flip"`` depend on the numbering of the nodes.
+
+    Returns:
+        (N, k) float32.
+
+    Raises:
+        ConfigError: a setting is outside its range, or the edges name a node outside the graph.
+
+    Example:
+        >>> path = torch.tensor([[0, 1], [1, 2]])
+        >>> lap_pe(path, 3, k=3).abs().mul(100).round().tolist()
+        [[71.0, 50.0, 0.0], [0.0, 71.0, 0.0], [71.0, 50.0, 0.0]]
+    """
+    return _alone(_lap, edge_index, num_nodes, LapConfig(k, sign_invariant))
+
+
+def rwse_pe(edge_index: Tensor, num_nodes: int, *, scales: Sequence[int] = (1, 2, 4, 8, 16)) -> Tensor:
+    """Returns the probability that a random walk is back at its start after t steps: diag(P^t), P = D⁻¹A.
+
+    Args:
+        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        num_nodes: N.
+        scales: the numbers of steps t, at least 1.
+
+    Returns:
+        (N, len(scales)) float32; 0 for an isolated node.
+
+    Raises:
+        ConfigError: a setting is outside its range, or the edges name a node outside the graph.
+
+    Example:
+        >>> rwse_pe(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3, scales=[1, 2, 3, 4])[0].tolist()
+        [0.0, 0.5, 0.25, 0.375]
+    """
+    return _alone(_rwse, edge_index, num_nodes, RWSEConfig(scales))
+
+
+def hks_pe(edge_index: Tensor, num_nodes: int, *, scales: Sequence[float] = (0.1, 0.5, 1.0, 2.0, 5.0)) -> Tensor:
+    """Returns the heat kernel signature diag(exp(-tL)) of the normalised Laplacian, over all eigenvalues.
+
+    Sun, Ovsjanikov and Guibas, "A concise and provably informative multi-scale signature based on heat diffusion",
+    2009.
+
+    Args:
+        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        num_nodes: N.
+        scales: the times t, above 0.
+
+    Returns:
+        (N, len(scales)) float32, between 0 and 1; 1 for an isolated node.
+
+    Raises:
+        ConfigError: a setting is outside its range, or the edges name a node outside the graph.
+
+    Example:
+        >>> round(hks_pe(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3, scales=[1.0])[0].item(), 6)
+        0.482087
+    """
+    return _alone(_hks, edge_index, num_nodes, HKSConfig(scales))
+
+
+def role_pe(
+    edge_index: Tensor, num_nodes: int, *, features: Sequence[str] = ("degree", "clustering", "kcore")
+) -> Tensor:
+    """Returns the structural role of each node: log(1 + degree), clustering coefficient, core number.
+
+    Args:
+        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        num_nodes: N.
+        features: which of the three, in which order.
+
+    Returns:
+        (N, len(features)) float32.
+
+    Raises:
+        ConfigError: a setting is outside its range, or the edges name a node outside the graph.
+
+    Example:
+        >>> role_pe(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3, features=["clustering", "kcore"])[0].tolist()
+        [1.0, 2.0]
+    """
+    return _alone(_role, edge_index, num_nodes, RoleConfig(features))
+
+
+def node_encoding(graphs: PlainGraphs, config: NodePEConfig) -> Tensor:
+    """Returns the encoding that the settings describe, (B, N, dim) float32, zero-padded to ``dim`` columns."""
+    parts: dict[str, Callable[[], Tensor]] = {
+        "lap": lambda: _lap(graphs, config.lap),
+        "rwse": lambda: _rwse(graphs, config.rwse),
+        "hks": lambda: _hks(graphs, config.hks),
+        "role": lambda: _role(graphs, config.role),
+    }
+    found_BNK = torch.cat([parts[name]() for name in config.blocks], dim=-1)
+    if config.normalize == "graph":
+        found_BNK = _standardised(found_BNK)
+    return torch.nn.functional.pad(found_BNK.float(), (0, config.dim - config.columns))
+
+
+def _alone(encoding: Callable[..., Tensor], edge_index: Tensor, num_nodes: int, config: object) -> Tensor:
+    return encoding(PlainGraphs([edge_index], num_nodes), config)[0].float().to(edge_index.device)
+
+
+def _lap(graphs: PlainGraphs, config: LapConfig) -> Tensor:
+    values_BM, vectors_BNM = graphs.spectrum
+    vectors_BNM = _without_sign(values_BM, vectors_BNM, config.sign_invariant)
+    zeros_B1 = (values_BM < _EQUAL).sum(dim=-1, keepdim=True)
+    wanted_BK = zeros_B1 + torch.arange(config.k)
+    there_BK = wanted_BK < graphs.num_nodes
+    column_BNK = wanted_BK.clamp(max=graphs.num_nodes - 1).unsqueeze(1).expand(-1, graphs.num_nodes, -1)
+    return torch.where(there_BK.unsqueeze(1), vectors_BNM.gather(2, column_BNK), 0.0)
+
+
+def _without_sign(values_BM: Tensor, vectors_BNM: Tensor, how: str) -> Tensor:
+    if how == "abs":
+        return vectors_BNM.abs()
+    if how == "flip":
+        size_BNM = vectors_BNM.abs()
+        largest_BNM = size_BNM >= size_BNM.amax(dim=1, keepdim=True) - _EQUAL
+        first_B1M = largest_BNM.to(torch.uint8).argmax(dim=1, keepdim=True)
+        return vectors_BNM * vectors_BNM.gather(1, first_B1M).sign()
+    # Number the eigenspaces of each graph, add up φ² within each, and give every column the mean of its own.
+    new_BM = torch.diff(values_BM, dim=-1, prepend=values_BM[:, :1]) > _EQUAL
+    space_BNM = new_BM.cumsum(dim=-1).unsqueeze(1).expand_as(vectors_BNM)
+    summed_BNM = torch.zeros_like(vectors_BNM).scatter_add_(2, space_BNM, vectors_BNM.square())
+    counted_BNM = torch.zeros_like(vectors_BNM).scatter_add_(2, space_BNM, torch.ones_like(vectors_BNM))
+    return summed_BNM.gather(2, space_BNM) / counted_BNM.gather(2, space_BNM)
+
+
+def _rwse(graphs: PlainGraphs, config: RWSEConfig) -> Tensor:
+    powers = {1: graphs.transition_BNN}
+
+    def power(steps: int) -> Tensor:
+        if steps not in powers:
+            powers[steps] = power((steps + 1) // 2) @ power(steps // 2)
+        return powers[steps]
+
+    def returning(steps: int) -> Tensor:
+        if steps == 1:  # no edge leads from a node to itself
+            return torch.zeros_like(graphs.degrees_BN, dtype=torch.float64)
+        # The diagonal of a product needs no product.
+        return (power((steps + 1) // 2) * power(steps // 2).mT).sum(dim=-1)
+
+    return torch.stack([returning(steps) for steps in config.scales], dim=-1)
+
+
+def _hks(graphs: PlainGraphs, config: HKSConfig) -> Tensor:
+    values_BM, vectors_BNM = graphs.spectrum
+    times_T = torch.tensor(list(config.scales), dtype=torch.float64)
+    return vectors_BNM.square() @ torch.exp(-values_BM.unsqueeze(-1) * times_T)
+
+
+def _role(graphs: PlainGraphs, config: RoleConfig) -> Tensor:
+    features: dict[str, Callable[[], Tensor]] = {
+        "degree": lambda: torch.log1p(graphs.degrees_BN.double()),
+        "clustering": lambda: _clustering(graphs),
+        "kcore": lambda: graphs.cores_BN.double(),
+    }
+    return torch.stack([features[name]() for name in config.features], dim=-1)
+
+
+def _clustering(graphs: PlainGraphs) -> Tensor:
+    """Triangles at a node over pairs of its neighbours; 0 where there is no pair."""
+    adjacency_BNN = graphs.adjacency_BNN
+    twice_triangles_BN = ((adjacency_BNN @ adjacency_BNN) * adjacency_BNN).sum(dim=-1)
+    degrees_BN = graphs.degrees_BN
+    return twice_triangles_BN / (degrees_BN * (degrees_BN - 1)).clamp(min=1)
+
+
+def _standardised(values_BNK: Tensor) -> Tensor:
+    centred_BNK = values_BNK - values_BNK.mean(dim=1, keepdim=True)
+    deviation_B1K = centred_BNK.square().mean(dim=1, keepdim=True).sqrt()
+    # Rounding leaves about 1e-16 of a constant; real columns differ by much more.
+    constant_B1K = deviation_B1K <= 1e-12 * values_BNK.abs().amax(dim=1, keepdim=True).clamp(min=1.0)
+    return torch.where(constant_B1K, 0.0, centred_BNK / deviation_B1K)

@@ -1,0 +1,260 @@
+"""Encodings of pairs of nodes: hop distance, diffusion, effective resistance, distance to landmarks.
+
+Pairs of one graph are kept dense: a whole number where a pair has one of a few codes (``spd``, ``bfs``), else a
+vector. :func:`listed` turns either into the list of pairs that a model reads. A one-hot code takes a hundred times the
+memory of its number, so whole data sets are kept as numbers (:class:`EncodedGraphs`).
+
+Shapes: B = graphs, N = nodes, M = eigenvectors (= N), P = listed pairs, D = width, T = scales, L = landmarks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from treadle.errors import ConfigError
+from treadle.graphs.encodings.config import RelativePEConfig
+from treadle.graphs.encodings.graphs import PlainGraphs
+
+
+def spd_pe(
+    edge_index: Tensor, num_nodes: int, *, num_buckets: int = 32, max_distance: int = 10
+) -> tuple[Tensor, Tensor]:
+    """Returns the one-hot hop distance of all pairs of nodes, a node with itself included.
+
+    Distance d falls into bucket ⌊min(d, max_distance)·(num_buckets - 1)/max_distance⌋; a pair in different components
+    has the zero vector.
+
+    Args:
+        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        num_nodes: N.
+        num_buckets: width of the code, at least 2.
+        max_distance: larger distances share the last bucket.
+
+    Returns:
+        ``edge_pe_index`` (2, N²) int64 and ``edge_pe`` (N², num_buckets) float32.
+
+    Raises:
+        ConfigError: a setting is outside its range, or the edges name a node outside the graph.
+
+    Example:
+        >>> pairs, code = spd_pe(torch.tensor([[0, 1], [1, 2]]), 3, num_buckets=3, max_distance=2)
+        >>> pairs[:, 2].tolist(), code[2].tolist()
+        ([0, 2], [0.0, 0.0, 1.0])
+    """
+    return _alone(edge_index, num_nodes, RelativePEConfig("spd", num_buckets, max_distance))
+
+
+def bfs_pe(
+    edge_index: Tensor, num_nodes: int, *, num_buckets: int = 32, max_distance: int = 10
+) -> tuple[Tensor, Tensor]:
+    """Returns the code of :func:`spd_pe` for the pairs at a distance of 1 to ``max_distance`` only.
+
+    Args:
+        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        num_nodes: N.
+        num_buckets: width of the code, at least 2.
+        max_distance: pairs further apart are not listed.
+
+    Returns:
+        ``edge_pe_index`` (2, P) int64 and ``edge_pe`` (P, num_buckets) float32.
+
+    Raises:
+        ConfigError: a setting is outside its range, or the edges name a node outside the graph.
+
+    Example:
+        >>> bfs_pe(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]), 5, max_distance=2)[0].shape
+        torch.Size([2, 14])
+    """
+    return _alone(edge_index, num_nodes, RelativePEConfig("bfs", num_buckets, max_distance))
+
+
+def diffusion_pe(
+    edge_index: Tensor, num_nodes: int, *, scales: Sequence[float] = (0.1, 1.0, 10.0)
+) -> tuple[Tensor, Tensor]:
+    """Returns the heat that flows between all pairs of nodes: exp(-tL) of the normalised Laplacian.
+
+    Args:
+        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        num_nodes: N.
+        scales: the times t, above 0.
+
+    Returns:
+        ``edge_pe_index`` (2, N²) int64 and ``edge_pe`` (N², len(scales)) float32.
+
+    Raises:
+        ConfigError: a setting is outside its range, or the edges name a node outside the graph.
+
+    Example:
+        >>> pairs, heat = diffusion_pe(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3, scales=[1.0])
+        >>> pairs[:, 1].tolist(), round(heat[1].item(), 6)
+        ([0, 1], 0.258957)
+    """
+    return _alone(edge_index, num_nodes, RelativePEConfig("diffusion", scales=scales))
+
+
+def resistance_pe(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    """Returns the effective resistance between all pairs, every edge being a resistor of 1.
+
+    It is L⁺ᵢᵢ + L⁺ⱼⱼ - 2L⁺ᵢⱼ with L = D - A. It never exceeds the hop distance, and equals it where there is only one
+    path (Klein and Randić 1993).
+
+    Args:
+        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        num_nodes: N.
+
+    Returns:
+        ``edge_pe_index`` (2, N²) int64 and ``edge_pe`` (N², 1) float32; 0 between components.
+
+    Raises:
+        ConfigError: the edges name a node outside the graph.
+
+    Example:
+        >>> pairs, ohm = resistance_pe(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3)
+        >>> pairs[:, 1].tolist(), round(ohm[1].item(), 6)
+        ([0, 1], 0.666667)
+    """
+    return _alone(edge_index, num_nodes, RelativePEConfig("resistance"))
+
+
+def landmark_pe(
+    edge_index: Tensor,
+    num_nodes: int,
+    *,
+    num_landmarks: int = 4,
+    reduce: Sequence[str] = ("min", "max", "mean"),
+    seed: int = 0,
+    landmarks: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns how differently far two nodes are from landmarks: |d(i, l) - d(j, l)|, reduced over the landmarks l.
+
+    Landmarks in another component than the pair do not count; a pair without any, or in different components, has 0.
+
+    Args:
+        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        num_nodes: N.
+        num_landmarks: nodes to draw; all of them where there are fewer.
+        reduce: ``"min"``, ``"max"`` and ``"mean"``, one column each.
+        seed: seeds the draw. It picks by number, so another numbering of the nodes gives other landmarks.
+        landmarks: the nodes themselves, in place of a draw.
+
+    Returns:
+        ``edge_pe_index`` (2, N²) int64 and ``edge_pe`` (N², len(reduce)) float32.
+
+    Raises:
+        ConfigError: a setting is outside its range, or edges or landmarks name a node outside the graph.
+
+    Example:
+        >>> path = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])
+        >>> pairs, difference = landmark_pe(path, 5, landmarks=[0], reduce=["max"])
+        >>> pairs[:, 8].tolist(), difference[8].item()
+        ([1, 3], 2.0)
+    """
+    config = RelativePEConfig("landmark", num_landmarks=num_landmarks, reduce=reduce, seed=seed)
+    graphs = PlainGraphs([edge_index], num_nodes)
+    if landmarks is None:
+        return _on(edge_index, *listed(pair_encoding(graphs, config)[0], config))
+    if len(landmarks) == 0 or not all(0 <= node < num_nodes for node in landmarks):
+        raise ConfigError(f"landmarks={list(landmarks)}: must be one node or more, numbered 0 to {num_nodes - 1}")
+    block_BNND = _landmark(graphs, torch.tensor(list(landmarks)), reduce)
+    return _on(edge_index, *listed(block_BNND[0], config))
+
+
+def pair_encoding(graphs: PlainGraphs, config: RelativePEConfig) -> Tensor:
+    """Returns the encoding of all pairs in the form that :func:`listed` reads.
+
+    Returns:
+        ``spd``, ``bfs``: (B, N, N) uint8, or int16 for more than 254 buckets; 1 + the bucket, and 0 for no code.
+        Others: (B, N, N, D) float32.
+    """
+    if config.type in ("spd", "bfs"):
+        return _buckets(graphs, config)
+    if config.type == "diffusion":
+        return _diffusion(graphs, config.scales)
+    if config.type == "resistance":
+        return _resistance(graphs)
+    drawn = torch.randperm(graphs.num_nodes, generator=torch.Generator().manual_seed(config.seed))
+    return _landmark(graphs, drawn[: config.num_landmarks], config.reduce)
+
+
+def listed(block: Tensor, config: RelativePEConfig) -> tuple[Tensor, Tensor]:
+    """Returns the pairs of one graph and their vectors, ordered by the first node and then by the second.
+
+    Args:
+        block: one graph of :func:`pair_encoding`.
+        config: what it was made with.
+
+    Returns:
+        ``edge_pe_index`` (2, P) int64 and ``edge_pe`` (P, dim) float32.
+    """
+    nodes = torch.arange(block.shape[0])
+    index_2P = torch.stack([nodes.repeat_interleave(len(nodes)), nodes.repeat(len(nodes))])
+    if block.is_floating_point():
+        return index_2P, block.flatten(0, 1)
+    codes_P = block.flatten().long()
+    if config.type == "bfs":
+        index_2P, codes_P = index_2P[:, codes_P > 0], codes_P[codes_P > 0]
+    one_hot = torch.eye(config.num_buckets + 1)[:, 1:]  # code 0 is the zero vector
+    return index_2P, one_hot[codes_P]
+
+
+def _alone(edge_index: Tensor, num_nodes: int, config: RelativePEConfig) -> tuple[Tensor, Tensor]:
+    block_BNN = pair_encoding(PlainGraphs([edge_index], num_nodes), config)
+    return _on(edge_index, *listed(block_BNN[0], config))
+
+
+def _on(edge_index: Tensor, index_2P: Tensor, values_PD: Tensor) -> tuple[Tensor, Tensor]:
+    return index_2P.to(edge_index.device), values_PD.to(edge_index.device)
+
+
+def _buckets(graphs: PlainGraphs, config: RelativePEConfig) -> Tensor:
+    hops_BNN = graphs.hops_BNN
+    near_BNN = hops_BNN.clamp(max=config.max_distance).long()
+    codes_BNN = 1 + near_BNN * (config.num_buckets - 1) // config.max_distance
+    if config.type == "bfs":
+        coded_BNN = (hops_BNN >= 1) & (hops_BNN <= config.max_distance)
+    else:
+        coded_BNN = graphs.connected_BNN
+    return torch.where(coded_BNN, codes_BNN, 0).to(torch.uint8 if config.num_buckets <= 254 else torch.int16)
+
+
+def _diffusion(graphs: PlainGraphs, scales: Sequence[float]) -> Tensor:
+    values_BM, vectors_BNM = graphs.spectrum
+    heat = [(vectors_BNM * torch.exp(-t * values_BM).unsqueeze(1)) @ vectors_BNM.mT for t in scales]
+    # Between components the sum is 0 but for rounding.
+    return (torch.stack(heat, dim=-1) * graphs.connected_BNN.unsqueeze(-1)).float()
+
+
+def _resistance(graphs: PlainGraphs) -> Tensor:
+    """Σ (φ(i)/√dᵢ - φ(j)/√dⱼ)² / λ over the eigenvectors of the normalised Laplacian with λ > 0.
+
+    This equals the formula on L = D - A (Lovász, "Random walks on graphs", 1993, from hitting times), and so needs no
+    second decomposition. λ = 0 once for each component.
+    """
+    values_BM, vectors_BNM = graphs.spectrum
+    positive_BM = torch.arange(graphs.num_nodes) >= graphs.components_B.unsqueeze(-1)
+    weight_BM = torch.where(positive_BM, values_BM.clamp(min=1e-300).rsqrt(), 0.0)
+    scale_BN = graphs.degrees_BN.double().clamp(min=1).rsqrt()
+    spread_BNM = vectors_BNM * weight_BM.unsqueeze(1) * scale_BN.unsqueeze(-1)
+    gram_BNN = spread_BNM @ spread_BNM.mT
+    own_BN = gram_BNN.diagonal(dim1=-2, dim2=-1)
+    ohm_BNN = (own_BN.unsqueeze(-1) + own_BN.unsqueeze(-2) - 2 * gram_BNN).clamp(min=0.0)
+    ohm_BNN.diagonal(dim1=-2, dim2=-1).zero_()
+    return (ohm_BNN * graphs.connected_BNN).unsqueeze(-1).float()
+
+
+def _landmark(graphs: PlainGraphs, landmarks_L: Tensor, reduce: Sequence[str]) -> Tensor:
+    hops_BNL = graphs.hops_BNN[:, :, landmarks_L].double()
+    difference_BNNL = (hops_BNL.unsqueeze(2) - hops_BNL.unsqueeze(1)).abs()
+    # For a connected pair, one node sees the landmark exactly if the other does.
+    counts_BNNL = (hops_BNL >= 0).unsqueeze(2) & graphs.connected_BNN.unsqueeze(-1)
+    counted_BNN = counts_BNNL.sum(dim=-1)
+    reduced = {
+        "min": lambda: difference_BNNL.masked_fill(~counts_BNNL, torch.inf).amin(dim=-1),
+        "max": lambda: (difference_BNNL * counts_BNNL).amax(dim=-1),
+        "mean": lambda: (difference_BNNL * counts_BNNL).sum(dim=-1) / counted_BNN,
+    }
+    stacked_BNND = torch.stack([reduced[name]() for name in reduce], dim=-1)
+    return torch.where((counted_BNN > 0).unsqueeze(-1), stacked_BNND, 0.0).float()
