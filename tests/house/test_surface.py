@@ -17,13 +17,18 @@ PROMISED = {
     "BaseHook", "BaseTrainer", "BestRule", "CheckpointError", "CheckpointingHook", "ConfigError", "DataExhaustedError",
     "EmaHook", "Engine", "EpochTrainer", "LoggingHook", "NonFiniteError", "ProgressHook", "ReproducibilityContext",
     "StepOutput", "Task", "Total", "Trainer", "TreadleError", "Weighted", "flatten_nested_dict", "get_device",
-    "key_average", "load_weights", "map_nested_tensor", "set_seed", "steps_per_epoch", "verify_checkpoint",
+    "key_average", "load_foreign", "load_weights", "map_nested_tensor", "read_foreign", "set_seed", "steps_per_epoch",
+    "verify_checkpoint",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name", ["treadle", "treadle.spectra", "treadle.graphs", "treadle.hooks", "treadle.checkpoint", "treadle.data"]
-)
+    "name",
+    [
+        "treadle", "treadle.spectra", "treadle.graphs", "treadle.hooks", "treadle.checkpoint", "treadle.data",
+        "treadle.exchange",
+    ],
+)  # fmt: skip
 def test_all_is_complete_and_every_name_is_there(name):
     module = importlib.import_module(name)
     assert len(set(module.__all__)) == len(module.__all__)

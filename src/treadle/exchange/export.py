@@ -83,6 +83,9 @@ def export_weights(
     target = _default_target(asked, found.path, to) if out is None else Path(out)
     _refuse_to_overwrite(target, is_folder=to == "hf", force=force)
     weights = with_memory_of_their_own(found.weights)
+    odd = [name for name, value in weights.items() if not isinstance(value, Tensor)]
+    if odd:
+        raise CheckpointError(f"{str(found.path)!r}: {odd[0]} is no tensor, and an export holds tensors only")
     bad = non_finite_names({"model": weights})
     if bad:
         _log.warning("%s: %d tensors are not finite (first: %s)", found.path, len(bad), bad[0].removeprefix("model."))
@@ -109,9 +112,7 @@ def _refuse_to_overwrite(target: Path, *, is_folder: bool, force: bool) -> None:
         kinds = ("a file", "a folder") if is_folder else ("a folder", "a file")
         raise ConfigError(f"out={str(target)!r} is {kinds[0]}; give the name of {kinds[1]}")
     if not force:
-        raise ConfigError(
-            f"out={str(target)!r} is there already; choose another name, or pass force (--force)"
-        )
+        raise ConfigError(f"out={str(target)!r} is there already; choose another name, or pass force (--force)")
 
 
 def _header(found: Source) -> dict[str, str]:

@@ -112,8 +112,8 @@ def number(value: Any, kind: type[int] | type[float]) -> Any:
         (12, None, None, 0.75)
     """
     try:
-        return None if isinstance(value, bool) else kind(value)
-    except (TypeError, ValueError, OverflowError):
+        return kind(value) if type(value) in (int, float, str) else None
+    except (ValueError, OverflowError):
         return None
 
 
@@ -148,13 +148,14 @@ def _from_torch(path: Path, tree: Mapping[str, Any]) -> ForeignCheckpoint:
         )
     optimizer = next((key for key in _OPTIMIZERS if is_optimizer_state(tree.get(key))), None)
     step = next((key for key in _STEPS if number(tree.get(key), int) is not None), None)
-    taken = {model, optimizer, step, "epoch"}
+    epoch = number(tree.get("epoch"), int)
+    taken = {model, optimizer, step, None if epoch is None else "epoch"}
     return ForeignCheckpoint(
         path,
         "torch",
         cleaned(tree[model]),
         optimizer=None if optimizer is None else dict(tree[optimizer]),
-        epoch=number(tree.get("epoch"), int),
+        epoch=epoch,
         step=None if step is None else int(tree[step]),
         not_taken=[f"{shortened(str(key))}: {_why(str(key), tree[key])}" for key in tree if key not in taken],
     )
@@ -173,7 +174,7 @@ def _why(key: str, value: Any) -> str:
 
 def _from_lightning(path: Path, tree: Mapping[str, Any]) -> ForeignCheckpoint:
     if not _is_state_dict(tree.get("state_dict")):
-        raise CheckpointError(f"{str(path)!r} is a checkpoint of Lightning without weights: its state_dict is empty")
+        raise CheckpointError(f"{str(path)!r} is a checkpoint of Lightning without weights: its state_dict holds no tensors, or not tensors alone")
     optimizers = tree.get("optimizer_states") or []
     only = optimizers[0] if len(optimizers) == 1 and is_optimizer_state(optimizers[0]) else None
     known = {"pytorch-lightning_version", "state_dict", "optimizer_states", "epoch", "global_step", "hparams_name"}

@@ -13,12 +13,12 @@ from torch import Tensor
 from treadle.checkpoint.nearest import states_in
 from treadle.checkpoint.store import find_latest, scored_weights
 from treadle.errors import CheckpointError, ConfigError
-from treadle.exchange.folders import weights_file
 from treadle.exchange.foreign import ForeignCheckpoint, from_tree, is_own
 from treadle.exchange.reading import read_as_named, without_wrapper
 from treadle.exchange.tensor_files import read_tree
 
 _BEST = ("best.pt", "best_model.pt")
+_OF_OTHERS = ("optimizer.pt", "scheduler.pt", "scaler.pt")  # in folders of the Hugging Face Trainer and of Accelerate
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def find_source(path: Path, *, raw: bool = False) -> Source:
         tree, metadata = read_tree(path)
         return _of_tree(path, tree, metadata, raw=raw)
     for folder in (path / "checkpoints", path):
-        files = [] if weights_file(path) else states_in(folder)
+        files = [file for file in states_in(folder) if file.name not in _OF_OTHERS]
         if files:
             file, found = _best_in(folder, files)
             return _of_tree(file, found, None, raw=raw)

@@ -295,3 +295,19 @@ def test_wrong_arguments_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such file or folder"):
         export_weights(tmp_path / "absent", "torch")
     assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_an_export_into_the_runs_own_folder_does_not_hide_its_checkpoints(tmp_path):
+    model, _ = trained()
+    path = own(tmp_path / "best_model.pt", model)
+    export_weights(tmp_path, "safetensors", out=tmp_path / "model.safetensors")
+    assert export_weights(tmp_path, "torch").source.path == path
+
+
+def test_what_is_no_tensor_is_refused(tmp_path):
+    path = own(tmp_path / "a.pt", trained()[0])
+    tree = load_checkpoint(path)
+    tree["model"]["part._extra_state"] = {"scale": 2.0}
+    save_checkpoint(tree, path)
+    with pytest.raises(CheckpointError, match=r"part\._extra_state is no tensor"):
+        export_weights(path, "torch")
