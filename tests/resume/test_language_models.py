@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import language_kit as kit
 import treadle
 from helpers import Snapshots, differences, through_a_file
 from treadle.checkpoint.store import load_checkpoint, verify_checkpoint
+from treadle.cli.app import app
 from treadle.errors import CheckpointError
 
 # peft 0.21 asks a model of transformers 5.24 by the old name.
@@ -103,6 +105,9 @@ def test_a_checkpoint_of_adapters_holds_what_is_trained_and_nothing_of_the_base(
     assert set(tree["base"]) == frozen
     torch.save(tree, tmp_path / "cut.pt")
     assert set(treadle.load_weights(tmp_path / "cut.pt")) == trained
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "cut.pt")]).output
+    assert f"{len(frozen)} frozen weights are not in the file" in shown
+    assert "base.base_model" not in shown
 
 
 def test_adapters_of_another_base_are_refused_in_words(tmp_path):

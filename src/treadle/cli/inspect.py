@@ -41,7 +41,7 @@ def inspect(
         elif "checkpoints" in report:
             _show_folder(report, console)
         else:
-            _show_file(report, console, len(report["tensors"]) + len(report["values"]) if everything else _MOST_ROWS)
+            _show_file(report, console, everything=everything)
         raise SystemExit(1 if report.get("problems") else 0)
 
 
@@ -62,7 +62,8 @@ def _show_folder(report: Mapping[str, Any], console: Console) -> None:
         _line(console, f"{name:<44} {step:<14} {entry['size']:>14,} bytes  {_state(entry['problems'])}")
 
 
-def _show_file(report: Mapping[str, Any], console: Console, most: int) -> None:
+def _show_file(report: Mapping[str, Any], console: Console, *, everything: bool) -> None:
+    most = len(report["tensors"]) + len(report["values"]) if everything else _MOST_ROWS
     _line(console, f"{report['kind']}, {report['size']:,} bytes: {_state(report['problems'])}")
     for key in ("step", "epoch", "format", "versions"):
         found = report.get(key)
@@ -75,7 +76,10 @@ def _show_file(report: Mapping[str, Any], console: Console, most: int) -> None:
     if report["globals"]:
         _line(console, f"imports   {', '.join(report['globals'])}")
     _show_tensors(report["tensors"], console, most)
-    values = list(report["values"].items())
+    base = [name for name in report["values"] if name.startswith("base.")]
+    if base:
+        _line(console, f"base      {len(base):,} frozen weights are not in the file, only their fingerprints")
+    values = [(name, value) for name, value in report["values"].items() if everything or name not in base]
     for name, value in values[:most]:
         _line(console, f"  {name} = {value}")
     if len(values) > most:
