@@ -1,0 +1,11 @@
+"""Data sets of graphs: real molecules, generated families, and the public benchmarks, each with its own splits.
+
+Importing this needs torch and numpy; torch_geometric and RDKit are imported when a data set is asked for.
+"""
+
+from __future__ import annotations
+
+from treadle.graphs.datasets.base import GraphDataset
+from treadle.graphs.datasets.registry import dataset_names, get_dataset
+
+__all__ = ["GraphDataset", "dataset_names", "get_dataset"]

@@ -1,0 +1,112 @@
+"""What every data set of graphs looks like: three splits, the widths a model needs, and the kind of its target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from treadle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from treadle.graphs.datasets.packed import GraphSplit
+
+Level: TypeAlias = Literal["graph", "node", "edge"]
+TaskType: TypeAlias = Literal["regression", "classification", "multilabel", "edge_prediction"]
+Indices: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a model and a trainer need to know of the graphs."""
+
+    level: Level
+    """What a target belongs to: the graph, each node, or each pair of `pair_index`."""
+    task_type: TaskType
+    """Which loss and metrics fit, as in `get_loss_fn` and `get_metrics`."""
+    num_features: int
+    """Rows of the atom table for integer `x`; columns of a float `x`."""
+    num_classes: int
+    """Outputs of the model: 1 for one regression target or one logit."""
+    num_edge_features: int | None = None
+    """Rows of the bond table for integer `edge_attr`, columns of a float one; None: the edges carry nothing."""
+
+
+@dataclass(frozen=True)
+class GraphDataset(Described):
+    """Three splits of graphs and what a model needs to know of them.
+
+    A split is list-like: ``len(split)``, ``split[i]`` (a ``torch_geometric.data.Data``), ``split[:100]``, and any
+    DataLoader of torch_geometric reads it.
+    """
+
+    name: str = field(kw_only=True)
+    """The name that was asked for."""
+    train: Sequence[Any] = field(kw_only=True, repr=False)
+    """Graphs to train on."""
+    val: Sequence[Any] = field(kw_only=True, repr=False)
+    """Graphs to choose by."""
+    test: Sequence[Any] = field(kw_only=True, repr=False)
+    """Graphs to report on; never part of the other two."""
+    node_pe_dim: int | None = None
+    """Columns of `node_pe`; None: no node encoding was asked for."""
+    relative_pe_dim: int | None = None
+    """Columns of `edge_pe`; None: no relative encoding was asked for."""
+
+    def get_splits(self) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """Returns the training, validation and test split."""
+        return self.train, self.val, self.test
+
+
+@dataclass(frozen=True)
+class Source:
+    """All graphs of one source, before encodings, and how it splits them."""
+
+    described: Described
+    graphs: GraphSplit
+    official: tuple[Indices, Indices, Indices]
+    """Numbers of the graphs for training, validation and test."""
+    has_test_set: bool
+    """Whether the test set is the source's own, which no other split may change."""
+
+    def __post_init__(self) -> None:
+        for name, chosen in zip(("training", "validation", "test"), self.official, strict=True):
+            if len(chosen) == 0:
+                raise ConfigError(
+                    f"the {name} split would be empty with {len(self.graphs)} graphs; ask for more: a tenth each is "
+                    "validation and test"
+                )
+
+    def redrawn(self, seed: int) -> tuple[Indices, Indices, Indices]:
+        """Returns splits of the same sizes drawn by ``seed``; a test set of the source's own stays as it is."""
+        train, val, test = self.official
+        pool = np.concatenate([train, val] if self.has_test_set else [train, val, test])
+        drawn = np.random.default_rng(seed).permutation(np.sort(pool))
+        rest = test if self.has_test_set else drawn[len(train) + len(val) :]
+        return drawn[: len(train)], drawn[len(train) : len(train) + len(val)], rest
+
+
+def tenths(numbers: Indices) -> tuple[Indices, Indices, Indices]:
+    """Cuts numbers into the first 80 %, the next 10 % and the last 10 %, rounded in favour of the first.
+
+    Example:
+        >>> [len(part) for part in tenths(np.arange(4990))]
+        [3992, 499, 499]
+    """
+    tenth = len(numbers) // 10
+    train = len(numbers) - 2 * tenth
+    return numbers[:train], numbers[train : train + tenth], numbers[train + tenth :]
+
+
+def consecutive(*sizes: int) -> tuple[Indices, Indices, Indices]:
+    """Returns the numbers of three splits that lie one after the other.
+
+    Example:
+        >>> [part.tolist() for part in consecutive(2, 1, 1)]
+        [[0, 1], [2], [3]]
+    """
+    train, val, test = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    return train, val, test

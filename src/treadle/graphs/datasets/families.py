@@ -1,0 +1,160 @@
+"""Ten families of random graphs. A size is a number, or the lowest and highest of a range it is drawn from."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import networkx as nx
+import numpy as np
+import torch
+from torch import Tensor
+
+from treadle.errors import ConfigError, refuse_unknown
+
+__all__ = ["FAMILIES", "check_graph_params", "draw_graph"]
+
+Size: TypeAlias = "int | Sequence[int]"
+
+
+def grid_2d(rng: np.random.Generator, *, height: Size = (4, 8), width: Size = (4, 8)) -> Any:
+    """A rectangle of squares."""
+    return nx.grid_graph([_size(rng, height), _size(rng, width)])
+
+
+def grid_3d(rng: np.random.Generator, *, height: Size = (2, 4), width: Size = (2, 4), depth: Size = (3, 4)) -> Any:
+    """A box of cubes."""
+    return nx.grid_graph([_size(rng, height), _size(rng, width), _size(rng, depth)])
+
+
+def ring(rng: np.random.Generator, *, num_nodes: Size = (16, 40)) -> Any:
+    """One cycle."""
+    return nx.cycle_graph(_size(rng, num_nodes))
+
+
+def tree(rng: np.random.Generator, *, num_nodes: Size = (16, 40)) -> Any:
+    """A tree, every labelled tree as likely as any other."""
+    return nx.random_labeled_tree(_size(rng, num_nodes), seed=_seed(rng))
+
+
+def random_regular(rng: np.random.Generator, *, num_nodes: Size = (16, 40), degree: int = 3) -> Any:
+    """Every node has `degree` neighbours; one node more where the numbers are both odd, since no such graph exists."""
+    size = _size(rng, num_nodes)
+    return nx.random_regular_graph(degree, size + size * degree % 2, seed=_seed(rng))
+
+
+def barabasi_albert(rng: np.random.Generator, *, num_nodes: Size = (16, 40), m: int = 2) -> Any:
+    """Each new node is joined to `m` others, more likely to those with many neighbours."""
+    return nx.barabasi_albert_graph(_size(rng, num_nodes), m, seed=_seed(rng))
+
+
+def watts_strogatz(rng: np.random.Generator, *, num_nodes: Size = (16, 40), k: int = 4, p: float = 0.1) -> Any:
+    """A ring with edges to the `k` nearest, each moved to a random end with probability `p`."""
+    return nx.watts_strogatz_graph(_size(rng, num_nodes), k, p, seed=_seed(rng))
+
+
+def erdos_renyi(rng: np.random.Generator, *, num_nodes: Size = (16, 40), p: float = 0.1) -> Any:
+    """Every pair is an edge with probability `p`."""
+    return nx.gnp_random_graph(_size(rng, num_nodes), p, seed=_seed(rng))
+
+
+def sbm(
+    rng: np.random.Generator,
+    *,
+    num_blocks: Size = (2, 4),
+    block_size: Size = (6, 12),
+    p_in: float = 0.4,
+    p_out: float = 0.02,
+) -> Any:
+    """Blocks of nodes: a pair is an edge with probability `p_in` in a block and `p_out` between blocks."""
+    sizes = [_size(rng, block_size) for _ in range(_size(rng, num_blocks))]
+    chances = np.where(np.eye(len(sizes)) > 0, p_in, p_out)
+    return nx.stochastic_block_model(sizes, chances.tolist(), seed=_seed(rng))
+
+
+def random_geometric(rng: np.random.Generator, *, num_nodes: Size = (16, 40), radius: float = 0.25) -> Any:
+    """Points in the unit square, joined up to the distance `radius`."""
+    return nx.random_geometric_graph(_size(rng, num_nodes), radius, seed=_seed(rng))
+
+
+FAMILIES = {
+    family.__name__: family
+    for family in (
+        barabasi_albert, erdos_renyi, grid_2d, grid_3d, random_geometric, random_regular, ring, sbm, tree,
+        watts_strogatz,
+    )
+}  # fmt: skip
+"""The families by name."""
+
+
+def check_graph_params(family: str, params: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a setting the family does not have, or one of no sensible kind.
+
+    Example:
+        >>> check_graph_params("ring", {"num_nodes": (30, 20)})
+        Traceback (most recent call last):
+        treadle.errors.ConfigError: graph_params.num_nodes=(30, 20) must be a whole number of at least 1, or the lowest
+        and the highest of a range
+    """
+    known = inspect.signature(FAMILIES[family]).parameters.keys() - {"rng"}
+    refuse_unknown(f"graph_params of {family}", params, known)
+    for name, value in params.items():
+        if name in ("p", "p_in", "p_out", "radius"):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise ConfigError(f"graph_params.{name}={value!r} must be a number from 0 to 1")
+        elif name in ("m", "k", "degree"):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"graph_params.{name}={value!r} must be a whole number of at least 1")
+        else:
+            _check_size(name, value)
+
+
+def _check_size(name: str, value: Any) -> None:
+    ends = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value, value]
+    whole = len(ends) == 2 and all(isinstance(end, int) and not isinstance(end, bool) for end in ends)
+    if not whole or not 1 <= ends[0] <= ends[1]:
+        raise ConfigError(
+            f"graph_params.{name}={value!r} must be a whole number of at least 1, or the lowest and the highest of a "
+            "range"
+        )
+
+
+def draw_graph(family: str, params: Mapping[str, Any], rng: np.random.Generator) -> tuple[Tensor, int]:
+    """Draws one graph.
+
+    Args:
+        family: a key of :data:`FAMILIES`.
+        params: its settings, as :func:`check_graph_params` allows them.
+        rng: the only source of randomness.
+
+    Returns:
+        ``edge_index`` (2, E) int64 with both directions of every edge and no self-loop, and the number of nodes.
+
+    Raises:
+        ConfigError: there is no graph with these settings, such as more neighbours than nodes.
+
+    Example:
+        >>> edge_index, num_nodes = draw_graph("ring", {"num_nodes": 4}, np.random.default_rng(0))
+        >>> num_nodes, edge_index.shape
+        (4, torch.Size([2, 8]))
+    """
+    try:
+        graph = FAMILIES[family](rng, **params)
+    except nx.NetworkXException as error:
+        raise ConfigError(f"graph_params={dict(params)} give no graph of the family {family}: {error}") from error
+    number = {node: index for index, node in enumerate(graph)}
+    ends = [(number[a], number[b]) for a, b in graph.edges if a != b]
+    one_way = torch.tensor(ends, dtype=torch.int64).view(-1, 2).t()
+    both = torch.cat([one_way, one_way.flip(0)], dim=1)
+    order = (both[0] * len(number) + both[1]).argsort()
+    return both[:, order], len(number)
+
+
+def _size(rng: np.random.Generator, size: Size) -> int:
+    low, high = (size, size) if isinstance(size, int) else size
+    return int(rng.integers(low, high, endpoint=True))
+
+
+def _seed(rng: np.random.Generator) -> int:
+    return int(rng.integers(2**31))

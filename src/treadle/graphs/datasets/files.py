@@ -1,0 +1,59 @@
+"""Files of processed graphs: written whole or not at all, used only for the very settings they were made with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treadle.checkpoint.store import load_checkpoint, write_bytes
+from treadle.errors import CheckpointError
+
+__all__ = ["cached", "digest"]
+
+_log = logging.getLogger("treadle.graphs")
+
+
+def digest(*paths: Path) -> str:
+    """Returns a fingerprint of the contents of files."""
+    found = hashlib.sha256()
+    for path in paths:
+        found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()
+
+
+def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """Returns what ``build`` gives, from a file where an equal key has been built before.
+
+    The file holds tensors and plain values and is read without unpickling code. A damaged one is built anew with a
+    warning; a folder that cannot be written costs the time again, and a warning.
+
+    Args:
+        folder: holds the files; made when it is missing.
+        key: everything the content depends on, as plain values.
+        build: makes the content: tensors, numbers, strings, lists and dicts.
+
+    Returns:
+        The content, and whether it came from a file.
+    """
+    described = json.dumps(key, sort_keys=True)
+    path = folder / f"{hashlib.sha256(described.encode()).hexdigest()[:16]}.pt"
+    if path.exists():
+        try:
+            tree = load_checkpoint(path)
+            if tree.get("key") == described:
+                return tree["content"], True
+            _log.warning("%s was made with other settings than its name says; it is built anew", path)
+        except CheckpointError as error:
+            _log.warning("%s; it is built anew", error)
+    content = build()
+    try:
+        write_bytes(lambda file: torch.save({"key": described, "content": content}, file), path)
+    except CheckpointError as error:
+        _log.warning("processed graphs are not kept, so they are made again next time: %s", error)
+    return content, False

@@ -1,0 +1,181 @@
+"""SMILES to graphs: one node per heavy atom, two directed edges per bond, columns of zeros and ones for both.
+
+Several properties of an atom matter at once, so each is one-hot and they lie side by side; a linear layer over the
+columns is then the sum of one learned vector per property. The last entry of a property takes every value that is not
+listed. Bonds have no such entry: a molecule with another kind of bond than the four is counted as unusable. Stereo is
+not encoded, since neither set of molecules that ships offline has any.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch_geometric.data import Data
+
+from treadle.graphs.datasets.parallel import parallel_map
+from treadle.graphs.datasets.targets import import_rdkit, penalized_logp
+
+__all__ = ["ATOM_COLUMNS", "BOND_COLUMNS", "graph_from_smiles", "graphs_from_smiles"]
+
+_log = logging.getLogger("treadle.graphs")
+
+_Array: TypeAlias = npt.NDArray[Any]
+
+_OTHER = "other"
+_ATOM_PROPERTIES: dict[str, tuple[str | int, ...]] = {
+    "element": ("B", "C", "N", "O", "F", "Si", "P", "S", "Cl", "As", "Se", "Br", "I", _OTHER),
+    "degree": (0, 1, 2, 3, 4, 5, _OTHER),  # bonded neighbours, hydrogens included
+    "charge": (-2, -1, 0, 1, 2, _OTHER),
+    "hydrogens": (0, 1, 2, 3, _OTHER),
+    "hybridisation": ("SP", "SP2", "SP3", "SP3D", "SP3D2", _OTHER),
+}
+_BONDS = ("SINGLE", "DOUBLE", "TRIPLE", "AROMATIC")
+
+ATOM_COLUMNS = (
+    *(f"{name} {value}" for name, values in _ATOM_PROPERTIES.items() for value in values),
+    "aromatic",
+    "in ring",
+)
+"""What each column of `x` says of an atom."""
+BOND_COLUMNS = (*(f"bond {kind}" for kind in _BONDS), "conjugated", "in ring")
+"""What each column of `edge_attr` says of a bond."""
+
+# For each property, the column of each of its values.
+_COLUMN_OF = [
+    {value: ATOM_COLUMNS.index(f"{name} {value}") for value in values} for name, values in _ATOM_PROPERTIES.items()
+]
+
+
+class UnusableMoleculeError(ValueError):
+    """A SMILES gives no graph; the message says why."""
+
+
+def graph_from_smiles(smiles: str) -> Data:
+    """Turns one molecule into a graph.
+
+    Args:
+        smiles: a molecule as RDKit reads it.
+
+    Returns:
+        ``x`` (N, 40) and ``edge_attr`` (E, 6), float32 of zeros and ones with the columns :data:`ATOM_COLUMNS` and
+        :data:`BOND_COLUMNS`; ``edge_index`` (2, E) with both directions of every bond; and ``smiles``.
+
+    Raises:
+        UnusableMoleculeError: RDKit cannot read it, it has no atoms, or a bond of another kind than the four.
+        ImportError: RDKit is not installed.
+
+    Example:
+        >>> water_in_ethanol = graph_from_smiles("CCO.O")
+        >>> water_in_ethanol.x.shape, water_in_ethanol.edge_index.tolist()
+        (torch.Size([4, 40]), [[0, 1, 1, 2], [1, 0, 2, 1]])
+    """
+    return _data(_arrays(_molecule(smiles)), smiles)
+
+
+def _molecule(smiles: str) -> Any:
+    with import_rdkit("rdBase").BlockLogs():  # its complaints go to stderr, past logging
+        molecule = import_rdkit("Chem").MolFromSmiles(smiles)
+    if molecule is None:
+        raise UnusableMoleculeError("RDKit cannot read it")
+    if molecule.GetNumAtoms() == 0:
+        raise UnusableMoleculeError("no atoms")
+    return molecule
+
+
+def _arrays(molecule: Any) -> dict[str, _Array]:
+    ends: list[tuple[int, int]] = []
+    bonds: list[list[int]] = []
+    for bond in molecule.GetBonds():
+        begin, end, row = bond.GetBeginAtomIdx(), bond.GetEndAtomIdx(), _bond_row(bond)
+        ends += [(begin, end), (end, begin)]
+        bonds += [row, row]
+    return {
+        "x": _atom_rows(molecule),
+        "edge_index": np.array(ends, dtype=np.int64).reshape(-1, 2).T.copy(),
+        "edge_attr": np.array(bonds, dtype=np.float32).reshape(-1, len(BOND_COLUMNS)),
+    }
+
+
+def _atom_rows(molecule: Any) -> _Array:
+    rows = np.zeros((molecule.GetNumAtoms(), len(ATOM_COLUMNS)), dtype=np.float32)
+    for row, atom in zip(rows, molecule.GetAtoms(), strict=True):
+        values = (
+            atom.GetSymbol(),
+            atom.GetTotalDegree(),
+            atom.GetFormalCharge(),
+            atom.GetTotalNumHs(),
+            str(atom.GetHybridization()),
+        )
+        for value, columns in zip(values, _COLUMN_OF, strict=True):
+            row[columns.get(value, columns[_OTHER])] = 1
+        row[-2:] = atom.GetIsAromatic(), atom.IsInRing()
+    return rows
+
+
+def _bond_row(bond: Any) -> list[int]:
+    kind = str(bond.GetBondType())
+    if kind not in _BONDS:
+        raise UnusableMoleculeError(f"a bond of kind {kind}; the kinds are {', '.join(_BONDS)}")
+    return [*(int(kind == known) for known in _BONDS), int(bond.GetIsConjugated()), int(bond.IsInRing())]
+
+
+def _data(arrays: Mapping[str, _Array], smiles: str) -> Data:
+    return Data(**{name: torch.from_numpy(array) for name, array in arrays.items()}, smiles=smiles)
+
+
+def _labelled(smiles: str) -> dict[str, _Array] | str:
+    """Returns the arrays of a graph with its penalised logP, or why there is none: one bad molecule ends no other."""
+    try:
+        molecule = _molecule(smiles)
+        arrays = _arrays(molecule)
+    except UnusableMoleculeError as error:
+        return str(error)
+    return {**arrays, "y": np.array([[penalized_logp(molecule)]], dtype=np.float32)}
+
+
+def graphs_from_smiles(
+    smiles: Sequence[str], *, source: str, num_workers: int | None = None
+) -> tuple[list[Data], list[str]]:
+    """Turns molecules into graphs with their penalised logP, in several processes.
+
+    Args:
+        smiles: the molecules.
+        source: names them in the log.
+        num_workers: see :func:`parallel_map`; the result does not depend on it.
+
+    Returns:
+        The graphs in the given order, each with ``y`` (1, 1), and one line about every molecule that gave none. If
+        there are such, one warning says how many and names the first.
+
+    Example:
+        >>> graphs, unusable = graphs_from_smiles(["CCO", "C1CC", "c1ccccc1"], source="three", num_workers=0)
+        >>> len(graphs), unusable
+        (2, ["number 2, 'C1CC': RDKit cannot read it"])
+    """
+    import_rdkit("Chem")  # if it is missing, one error here and not one in each process
+    results = parallel_map(_labelled, smiles, num_workers=num_workers)
+    unusable = [
+        f"number {number}, {text!r}: {result}"
+        for number, (text, result) in enumerate(zip(smiles, results, strict=True), 1)
+        if isinstance(result, str)
+    ]
+    if unusable:
+        _log.warning("%s: %s", source, describe_unusable(unusable, len(smiles)))
+    graphs = [_data(result, text) for text, result in zip(smiles, results, strict=True) if not isinstance(result, str)]
+    return graphs, unusable
+
+
+def describe_unusable(unusable: Sequence[str], total: int) -> str:
+    """Returns one sentence that counts the molecules that gave no graph and names the first three.
+
+    Example:
+        >>> describe_unusable(["number 2, 'C1CC': RDKit cannot read it"], 3)
+        "1 of 3 SMILES left out: number 2, 'C1CC': RDKit cannot read it"
+    """
+    more = f"; and {len(unusable) - 3:,} more" if len(unusable) > 3 else ""
+    return f"{len(unusable):,} of {total:,} SMILES left out: {'; '.join(unusable[:3])}{more}"

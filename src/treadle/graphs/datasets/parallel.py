@@ -1,0 +1,84 @@
+"""One function over many items, in several processes, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from treadle.errors import ConfigError
+
+__all__ = ["count_workers", "parallel_map"]
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+_CHUNK = 64
+_WORTH_IT = 4 * _CHUNK  # below, starting processes costs more than they save
+
+
+def count_workers(num_workers: int | None) -> int:
+    """Returns how many processes are meant: the number itself, or for None one per core this process may use.
+
+    None means 0, this process alone, where processes cannot be forked: a script without ``if __name__ == "__main__"``
+    would run again in each. The same holds in a process that may have no children, such as a worker of a DataLoader.
+
+    Raises:
+        ConfigError: the number is negative.
+
+    Example:
+        >>> count_workers(0)
+        0
+    """
+    if num_workers is not None and num_workers < 0:
+        raise ConfigError(f"num_workers={num_workers} must be 0 (this process) or more, or None for one per core")
+    if multiprocessing.current_process().daemon:
+        return 0
+    if num_workers is not None:
+        return num_workers
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
+
+
+def parallel_map(
+    function: Callable[[_Item], _Result], items: Sequence[_Item], *, num_workers: int | None = None
+) -> list[_Result]:
+    """Applies a function to every item and returns the results in the order of the items.
+
+    Args:
+        function: a function of a module whose result depends on its argument only. It returns arrays of numpy rather
+            than tensors: each tensor would come back through an open file of its own.
+        items: what it is applied to.
+        num_workers: processes (:func:`count_workers`).
+
+    Raises:
+        ConfigError: ``num_workers`` is negative.
+
+    Example:
+        >>> parallel_map(abs, range(-3, 0), num_workers=0)
+        [3, 2, 1]
+    """
+    count = count_workers(num_workers)
+    if count == 0 or len(items) < _WORTH_IT:
+        with _one_thread():
+            return [function(item) for item in items]
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+    # One thread each: a child of a process that has used OpenMP waits for ever in a parallel region of its own.
+    with ProcessPoolExecutor(count, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return list(pool.map(function, items, chunksize=_CHUNK))
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """As in the other processes, so that sums are taken in the same order; small graphs gain nothing by more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

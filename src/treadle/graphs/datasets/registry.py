@@ -1,0 +1,169 @@
+"""Data sets of graphs by name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from treadle.errors import ConfigError, nearest, refuse_unknown
+from treadle.graphs.datasets.base import GraphDataset, Indices, Source
+from treadle.graphs.datasets.parallel import count_workers
+from treadle.graphs.encoding_cache import cached_encodings
+from treadle.graphs.encodings import PEConfig, RandomSignFlip, encode_graphs, parse_pe_config
+
+if TYPE_CHECKING:
+    from treadle.graphs.encodings.config import PEConfigLike
+
+__all__ = ["dataset_names", "get_dataset"]
+
+_SYNTHETIC = (
+    "barabasi_albert",
+    "erdos_renyi",
+    "grid_2d",
+    "grid_3d",
+    "random_geometric",
+    "random_regular",
+    "ring",
+    "sbm",
+    "tree",
+    "watts_strogatz",
+)
+_OGB = (
+    "bace", "bbbp", "clintox", "esol", "freesolv", "hiv", "lipo", "muv", "pcba", "sider", "tox21", "toxcast",
+)  # fmt: skip
+# Name -> module and function, imported when the data set is asked for: torch_geometric and RDKit are heavy.
+_SOURCES = {
+    "nci": "offline:load_nci",
+    "zinc_clean_leads": "offline:load_zinc_clean_leads",
+    "zinc": "benchmarks:load_zinc",
+    "qm9": "benchmarks:load_qm9",
+    "coco_sp": "benchmarks:load_lrgb",
+    "pascalvoc_sp": "benchmarks:load_lrgb",
+    "pcqm_contact": "benchmarks:load_lrgb",
+    "peptides_func": "benchmarks:load_lrgb",
+    "peptides_struct": "benchmarks:load_lrgb",
+    **{f"ogbg_mol{name}": "ogb:load_ogb" for name in _OGB},
+    **{f"synthetic_{family}": "synthetic:load_synthetic" for family in _SYNTHETIC},
+}
+
+
+def dataset_names() -> list[str]:
+    """Returns every name :func:`get_dataset` knows.
+
+    Example:
+        >>> "nci" in dataset_names(), "synthetic_grid_2d" in dataset_names()
+        (True, True)
+    """
+    return sorted(_SOURCES)
+
+
+def get_dataset(
+    name: str,
+    root: str | os.PathLike[str] = "./data",
+    pe_config: PEConfigLike = None,
+    splits: str = "official",
+    pe_cache_dir: str | os.PathLike[str] | None = None,
+    use_preprocessed_pe: bool = True,
+    *,
+    num_workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    **kwargs: Any,
+) -> GraphDataset:
+    """Loads a data set of graphs, with encodings if wanted.
+
+    ``nci`` and ``zinc_clean_leads`` are molecules that come with the packages rdkit and molsets, ``synthetic_*``
+    graphs are generated, and the others are benchmarks: ``zinc``, ``qm9``, the long-range sets (such as
+    ``peptides_func``) and those of OGB (such as ``ogbg_molhiv``). These are read from ``root``, or downloaded into it.
+    A hyphen reads as an underscore, capitals as small letters.
+
+    Args:
+        name: one of :func:`dataset_names`.
+        root: folder of downloads and of processed graphs.
+        pe_config: encodings: settings, the name of a preset, or None for none (see `parse_pe_config`).
+        splits: ``"official"``: those of the source; where it has none, 80/10/10 by a fixed seed. ``"random"``: drawn
+            by ``seed`` in the same sizes; a test set of the source's own stays its test set.
+        pe_cache_dir: folder of computed encodings; None: beside the processed graphs.
+        use_preprocessed_pe: read encodings from that folder if they were made of the same graphs with the same
+            settings; False computes them anew.
+        num_workers: processes for molecules and encodings; 0: this one, None: one per core. The result does not
+            depend on it.
+        progress: is called with the number of graphs that are encoded and that of all, again and again.
+        **kwargs: settings of the data set; the message to an unknown one lists them.
+
+    Returns:
+        Three list-like splits, and the widths, task and level of the data.
+
+    Raises:
+        ConfigError: a name, a setting or an encoding is unknown or wrong.
+        ImportError: a package is missing; the message names what to install.
+        FileNotFoundError: the data are not there and cannot be downloaded; the message names sets that can be had.
+
+    Example:
+        >>> data = get_dataset("synthetic_tree", task="distance_regression", num_graphs=20, pe_config="default")
+        >>> [len(split) for split in data.get_splits()], data.level, data.node_pe_dim, data.relative_pe_dim
+        ([16, 2, 2], 'edge', 32, 32)
+    """
+    known = name.lower().replace("-", "_")
+    if known not in _SOURCES:
+        raise ConfigError(f"get_dataset: there is no data set {name!r}; {nearest(known, _SOURCES)}")
+    if splits not in ("official", "random"):
+        raise ConfigError(
+            f"splits={splits!r} must be 'official' or 'random'; {nearest(splits, ('official', 'random'))}"
+        )
+    settings = parse_pe_config(pe_config)
+    load = _loader(known)
+    options = inspect.signature(load).parameters.keys() - {"name", "root", "num_workers"}
+    refuse_unknown(f"get_dataset({name!r})", kwargs, options | ({"seed"} if splits == "random" else set()))
+    seed = kwargs.get("seed")
+    if splits == "random" and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise ConfigError(f"splits='random' needs seed=<int>, and got seed={seed!r}")
+    mine = {key: value for key, value in kwargs.items() if key in options}
+    source = load(known, Path(root), num_workers=num_workers, **mine)
+    chosen = source.official if seed is None or splits == "official" else source.redrawn(seed)
+
+    graphs = source.graphs
+    if settings.node is not None or settings.relative is not None:
+        plain = [(graph.edge_index, graph.num_nodes) for graph in graphs]
+        workers = count_workers(num_workers)
+        if use_preprocessed_pe:
+            folder = Path(root) / known if pe_cache_dir is None else pe_cache_dir
+            graphs.encodings = cached_encodings(
+                plain, settings, folder, name=f"{known}-encodings", num_workers=workers, progress=progress
+            )
+        else:
+            graphs.encodings = encode_graphs(plain, settings, num_workers=workers, progress=progress)
+    return _described(known, source, settings, chosen)
+
+
+def _loader(name: str) -> Callable[..., Source]:
+    module, function = _SOURCES[name].split(":")
+    try:
+        load = getattr(importlib.import_module(f"treadle.graphs.datasets.{module}"), function)
+    except ImportError as error:
+        if error.name is None or error.name.split(".")[0] == "treadle":
+            raise
+        raise ImportError(
+            f"data set {name!r} needs {error.name.split('.')[0]}, which is not installed: pip install "
+            "'treadle[graphs]'",
+            name=error.name,
+        ) from error
+    return load  # type: ignore[no-any-return]
+
+
+def _described(name: str, source: Source, settings: PEConfig, chosen: tuple[Indices, ...]) -> GraphDataset:
+    train, val, test = (source.graphs[numbers] for numbers in chosen)
+    if settings.node is not None and settings.node.flip_columns > 0:
+        train.transform = RandomSignFlip(settings.node.flip_columns)
+    return GraphDataset(
+        **vars(source.described),
+        name=name,
+        train=train,
+        val=val,
+        test=test,
+        node_pe_dim=settings.node_dim,
+        relative_pe_dim=settings.relative_dim,
+    )

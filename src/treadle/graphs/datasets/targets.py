@@ -1,0 +1,74 @@
+"""Penalised logP, the target of the molecules that ship offline."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+__all__ = ["import_rdkit", "penalized_logp"]
+
+
+def import_rdkit(module: str) -> Any:
+    """Imports a module of RDKit.
+
+    Raises:
+        ImportError: RDKit is not installed; the message names the extra.
+    """
+    try:
+        return importlib.import_module(f"rdkit.{module}")
+    except ImportError as error:
+        raise ImportError(
+            "molecules need RDKit, which is not installed: pip install 'treadle[graphs]'", name="rdkit"
+        ) from error
+
+
+@cache
+def _synthetic_accessibility() -> Any:
+    """Imports the scorer of Ertl and Schuffenhauer that lies in RDKit's folder of contributions, which no package is.
+
+    It reads its table of fragments from beside itself at the first score.
+    """
+    path = Path(import_rdkit("RDConfig").RDContribDir) / "SA_Score" / "sascorer.py"
+    if not path.is_file():
+        raise ImportError(
+            f"this RDKit has no {path}: penalised logP needs its synthetic-accessibility score; install RDKit from "
+            "its wheel: pip install 'treadle[graphs]'",
+            name="rdkit",
+        )
+    spec = importlib.util.spec_from_file_location("_treadle_sascorer", path)
+    assert spec is not None
+    assert spec.loader is not None
+    scorer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(scorer)
+    return scorer
+
+
+def penalized_logp(molecule: Any) -> float:
+    """Returns logP - SA - max(0, largest ring - 6), not normalised.
+
+    logP is Crippen's estimate of the octanol-water partition coefficient, SA the synthetic accessibility of Ertl and
+    Schuffenhauer (1 easy, 10 hard), the ring sizes those of RDKit's smallest set of smallest rings. After
+    Gómez-Bombarelli et al., ACS Cent. Sci. 2018, 4, 268.
+
+    Args:
+        molecule: an RDKit molecule, or its SMILES.
+
+    Raises:
+        ValueError: RDKit cannot read the SMILES.
+        ImportError: RDKit, or its scorer, is not installed.
+
+    Example:
+        >>> round(penalized_logp("CC(=O)Oc1ccccc1C(=O)O"), 4)  # aspirin: 1.3101 - 1.5800 - 0
+        -0.2699
+    """
+    if isinstance(molecule, str):
+        parsed = import_rdkit("Chem").MolFromSmiles(molecule)
+        if parsed is None:
+            raise ValueError(f"RDKit cannot read the SMILES {molecule!r}")
+        molecule = parsed
+    log_p = import_rdkit("Chem.Crippen").MolLogP(molecule)
+    largest = max((len(ring) for ring in molecule.GetRingInfo().AtomRings()), default=0)
+    return float(log_p - _synthetic_accessibility().calculateScore(molecule) - max(0, largest - 6))
