@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, get_args
 
 from treadle.errors import ConfigError, refuse_unknown
 from treadle.precision import PrecisionName
 
+_log = logging.getLogger("treadle.functional")
 _WHERE = "config.training"
 _UNUSED = ("batch_size", "num_epochs", "seed")
 
@@ -56,6 +58,10 @@ class TrainingSettings:
         self._check("gradient_accumulation_steps", Integral, 1, math_name="a whole number")
         if self.ema_decay is not None and self.ema_decay > 1:
             raise ConfigError(f"{_WHERE}.ema_decay={self.ema_decay!r}: must lie in [0, 1], or be None")
+        if not (isinstance(self.mixed_precision, bool) or self.mixed_precision in (None, *get_args(PrecisionName))):
+            raise ConfigError(
+                f"{_WHERE}.mixed_precision={self.mixed_precision!r}: must be 'bf16', 'fp16', True (bf16), False or None"
+            )
         if not isinstance(self.scheduler_step_per_batch, bool):
             raise ConfigError(
                 f"{_WHERE}.scheduler_step_per_batch={self.scheduler_step_per_batch!r}: must be True or False"
@@ -94,6 +100,12 @@ def read_settings(config: Any) -> TrainingSettings:
     part = config.get("training") if isinstance(config, Mapping) else getattr(config, "training", None)
     values = {} if part is None else _fields_of(part)
     known = [field.name for field in dataclasses.fields(TrainingSettings)]
+    misplaced = [name for name in known if isinstance(config, Mapping) and name in config]
+    if misplaced:
+        _log.warning(
+            "config: only its 'training' part is read, and %r lies outside: write {'training': {%r: ...}}",
+            misplaced[0], misplaced[0],
+        )  # fmt: skip
     refuse_unknown(_WHERE, values, [*known, *_UNUSED])
     given = {name: value for name, value in values.items() if name in known}
     # Where None means off it is kept; elsewhere it stands for the default.
