@@ -9,6 +9,7 @@ import typer
 from treadle.cli.export import export
 from treadle.cli.inspect import inspect
 from treadle.cli.replay import replay
+from treadle.cli.train_config import NAME, FileCommand, TrainGroup, config
 from treadle.cli.train_spectra import spectra
 from treadle.cli.verify.command import verify
 
@@ -16,9 +17,14 @@ from treadle.cli.verify.command import verify
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
-train = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train a model; the same command again goes on.")
+train = typer.Typer(
+    cls=TrainGroup, no_args_is_help=True, rich_markup_mode=None, subcommand_metavar="COMMAND | FILE [ARGS]...",
+    help="Train a model: a command below with its own data, or what your configuration FILE (.yaml, .yml, .py) "
+    "describes. The same command again goes on.",
+)  # fmt: skip
 app.add_typer(train, name="train")
 train.command()(spectra)
+train.command(NAME, cls=FileCommand)(config)
 app.command()(replay)
 app.command()(verify)
 app.command()(inspect)
@@ -45,6 +51,7 @@ def _root(
     Examples:
       treadle train spectra
       treadle train spectra --help
+      treadle train digits.yaml optimizer.lr=1e-3
       treadle replay runs/spectra --step 120
       treadle verify train.py
       treadle export runs/spectra --to safetensors

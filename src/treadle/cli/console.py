@@ -30,13 +30,18 @@ def _console(*, stderr: bool) -> Console:
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes log records above the bar that is drawn on the same console, and never wraps them."""
+    """Writes log records above the bar that is drawn on the same console, and never wraps them.
 
-    def __init__(self, console: Console):
+    Args:
+        console: where they go.
+        start_block: also show the engine's block of decisions; a command of a pack has one of its own.
+    """
+
+    def __init__(self, console: Console, *, start_block: bool = False):
         super().__init__(logging.INFO)
         self.console = console
-        # A command says where it runs and where it starts from in words of its own, with data and model.
-        self.addFilter(lambda record: not str(record.msg).startswith("training starts"))
+        if not start_block:
+            self.addFilter(lambda record: not str(record.msg).startswith("training starts"))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes one record; warnings and errors say so."""
@@ -51,10 +56,10 @@ class ConsoleHandler(logging.Handler):
 
 
 @contextlib.contextmanager
-def log_to(console: Console) -> Iterator[None]:
-    """Shows the library's log on a console inside the block."""
+def log_to(console: Console, *, start_block: bool = False) -> Iterator[None]:
+    """Shows the library's log on a console inside the block; see :class:`ConsoleHandler`."""
     logger = logging.getLogger("treadle")
-    handler = ConsoleHandler(console)
+    handler = ConsoleHandler(console, start_block=start_block)
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

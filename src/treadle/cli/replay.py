@@ -15,11 +15,15 @@ def replay(
     step: Annotated[int, typer.Option(min=1, help="The step to run again, 1-based.")],
     arguments: Annotated[
         Optional[list[str]],  # noqa: UP045  (typer on Python 3.10 reads this form)
-        typer.Argument(metavar="[-- ARGS]", show_default=False, help="Arguments of the script."),
+        typer.Argument(
+            metavar="[-- ARGS]", show_default=False, help="Arguments of the script, or settings of the configuration."
+        ),
     ] = None,
     script: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Your own script with a BaseTrainer, whose workspace RUN is.", show_default=False),
+        typer.Option(
+            help="Your own script or configuration with a BaseTrainer, whose workspace RUN is.", show_default=False
+        ),
     ] = None,
     save: Annotated[
         Optional[Path],  # noqa: UP045
@@ -27,7 +31,7 @@ def replay(
     ] = None,
     device: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="cpu, cuda, cuda:1, mps; of a spectra run only.", show_default=False),
+        typer.Option(help="cpu, cuda, cuda:1, mps; of the run of a pack only.", show_default=False),
     ] = None,
     pdb: Annotated[bool, typer.Option("--pdb", help="Stop inside the step, before the optimizer's.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write the result as JSON.")] = False,
@@ -35,7 +39,9 @@ def replay(
     """Run one step of a finished or broken run again and compare it with what the run's record says, to the bit.
 
     It starts from the nearest checkpoint before the step, or from the run's beginning, and runs every step up to the
-    one asked for. With --pdb, model, batch and grads are at hand inside the step.
+    one asked for. A run of `treadle train` is built again from what its folder holds; for a run of your own script, or
+    of a configuration that has moved, give --script. A replay runs the code of the run: give only runs that you trust.
+    With --pdb, model, batch and grads are at hand inside the step.
 
     Leaves with 0 if the step is equal or the run kept no record, 3 if it differs, 2 for a wrong setting.
 

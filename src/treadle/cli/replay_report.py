@@ -13,7 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.checkpoint.schema import versions
-from treadle.cli.replay_run import Replayed, replay_script, replay_spectra, save_batch
+from treadle.cli.config_target import PackRun, resolve
+from treadle.cli.replay_run import Replayed, replay_config, replay_script, save_batch
+from treadle.cli.replay_spectra import replay_spectra
+from treadle.cli.run_record import recorded_config
 from treadle.errors import ConfigError
 from treadle.hooks.files import to_json
 from treadle.hooks.steplog import read_steps
@@ -44,22 +47,35 @@ def replay_and_report(
     """
     if script is None and arguments:
         raise ConfigError(f"{arguments[0]!r}: only a script takes arguments; name it with --script")
-    if script is not None and device is not None:
-        raise ConfigError(f"--device={device}: the script decides where it runs")
-    if script is None:
-        replayed = replay_spectra(run, step, device=device, debug=debug, messages=messages)
-    else:
+    config = recorded_config(run, step) if script is None else _config_of(script, arguments)
+    own = script is not None or config is not None
+    if own and device is not None:
+        what = "script" if script is not None else "configuration"
+        raise ConfigError(f"--device={device}: the {what} decides where it runs")
+    if config is not None:
+        replayed = replay_config(run, step, config=config[0], folder=config[1], debug=debug)
+    elif script is not None:
         replayed = replay_script(run, step, script=script, arguments=arguments, debug=debug)
+    else:
+        replayed = replay_spectra(run, step, device=device, debug=debug, messages=messages)
     if save is not None:
         save_batch(replayed.batches, save)
     saved = None if save is None else str(save)
-    values = as_values(replayed, read_steps(run / "steps.jsonl"), script=script is not None, saved=saved)
+    values = as_values(replayed, read_steps(run / "steps.jsonl"), own=own, saved=saved)
     if as_json:
         results.print(json.dumps(to_json(values), allow_nan=False), soft_wrap=True, markup=False)
     else:
         print_step(values, results)
     equal: bool | None = values["equal"]
     return equal
+
+
+def _config_of(script: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], Path] | None:
+    """Returns the configuration in a file and the file's folder; None if it is a script."""
+    found = resolve(str(script), arguments)
+    if isinstance(found, PackRun):
+        raise ConfigError(f"--script={str(script)!r}: names a pack; a run of a pack is replayed without --script")
+    return None if found is None else (found, script.parent)
 
 
 def differences(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -95,7 +111,7 @@ def first_difference(records: Mapping[int, Mapping[str, Any]], replayed: Replaye
     return None
 
 
-def likely_causes(replayed: Replayed, found: Mapping[str, Any], first: int, *, script: bool) -> list[str]:
+def likely_causes(replayed: Replayed, found: Mapping[str, Any], first: int, *, own: bool) -> list[str]:
     """Names what may have made a replay differ, the likeliest first."""
     causes = []
     if "lr" in found:
@@ -110,8 +126,11 @@ def likely_causes(replayed: Replayed, found: Mapping[str, Any], first: int, *, s
         causes.append(f"other versions round differently: {'; '.join(changed)}")
     if replayed.device.startswith("cuda"):
         causes.append("CUDA kernels that add with atomics; set_seed(seed, deterministic=True) chooses others")
-    if script and replayed.start_step == 0:
-        causes.append("the script seeds nothing before it builds its model: call treadle.set_seed first")
+    if own and replayed.start_step == 0:
+        causes.append(
+            "nothing is seeded before the model is built: call treadle.set_seed first, or write seed: 0 in a "
+            "configuration"
+        )
     if first == replayed.start_step + 1:
         causes.append(
             "it differs from the first step on: other code, data, device, number of threads, or an edited record"
@@ -125,7 +144,7 @@ def likely_causes(replayed: Replayed, found: Mapping[str, Any], first: int, *, s
 
 
 def as_values(
-    replayed: Replayed, records: Mapping[int, Mapping[str, Any]], *, script: bool, saved: str | None
+    replayed: Replayed, records: Mapping[int, Mapping[str, Any]], *, own: bool, saved: str | None
 ) -> dict[str, Any]:
     """Returns the whole result as plain values; ``equal`` is None where there is nothing to compare with."""
     row = replayed.row
@@ -140,7 +159,7 @@ def as_values(
         "equal": None if recorded is None else not found,
         "differences": {name: list(pair) for name, pair in found.items()},
         "first_difference": first,
-        "likely_causes": likely_causes(replayed, found, first, script=script) if found and first else [],
+        "likely_causes": likely_causes(replayed, found, first, own=own) if found and first else [],
         "left_out_hooks": replayed.left_out, "saved": saved,
     }  # fmt: skip
 

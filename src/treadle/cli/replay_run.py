@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import runpy
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from treadle.checkpoint.nearest import nearest_state
-from treadle.cli.spectra_config import DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig, SpectraConfig
-from treadle.cli.spectra_data import prepare_data
-from treadle.cli.spectra_run import build_model, build_trainer, cpu_threads
-from treadle.device import get_device
+from treadle.cli.config_target import train_from
 from treadle.engine import Engine
 from treadle.errors import ConfigError, NonFiniteError
 from treadle.flight import batch_as_plain, ids_as_plain, layer_norms
@@ -29,8 +23,6 @@ from treadle.hooks import BaseHook, EmaHook, NonFiniteHook
 from treadle.hooks.steplog import StepRows
 from treadle.means import read_scalars
 from treadle.observers import observing
-from treadle.seed import set_seed
-from treadle.spectra.config import TrainerConfig
 
 _OWN_PREFIX = "treadle.hooks."
 
@@ -71,7 +63,7 @@ class Replayed:
         return self.rows[-1]
 
 
-class _Witness(BaseHook):
+class Witness(BaseHook):
     """The last hook of a replay: says where to start, watches every step, and ends the run at the one asked for."""
 
     state_key = "treadle replay"
@@ -139,10 +131,10 @@ def _stop_inside(trainer: Engine) -> None:
     del model, batch, grads
 
 
-class _Stage:
+class Stage:
     """Makes a run that is about to begin a replay: other folders, no hook that writes, the witness at the end."""
 
-    def __init__(self, witness: _Witness, folder: Path, *, only_mini: bool):
+    def __init__(self, witness: Witness, folder: Path, *, only_mini: bool):
         self.witness = witness
         self.folder = folder
         self.only_mini = only_mini
@@ -155,8 +147,8 @@ class _Stage:
         """Takes out what would write; averages, the policy for non-finite steps and the user's own hooks stay."""
         if self.only_mini and engine.face != "mini":
             raise ConfigError(
-                f"--script: it trains with the face {engine.face!r}; replay can rerun a BaseTrainer, or a run of "
-                "'treadle train spectra' without --script"
+                f"it trains with the face {engine.face!r}; replay can rerun a BaseTrainer, or the run of a pack "
+                "without --script"
             )
         kept = [hook for hook in engine.hooks if not _writes(hook)]
         self.witness.seen.left_out = [hook.state_key for hook in engine.hooks if _writes(hook)]
@@ -202,48 +194,6 @@ def checkpoints_of(run: Path) -> Path:
     return inside if inside.is_dir() else run
 
 
-def replay_spectra(run: Path, step: int, *, device: str | None, debug: bool, messages: Console) -> Replayed:
-    """Runs a step of ``treadle train spectra`` again from what its folder holds; the folder is only read.
-
-    Raises:
-        ConfigError: the folder is none of such a run, or the run has no such step.
-    """
-    config = stored_config(run)
-    witness = _Witness(checkpoints_of(run), step, debug=debug)
-    with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch, cpu_threads(config.threads):
-        data = prepare_data(config.data)
-        set_seed(config.seed)
-        model = build_model(config, data.x.shape[1])
-        with observing(_Stage(witness, Path(scratch), only_mini=False)):
-            trainer = build_trainer(
-                config, model, data, out=Path(scratch), device=get_device(device), resume=False, messages=messages
-            )
-            _run(lambda: trainer.fit(config.epochs), witness)
-    return witness.seen
-
-
-def stored_config(run: Path) -> SpectraConfig:
-    """Returns the settings in a run folder.
-
-    Raises:
-        ConfigError: there are none, or they are of another version.
-    """
-    path = run / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        sections = {
-            "data": DataConfig, "model": ModelConfig, "optimizer": OptimizerConfig, "schedule": ScheduleConfig,
-            "trainer": TrainerConfig,
-        }  # fmt: skip
-        made = {name: kind(**values.pop(name)) for name, kind in sections.items()}
-        return dataclasses.replace(SpectraConfig(), **values, **made)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"RUN={str(run)!r}: {path.name} cannot be used ({type(error).__name__}: {error}); give the folder of a run "
-            "of 'treadle train spectra', or your own script with --script"
-        ) from error
-
-
 def replay_script(run: Path, step: int, *, script: Path, arguments: Sequence[str], debug: bool) -> Replayed:
     """Runs a step of a user's own script again: everything up to its ``train()``, then from the nearest state.
 
@@ -256,20 +206,49 @@ def replay_script(run: Path, step: int, *, script: Path, arguments: Sequence[str
         raise ConfigError(f"--script={str(script)!r}: no such file")
     if not run.is_dir():
         raise ConfigError(f"RUN={str(run)!r}: no such folder; give the workspace of the run")
-    witness = _Witness(checkpoints_of(run), step, debug=debug)
+    witness = Witness(checkpoints_of(run), step, debug=debug)
     argv, path = sys.argv, list(sys.path)
     with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch:
         try:
             sys.argv = [str(script), *arguments]
             sys.path.insert(0, str(script.parent.resolve()))
-            with observing(_Stage(witness, Path(scratch), only_mini=True)):
-                _run(lambda: runpy.run_path(str(script), run_name="__main__"), witness)
+            with observing(Stage(witness, Path(scratch), only_mini=True)):
+                run_to_step(lambda: runpy.run_path(str(script), run_name="__main__"), witness)
         finally:
             sys.argv, sys.path[:] = argv, path
     return witness.seen
 
 
-def _run(train: Any, witness: _Witness) -> None:
+def replay_config(run: Path, step: int, *, config: dict[str, Any], folder: Path, debug: bool) -> Replayed:
+    """Runs a step of a trainer again that a configuration describes, with its workspace in a temporary folder.
+
+    Args:
+        run: the workspace of the run.
+        step: 1-based.
+        config: the configuration.
+        folder: that of its file.
+        debug: stop inside the step.
+
+    Raises:
+        ConfigError: the configuration describes no trainer that can be replayed, or the run has no such step.
+    """
+    witness = Witness(checkpoints_of(run), step, debug=debug)
+    path = list(sys.path)
+    with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch:
+        try:
+            with observing(Stage(witness, Path(scratch), only_mini=True)):
+                run_to_step(lambda: train_from(config, folder), witness)
+        finally:
+            sys.path[:] = path
+    return witness.seen
+
+
+def run_to_step(train: Callable[[], Any], witness: Witness) -> None:
+    """Trains until the witness has seen its step.
+
+    Raises:
+        ConfigError: the run has no such step.
+    """
     try:
         with _quiet_about_left_out_hooks():
             train()

@@ -322,11 +322,11 @@ def test_bits_are_compared() -> None:
 
 def test_causes_are_named_by_what_is_known() -> None:
     seen = Replayed(start_step=4, versions={"torch": "1.0", "numpy": None}, device="cuda:0")
-    causes = likely_causes(seen, {"lr": (1, 2)}, 7, script=True)
+    causes = likely_causes(seen, {"lr": (1, 2)}, 7, own=True)
     assert [
         words in cause for words, cause in zip(["learning rate", "torch 1.0", "CUDA", "unseeded"], causes, strict=True)
     ]
     assert "steps 5 to 6 are equal" in causes[-1]
-    causes = likely_causes(Replayed(), {"loss": (1, 2)}, 1, script=True)
+    causes = likely_causes(Replayed(), {"loss": (1, 2)}, 1, own=True)
     assert "set_seed" in causes[0]
     assert "from the first step" in causes[1]

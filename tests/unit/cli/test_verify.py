@@ -83,7 +83,7 @@ def test_what_resumes_exactly_is_called_exact(verify, tmp_path, name):
 
 def test_what_was_arranged_is_said(verify):
     assert verify(saves="BaseHook()").arranged == [
-        "a CheckpointingHook added: the script has none (every 3 steps, and SIGTERM)"
+        "a CheckpointingHook added: there is none (every 3 steps, and SIGTERM)"
     ]
 
 

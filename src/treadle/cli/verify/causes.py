@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from treadle.cli.verify.compare import STEPS, Difference
 
-_SEED = "call treadle.set_seed(0) before the trainer is made"
+_SEED = "call treadle.set_seed(0) before the trainer is made; in a configuration, write seed: 0"
 _KEEP = (
     "save it in the hook's on_state_dict and read it back in on_load_state_dict, or compute it from trainer.step alone"
 )
@@ -50,7 +50,7 @@ def likely_cause(difference: Difference, device: str = "cpu") -> Cause:
 def _between_straight_runs(difference: Difference, device: str) -> Cause:
     part = difference.part
     if "weights before the forward pass" in difference.parts and difference.after_resume == 1:
-        return Cause("unseeded_script", "two straight runs start from other weights: the script is not seeded", _SEED)
+        return Cause("unseeded_script", "two straight runs start from other weights: nothing seeds them", _SEED)
     if part == "sample ids":
         return Cause(
             "unseeded_order",
@@ -68,7 +68,7 @@ def _between_straight_runs(difference: Difference, device: str) -> Cause:
             "unseeded_draw",
             f"two straight runs have another state of the {difference.leaf} generator: something seeds it by the time, "
             "or draws a number of values that depends on the time",
-            f"{_SEED}, and seed nowhere else",
+            f"{_SEED}. Seed nowhere else",
         )
     kernels = "kernels that add in another order each time (atomics) or " if device != "cpu" else ""
     return Cause(

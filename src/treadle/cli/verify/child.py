@@ -13,10 +13,12 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
+from treadle.cli.config_target import PackRun, pack_commands, resolve, train_from
+from treadle.cli.console import message_console, result_console
 from treadle.cli.verify.evidence import SeedWatch
 from treadle.cli.verify.jobs import Job, RecordFile
 from treadle.cli.verify.recorder import Looker, Recorder
@@ -39,6 +41,7 @@ class Arrangement:
         self.job = job
         self.file = file
         self.watch = SeedWatch()
+        self.pack = False  # the command of a pack puts its files where it is told to
         self._homes: dict[int, Path | None] = {}
 
     def before_building(self, engine: Engine) -> None:
@@ -52,11 +55,12 @@ class Arrangement:
         Raises:
             ConfigError: the target is of a face that writes files which cannot be moved.
         """
-        if self.job.target != "spectra":
+        if not self.pack:
             if engine.face not in ("mini", "engine"):
                 raise ConfigError(
                     f"TARGET={self.job.target}: makes a trainer of the {engine.face} face, whose files cannot be moved "
-                    "out of the way; verify runs scripts with a BaseTrainer, and `treadle verify spectra`"
+                    "out of the way; verify runs scripts and configurations with a BaseTrainer, and the packs by their "
+                    "name, such as `treadle verify spectra`"
                 )
             self._arrange_files(engine)
         recorder = Recorder(self.job, self.file, self.watch)
@@ -74,7 +78,7 @@ class Arrangement:
             engine.hooks.remove(hook)
             self._note(f"{type(hook).__name__} left out: it would send these runs away")
         if not any(isinstance(hook, CheckpointingHook) for hook in engine.hooks):
-            self._note(f"a CheckpointingHook added: the script has none (every {self.job.interval} steps, and SIGTERM)")
+            self._note(f"a CheckpointingHook added: there is none (every {self.job.interval} steps, and SIGTERM)")
             engine.hooks = [*engine.hooks, CheckpointingHook(self.job.interval, exit_signals=signal.SIGTERM)]
 
     def _move(self, hook: BaseHook, home: Path | None) -> None:
@@ -143,7 +147,7 @@ def _run(job: Job) -> int:
     logging.getLogger("treadle").addHandler(_WarningFile(file))
     try:
         with observing(arrangement):
-            _run_target(job)
+            _run_target(job, arrangement)
     except SystemExit as error:
         if isinstance(error.code, str):
             sys.stderr.write(error.code + "\n")
@@ -155,19 +159,16 @@ def _run(job: Job) -> int:
     return 0
 
 
-def _run_target(job: Job) -> None:
-    if job.target == "spectra":
-        from treadle.cli.spectra_run import run_spectra
-
-        run_spectra(job.arguments, out=job.workspace, device=None, resume=True, **_consoles())
-        return
-    script = Path(job.target)
-    sys.argv = [job.target, *job.arguments]
-    sys.path[0] = str(script.absolute().parent)  # where `python script.py` looks first
-    runpy.run_path(job.target, run_name="__main__")
-
-
-def _consoles() -> dict[str, Any]:
-    from treadle.cli.console import message_console, result_console
-
-    return {"results": result_console(), "messages": message_console()}
+def _run_target(job: Job, arrangement: Arrangement) -> None:
+    found = resolve(job.target, job.arguments)
+    path = Path(job.target)
+    if isinstance(found, PackRun):
+        arrangement.pack = True
+        run, consoles = pack_commands(found.face).run, {"results": result_console(), "messages": message_console()}
+        run(found.settings, out=job.workspace, device=found.device, resume=True, **consoles)
+    elif found is not None:
+        train_from(found, path.parent)
+    else:
+        sys.argv = [job.target, *job.arguments]
+        sys.path[0] = str(path.absolute().parent)  # where `python script.py` looks first
+        runpy.run_path(job.target, run_name="__main__")

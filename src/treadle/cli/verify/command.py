@@ -11,31 +11,33 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from treadle.cli.config_target import PackRun, is_named_like_config, pack_commands, resolve
 from treadle.cli.console import errors_as_one_line, message_console, result_console
 from treadle.errors import ConfigError
 
 if TYPE_CHECKING:
     from treadle.cli.verify.runs import Verification
 
-_STEPS = {"spectra": 120}  # more than two epochs, since this face saves after each; a script is given a saving hook
-_STEPS_OF_SCRIPTS = 24
+_STEPS_OF_PACKS = 120  # more than two epochs, since their faces save after each; other targets are given a saving hook
+_STEPS = 24
 
 
 def verify(
     target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="A script that trains, such as train.py, or `spectra`.")
+        str,
+        typer.Argument(metavar="TARGET", help="A script that trains, a configuration (.yaml, .py), or `spectra`."),
     ],
     arguments: Annotated[
         Optional[list[str]],  # noqa: UP045  (typer on Python 3.10 reads this form)
         typer.Argument(
             metavar="[KEY=VALUE]... | -- ARGUMENTS",
             show_default=False,
-            help="Settings of spectra; for a script its own arguments, after --.",
+            help="Settings of spectra or of a configuration; for a script its own arguments, after --.",
         ),
     ] = None,
     steps: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="Steps of each run; by default 24, and 120 for spectra.", show_default=False),
+        typer.Option(help="Steps of each run; by default 24, and 120 for a pack.", show_default=False),
     ] = None,
     kills: Annotated[int, typer.Option(help="How often the run is killed.")] = 3,
     seed: Annotated[int, typer.Option(help="Decides at which steps and how it is killed.")] = 0,
@@ -48,8 +50,9 @@ def verify(
     schedule, metrics and log are compared. The answer is EXACT, or the first thing that differs, the likely cause and
     the fix.
 
-    A script runs as `python TARGET` does, up to the end of its first training; its trainer saves every 3 steps at
-    least and writes to a temporary folder. What the script itself writes elsewhere before that is not held back.
+    A script runs as `python TARGET` does, a configuration as `treadle train TARGET`, up to the end of its first
+    training; its trainer saves every 3 steps at least and writes to a temporary folder. What your code itself writes
+    elsewhere before that is not held back.
 
     Exit code: 0 exact, 3 not exact, 2 a wrong setting or nothing to check, 1 the target failed by itself.
 
@@ -57,11 +60,12 @@ def verify(
     Examples:
       treadle verify train.py
       treadle verify train.py --steps 60 --kills 5 -- --lr 1e-3
+      treadle verify digits.yaml model.width=32
       treadle verify spectra data.max_rows=80 batch_size=16
     """
     with errors_as_one_line(message_console()):
-        check_arguments(target, arguments or [], steps, kills)
-        result = run_verification(target, arguments or [], steps=steps, kills=kills, seed=seed)
+        default = check_arguments(target, arguments or [], steps, kills)
+        result = run_verification(target, arguments or [], steps=steps or default, kills=kills, seed=seed)
     from treadle.cli.verify.report import as_json as to_json
     from treadle.cli.verify.report import print_report
 
@@ -72,7 +76,7 @@ def verify(
     raise typer.Exit({"EXACT": 0, "NOT EXACT": 3, "NOT CHECKED": 2}[result.verdict])
 
 
-def run_verification(target: str, arguments: list[str], *, steps: int | None, kills: int, seed: int) -> Verification:
+def run_verification(target: str, arguments: list[str], *, steps: int, kills: int, seed: int) -> Verification:
     """Runs the target in a new temporary folder; of an exact one the checkpoints are removed, the records stay."""
     from treadle.cli.verify.runs import Verifier, two_servers
 
@@ -81,7 +85,7 @@ def run_verification(target: str, arguments: list[str], *, steps: int | None, ki
     verifier = Verifier(
         target,
         arguments,
-        steps=steps or _STEPS.get(target, _STEPS_OF_SCRIPTS),
+        steps=steps,
         kills=kills,
         seed=seed,
         folder=folder,
@@ -95,14 +99,18 @@ def run_verification(target: str, arguments: list[str], *, steps: int | None, ki
     return result
 
 
-def check_arguments(target: str, arguments: list[str], steps: int | None, kills: int) -> None:
+def check_arguments(target: str, arguments: list[str], steps: int | None, kills: int) -> int:
     """Refuses what cannot work before anything is started.
+
+    Returns:
+        How many steps to run if nobody says.
 
     Raises:
         ConfigError: a value is out of range, there is no such script, or a setting is wrong.
 
     Example:
         >>> check_arguments("spectra", ["epochs=3"], 24, 3)
+        120
     """
     if not hasattr(os, "fork"):
         raise ConfigError("treadle verify: needs a system with fork and signals (Linux or macOS)")
@@ -110,11 +118,12 @@ def check_arguments(target: str, arguments: list[str], steps: int | None, kills:
         raise ConfigError(f"--steps {steps}: must be at least 2, so that the run can be killed in between")
     if kills < 1:
         raise ConfigError(f"--kills {kills}: must be at least 1")
-    if target == "spectra":
-        from treadle.cli.overrides import apply_overrides
-        from treadle.cli.spectra_config import FLAGS, SpectraConfig
-        from treadle.device import get_device
-
-        apply_overrides(SpectraConfig.for_device(get_device(None)), arguments, elsewhere=FLAGS)
-    elif Path(target).suffix != ".py" or not Path(target).is_file():
-        raise ConfigError(f"TARGET={target}: must be a script that exists, such as train.py, or `spectra`")
+    found = resolve(target, arguments)
+    if isinstance(found, PackRun):
+        pack_commands(found.face).check(found.settings, found.device)
+        return _STEPS_OF_PACKS
+    if found is None and not (is_named_like_config(target) and Path(target).is_file()):
+        raise ConfigError(
+            f"TARGET={target}: must be a script that exists, such as train.py, a configuration, or `spectra`"
+        )
+    return _STEPS

@@ -61,8 +61,10 @@ def _owners(engine: Engine, loader: Any) -> Iterator[tuple[str, str, Mapping[str
         yield "model", ".".join(part for part in (type(module).__name__, path) if part), _unregistered(module)
     own = {name: value for name, value in vars(engine).items() if name not in _OF_TRAINERS}
     yield "trainer", type(engine).__name__, own
-    main = vars(sys.modules["__main__"])
-    yield "global", "", {name: value for name, value in main.items() if not name.startswith("_")}
+    for module in dict.fromkeys(["__main__", type(engine).__module__]):
+        if module in sys.modules and module.partition(".")[0] != "treadle":
+            values = vars(sys.modules[module])
+            yield "global", "", {name: value for name, value in values.items() if not name.startswith("_")}
 
 
 def _datasets(loader: Any) -> Iterator[Any]:

@@ -30,7 +30,7 @@ class Job:
     """One process that runs the target.
 
     Attributes:
-        target: path of a script, or ``"spectra"``.
+        target: path of a script or a configuration, or the name of a pack.
         arguments: of the script, or settings.
         folder: where workspace, log and records of this run lie.
         number: which process of this run it is, from 0.

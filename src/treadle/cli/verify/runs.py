@@ -111,7 +111,7 @@ class Verifier:
     """Runs a target straight, twice, and again with kills, and compares.
 
     Args:
-        target: path of a script, or ``"spectra"``.
+        target: path of a script or a configuration, or the name of a pack.
         arguments: of the script, or settings.
         steps: how many steps each run has; fewer if the target ends before.
         kills: how often it is killed.
@@ -191,7 +191,7 @@ class Verifier:
         if answer["code"] == 0 and not lines:
             raise ConfigError(
                 f"TARGET={job.target}: ended without training; it must make a BaseTrainer (or an Engine) and call "
-                f"train(), as `python {job.target}` does. Its output is in {job.log}"
+                f"train(), as a script does with `python {job.target}`. Its output is in {job.log}"
             )
         raise TreadleError(
             f"the target failed by itself, without a kill (exit code {answer['code']}): {_last_line(job.log)}. Its "
@@ -236,7 +236,8 @@ class Verifier:
         if comparison.unseeded:
             result.notes.append(
                 f"the generators of {' and '.join(sorted(comparison.unseeded))} start otherwise in each run and were "
-                "left out; nothing depended on them here, but seed them too: treadle.set_seed(0)"
+                "left out; nothing depended on them here, but seed them too: treadle.set_seed(0), or seed: 0 in a "
+                "configuration"
             )
         if difference is not None:
             result.verdict, result.cause = "NOT EXACT", likely_cause(difference, device)

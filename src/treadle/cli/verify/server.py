@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from treadle.cli.config_target import PACKS
 from treadle.cli.verify.child import run_job
 from treadle.cli.verify.jobs import Job
 
@@ -54,8 +55,8 @@ def modules_to_warm(target: str) -> list[str]:
         >>> modules_to_warm("spectra")
         ['treadle.cli.spectra_run']
     """
-    if target == "spectra":
-        return ["treadle.cli.spectra_run"]
+    if target in PACKS:
+        return [f"treadle.cli.{target}_run"]
     try:
         tree = ast.parse(Path(target).read_bytes())
     except (OSError, SyntaxError, ValueError):

@@ -1,0 +1,97 @@
+"""The steps of ``treadle train FILE``: the configuration, the process group, the record of the run, training."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from treadle import distributed
+from treadle.cli.config_target import PackRun, pack_commands, read_target, train_from
+from treadle.cli.run_record import RunRecordHook
+from treadle.config import format_config
+from treadle.engine import Engine
+from treadle.hooks.base import BaseHook
+from treadle.observers import observing
+
+_log = logging.getLogger("treadle.cli")
+
+
+def run_config(file: Path, settings: Sequence[str], *, results: Console, messages: Console) -> None:
+    """Trains what a configuration file describes.
+
+    Args:
+        file: the configuration.
+        settings: overrides such as ``model.width=64``.
+        results: where the summary of a pack's run goes.
+        messages: where progress goes.
+
+    Raises:
+        ConfigError: the file or a setting is wrong.
+        TreadleError: the run failed.
+    """
+    target = read_target(file, settings)
+    if isinstance(target, PackRun):
+        run = pack_commands(target.face).run
+        run(
+            target.settings, out=target.out, device=target.device, resume=target.resume, results=results,
+            messages=messages,
+        )  # fmt: skip
+        return
+    if target.get("seed") is None:
+        _log.info("%s gives no seed, so a fresh run starts from other weights each time; seed: 0 would fix them", file)
+    with process_group(), observing(_Keeper(RunRecordHook(file, settings, target))):
+        trainer = train_from(target, file.parent)
+        where = getattr(trainer, "workspace", None)
+        if distributed.rank() == 0 and where is not None:
+            _log.info("trained to step %d; the run's files are in %s", trainer.step, where)
+
+
+def show_config(file: Path, settings: Sequence[str], console: Console) -> None:
+    """Prints the configuration as it would be used."""
+    target = read_target(file, settings)
+    if isinstance(target, PackRun):
+        pack_commands(target.face).show(target.settings, target.device, console)
+    else:
+        console.print(format_config(target), markup=False, soft_wrap=True)
+
+
+class _Keeper:
+    """Observes the trainer: adds the record, and says when a stopped run could not go on."""
+
+    def __init__(self, record: RunRecordHook):
+        self.record = record
+
+    def before_building(self, engine: Engine) -> None:
+        """Leaves everything as it is."""
+
+    def before_running(self, engine: Engine) -> None:
+        """Adds the record behind the other hooks."""
+        if all(type(hook).checkpoint_to_resume is BaseHook.checkpoint_to_resume for hook in engine.hooks):
+            _log.warning("no hook saves and resumes: once stopped, this run starts anew; add a CheckpointingHook")
+        engine.hooks = [*engine.hooks, self.record]
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """Starts the process group of a process that torchrun launched, on its own GPU where there are some.
+
+    Example:
+        >>> with process_group():  # not launched by torchrun
+        ...     distributed.world_size()
+        1
+    """
+    if not dist.is_available() or not dist.is_torchelastic_launched() or dist.is_initialized():
+        yield
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    yield
+    dist.destroy_process_group()  # after an error no collective is called any more, and the process ends anyway

@@ -1,0 +1,69 @@
+"""The command ``treadle train FILE``, for configuration files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
+
+NAME = "FILE"
+_SUFFIXES = (".py", ".yaml", ".yml")
+
+
+class TrainGroup(TyperGroup):
+    """The commands of ``treadle train``; the name of a file stands for the one that takes files."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Finds the command that the first argument means."""
+        file = bool(args) and Path(args[0]).suffix.lower() in _SUFFIXES
+        return super().resolve_command(ctx, [NAME, *args] if file else args)
+
+
+class FileCommand(TyperCommand):
+    """The command that takes a file; its name in a usage line is the place of the file already."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Returns the parts of the usage line behind the name of the command."""
+        return [piece for piece in super().collect_usage_pieces(ctx) if NAME not in piece]
+
+
+def config(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A configuration: .yaml, .yml or .py.")],
+    settings: Annotated[
+        Optional[list[str]],  # noqa: UP045  (typer on Python 3.10 reads this form)
+        typer.Argument(
+            metavar="KEY=VALUE",
+            show_default=False,
+            help="Settings, such as optimizer.lr=1e-3; +KEY=VALUE for new keys.",
+        ),
+    ] = None,
+    show: Annotated[bool, typer.Option("--show-settings", help="Show every setting and its value, and leave.")] = False,
+) -> None:
+    """Train what a configuration file describes: your own trainer, or a run of a pack.
+
+    The file has a section `trainer` with its `type` and arguments, one section for each part that the trainer takes,
+    and `imports`, your own files or modules; or `face: spectra` and settings of that command. Python files run as
+    code: give only those that you trust.
+
+    A run that was stopped goes on when the same command is given again, if its trainer has a CheckpointingHook. Its
+    workspace gets a run.json, from which `treadle replay` builds it again.
+
+    \b
+    Examples:
+      treadle train digits.yaml
+      treadle train digits.yaml optimizer.lr=1e-3 +trainer.device=cpu
+      torchrun --nproc_per_node 4 -m treadle train digits.yaml
+      treadle train digits.yaml --show-settings
+    """
+    messages = message_console()
+    with errors_as_one_line(messages), log_to(messages, start_block=True):
+        from treadle.cli.config_run import run_config, show_config
+
+        if show:
+            show_config(file, settings or [], result_console())
+            return
+        run_config(file, settings or [], results=result_console(), messages=messages)
