@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _WHICH = {
     "ema": "the averaged weights that were validated,",
     "model": "the raw weights",
-    "stored": "the weights it holds",
+    "stored": "the weights",
 }
 
 

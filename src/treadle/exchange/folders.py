@@ -57,15 +57,18 @@ def read_folder(folder: Path, *, optimizer: bool = True) -> ForeignCheckpoint:
         raise CheckpointError(f"{str(folder)!r} cannot be read: {_what_it_is(folder, names)}")
     kind: Kind = "transformers" if _OF_TRANSFORMERS & set(names) else "accelerate"
     state = _trainer_state(folder) if "trainer_state.json" in names else {}
-    moments = next((name for name in _OPTIMIZERS if name in names and optimizer), None)
+    moments = next((name for name in _OPTIMIZERS if name in names), None)
+    left_out = [f"{name}: {why}" for name in names for pattern, why in _REASONS if re.fullmatch(pattern, name)]
+    if moments and not optimizer:
+        left_out.insert(0, f"{moments}: not asked for")
     return ForeignCheckpoint(
         folder,
         kind,
         _read_weights(folder, weights),
-        optimizer=None if moments is None else _read_optimizer(folder / moments),
+        optimizer=_read_optimizer(folder / moments) if moments and optimizer else None,
         epoch=number(state.get("epoch"), float),
         step=number(state.get("global_step"), int),
-        not_taken=[f"{name}: {why}" for name in names for pattern, why in _REASONS if re.fullmatch(pattern, name)],
+        not_taken=left_out,
     )
 
 

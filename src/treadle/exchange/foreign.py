@@ -174,7 +174,7 @@ def _why(key: str, value: Any) -> str:
 
 def _from_lightning(path: Path, tree: Mapping[str, Any]) -> ForeignCheckpoint:
     if not _is_state_dict(tree.get("state_dict")):
-        raise CheckpointError(f"{str(path)!r} is a checkpoint of Lightning without weights: its state_dict holds no tensors, or not tensors alone")
+        raise CheckpointError(f"{str(path)!r} holds no weights: its state_dict is none of tensors alone")
     optimizers = tree.get("optimizer_states") or []
     only = optimizers[0] if len(optimizers) == 1 and is_optimizer_state(optimizers[0]) else None
     known = {"pytorch-lightning_version", "state_dict", "optimizer_states", "epoch", "global_step", "hparams_name"}

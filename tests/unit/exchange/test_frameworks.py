@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from argparse import Namespace
@@ -13,6 +14,7 @@ from torch import nn
 from foreign_kit import batches, fresh, plain_model
 from helpers import differences
 from treadle import CheckpointError, load_foreign, read_foreign
+from treadle.exchange import export_weights
 
 # Of transformers itself, when it saves a model; nothing here depends on it.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -29,6 +31,7 @@ def check_equal(found, model, optimizer):
 
 def check_training_goes_on_alike(model, optimizer, other, other_optimizer):
     """The next step of both is the same to the bit: weights, buffers and optimizer state were all taken over."""
+    model, optimizer = copy.deepcopy((model, optimizer))
     x, y = next(iter(batches(1)))
     for net, stepper in ((model, optimizer), (other, other_optimizer)):
         stepper.zero_grad()
@@ -242,3 +245,21 @@ def test_adapters_without_their_base_are_refused_in_words(tmp_path):
     adapted.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"PeftModel\.from_pretrained"):
         read_foreign(tmp_path)
+
+
+def test_an_export_of_a_folder_holds_its_weights_and_names_the_rest(trainer_run, tmp_path):
+    from transformers import GPT2LMHeadModel
+
+    folder, model, _ = trainer_run
+    done = export_weights(folder / "checkpoint-3", "hf", out=tmp_path / "hf")
+    assert done.source.left_out == ["optimizer.pt", "rng_state.pth", "scheduler.pt", "training_args.bin"]
+    again, report = GPT2LMHeadModel.from_pretrained(done.path, output_loading_info=True)
+    assert not any(report.values())
+    assert differences(dict(again.state_dict()), dict(model.state_dict())) == []
+
+
+def test_an_export_of_a_file_of_lightning_is_a_state_dict(lightning_run, tmp_path):
+    folder, module, _ = lightning_run
+    done = export_weights(folder / "plain.ckpt", "torch", out=tmp_path / "w.pt")
+    assert (done.source.kind, done.source.step, done.source.epoch) == ("lightning", 8, 2)
+    assert differences(torch.load(done.path, weights_only=True), dict(module.state_dict())) == []
