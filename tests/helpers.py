@@ -127,5 +127,6 @@ def scalar_engine(start: float = 0.0, lr: float = 1.0, task: Any = None, **kwarg
 # What `import treadle` must not load, and what a missing extra may lack.
 OPTIONAL_PACKAGES = frozenset({
     "PIL", "hydra", "joblib", "matplotlib", "mlflow", "omegaconf", "pandas", "peft", "rdkit", "rich", "safetensors",
-    "scipy", "sklearn", "tensorboard", "torch_geometric", "torchdata", "transformers", "typer", "wandb", "yaml",
+    "scipy", "sklearn", "tensorboard", "tokenizers", "torch_geometric", "torchdata", "transformers", "typer", "wandb",
+    "yaml",
 })  # fmt: skip

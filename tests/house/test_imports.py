@@ -15,7 +15,7 @@ import pytest
 from helpers import OPTIONAL_PACKAGES
 
 ROOT = Path(__file__).parents[2] / "src"
-PACKS = ("spectra", "graphs", "astro")
+PACKS = ("spectra", "graphs", "astro", "text")
 
 # A module is found under its own name or that of the nearest package above it.
 LEVELS = {
@@ -43,7 +43,7 @@ SHARED_BY_HOOKS = {"base", "reporting", "tracking", "files"}
 STANDALONE = {
     "model", "encoder", "losses", "metrics", "masks", "vocab", "codebooks", "tokenizers", "layers", "encodings",
     "clustering", "arrays", "augment", "preprocessing", "attention", "buckets", "heads", "inputs", "model_options",
-    "padded",
+    "padded", "corpus", "ngrams", "tokenizer",
 }  # fmt: skip
 
 
@@ -208,11 +208,11 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("cwd")
 
 
-@pytest.mark.parametrize("module", ["treadle", "treadle.spectra", "treadle.graphs"])
+@pytest.mark.parametrize("module", ["treadle", "treadle.spectra", "treadle.graphs", "treadle.text"])
 def test_importing_loads_nothing_heavy(module, folder):
     assert [name for name in sorted(OPTIONAL_PACKAGES) if name in after_import(module, folder)["all"]] == []
 
 
-@pytest.mark.parametrize("module", ["treadle", "treadle.spectra", "treadle.graphs"])
+@pytest.mark.parametrize("module", ["treadle", "treadle.spectra", "treadle.graphs", "treadle.text"])
 def test_importing_touches_no_generator_flag_handler_or_file(module, folder):
     assert after_import(module, folder)["changed"] == []

@@ -1,0 +1,117 @@
+"""Python's own manual as a small corpus: the topics that ``help()`` shows, without what several of them repeat."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+
+_PASSAGE_END = re.compile(r"\n\s*\n")
+_STATEMENT = re.compile(r'The "\w+" statement')
+
+
+def load_manual() -> dict[str, str]:
+    """Returns the topics of ``pydoc_data.topics``, a module of the standard library, by name.
+
+    About 470,000 characters in 79 topics; other Python versions have other texts. A third of it stands there twice, the
+    topic ``with`` for one inside the topic ``compound``; :func:`without_repeats` takes that out.
+
+    Raises:
+        ImportError: this Python was installed without its topics.
+
+    Example:
+        >>> load_manual()["pass"].splitlines()[0]
+        'The "pass" statement'
+    """
+    try:
+        from pydoc_data import topics
+    except ImportError as error:
+        raise ImportError(f"this Python has no pydoc_data.topics ({error}): install its documentation") from error
+    return {name: text.strip() for name, text in sorted(topics.topics.items())}
+
+
+def without_repeats(topics: Mapping[str, str]) -> dict[str, str]:
+    """Leaves every passage in one topic only, the shortest that has it; a topic without any left is dropped.
+
+    Without this, a validation topic would be known from a longer training topic that quotes it. Passages are what
+    blank lines separate; they count as equal if they have the same words.
+
+    Args:
+        topics: name -> text.
+
+    Example:
+        >>> without_repeats({"short": "One.", "long": "One.\\n\\nTwo."})
+        {'long': 'Two.', 'short': 'One.'}
+    """
+    owner: dict[str, str] = {}
+    kept: dict[str, str] = {}
+    for name in sorted(topics, key=lambda name: (len(topics[name]), name)):
+        passages = [
+            passage
+            for passage in _PASSAGE_END.split(topics[name])
+            if owner.setdefault(" ".join(passage.split()), name) == name
+        ]
+        if any(passage.strip() for passage in passages):
+            kept[name] = "\n\n".join(passages)
+    return dict(sorted(kept.items()))
+
+
+def is_statement(text: str) -> bool:
+    """Says whether a topic is about one statement of the language: its title reads ``The "..." statement``.
+
+    Example:
+        >>> is_statement('The "pass" statement\\n********'), is_statement("Lambdas\\n*******")
+        (True, False)
+    """
+    return _STATEMENT.fullmatch(text.partition("\n")[0].strip()) is not None
+
+
+def split_topics(topics: Mapping[str, str], *, val_fraction: float, seed: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Deals whole topics out to training and validation.
+
+    In an order that the seed decides, a topic goes to validation if it still fits into its share of the text; so the
+    share is nearly used up and never exceeded, though topics have 200 to 40,000 characters.
+
+    Args:
+        topics: name -> text.
+        val_fraction: share of the bytes, between 0 and 1.
+        seed: decides the order.
+
+    Returns:
+        ``(training, validation)``, each by name.
+
+    Raises:
+        ValueError: a part would be empty, or the share is out of range.
+
+    Example:
+        >>> [list(part) for part in split_topics({"a": "1234", "b": "12", "c": "1234"}, val_fraction=0.3, seed=0)]
+        [['a', 'c'], ['b']]
+    """
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"val_fraction={val_fraction!r}: must lie between 0 and 1")
+    order = sorted(topics)
+    random.Random(seed).shuffle(order)
+    room = val_fraction * sum(num_bytes(text) for text in topics.values())
+    chosen = set()
+    for name in order:
+        if num_bytes(topics[name]) <= room:
+            chosen.add(name)
+            room -= num_bytes(topics[name])
+    train = {name: text for name, text in topics.items() if name not in chosen}
+    val = {name: text for name, text in topics.items() if name in chosen}
+    if not train or not val:
+        raise ValueError(
+            f"val_fraction={val_fraction!r} of {len(topics)} topics leaves none to "
+            f"{'validate on; raise it' if train else 'train on; lower it'}, or take more topics"
+        )
+    return train, val
+
+
+def num_bytes(text: str) -> int:
+    """Returns the length of a text in bytes of UTF-8.
+
+    Example:
+        >>> num_bytes("né")
+        3
+    """
+    return len(text.encode())

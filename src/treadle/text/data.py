@@ -1,0 +1,91 @@
+"""Documents as blocks of tokens.
+
+Shapes: N tokens of a stream, B blocks, L tokens in a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+IGNORED = -100
+"""The label of a position that is not counted; what torch's cross-entropy and transformers leave out."""
+
+
+def token_stream(tokenizer: Any, texts: Iterable[str], *, end_id: int = 0) -> Tensor:
+    """Joins documents to one stream, with an end token before, between and behind them.
+
+    Args:
+        tokenizer: has ``encode(text).ids``.
+        texts: the documents.
+        end_id: id of the end token.
+
+    Returns:
+        (N,) int64.
+
+    Example:
+        >>> from treadle.text.tokenizer import train_tokenizer
+        >>> tokenizer = train_tokenizer(["ab"], 257)
+        >>> token_stream(tokenizer, ["a", "b"]).tolist()[::2]
+        [0, 0, 0]
+    """
+    ids = [end_id]
+    for text in texts:
+        ids += [*tokenizer.encode(text).ids, end_id]
+    return torch.tensor(ids)
+
+
+class TokenBlocks(Dataset[dict[str, Tensor]]):
+    """Packs a stream into blocks, so that every token but the first is predicted exactly once.
+
+    A block begins with the last token of the one before, which is read and not predicted again. Documents here have 50
+    to 15,000 tokens: padding each one to blocks would compute on padding, and cutting each one at its end would show
+    the model fewer beginnings. What the stream leaves over at its end is padded, and not counted.
+
+    Items are ``{"input_ids": (L,) int64, "labels": (L,) int64}``. Labels are the ids themselves, since causal models of
+    transformers shift them; :data:`IGNORED` where nothing is counted: the first place of a block, and padding.
+
+    Args:
+        tokens_N: a stream.
+        length: L, at least 2.
+        pad_id: fills the last block.
+
+    Attributes:
+        num_targets: tokens that are predicted: N - 1.
+
+    Raises:
+        ValueError: ``length`` is below 2, or the stream has fewer than 2 tokens.
+
+    Example:
+        >>> blocks = TokenBlocks(torch.arange(1, 7), 4)
+        >>> [block["input_ids"].tolist() for block in blocks], [block["labels"].tolist() for block in blocks]
+        ([[1, 2, 3, 4], [4, 5, 6, 0]], [[-100, 2, 3, 4], [-100, 5, 6, -100]])
+    """
+
+    def __init__(self, tokens_N: Tensor, length: int, *, pad_id: int = 0):
+        if length < 2:
+            raise ValueError(f"length={length!r}: must be at least 2, a token to read and one to predict")
+        if len(tokens_N) < 2:
+            raise ValueError(
+                f"tokens_N has {len(tokens_N)} tokens: it must have at least 2, there is nothing to predict"
+            )
+        self.num_targets = len(tokens_N) - 1
+        num_blocks = -(-self.num_targets // (length - 1))
+        padding = num_blocks * (length - 1) - self.num_targets
+        ids_N = torch.cat([tokens_N, tokens_N.new_full((padding,), pad_id)])
+        labels_N = torch.cat([tokens_N, tokens_N.new_full((padding,), IGNORED)])
+        self.input_ids_BL = ids_N.unfold(0, length, length - 1).clone()
+        self.labels_BL = labels_N.unfold(0, length, length - 1).clone()
+        self.labels_BL[:, 0] = IGNORED
+
+    def __len__(self) -> int:
+        return len(self.input_ids_BL)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return {"input_ids": self.input_ids_BL[index], "labels": self.labels_BL[index]}

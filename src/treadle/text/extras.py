@@ -1,0 +1,44 @@
+"""Packages that this pack needs and the core does not: imported where they are used."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+def import_extra(name: str) -> Any:
+    """Returns a module of the extra ``hf``.
+
+    Args:
+        name: dotted name, such as ``"transformers"``.
+
+    Raises:
+        ImportError: it is not installed; the message says how to install it.
+
+    Example:
+        >>> import_extra("json").loads("[1]")
+        [1]
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"treadle.text needs {name} ({error}): pip install 'treadle[hf]'") from error
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keeps transformers from drawing bars of its own inside the block, as it does for every file it writes.
+
+    Raises:
+        ImportError: the package ``transformers`` is not installed.
+    """
+    bars = import_extra("transformers.utils.logging")
+    before = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            bars.enable_progress_bar()

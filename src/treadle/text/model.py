@@ -1,0 +1,101 @@
+"""A GPT-2 with new weights, and LoRA adapters for it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from treadle.text.extras import import_extra
+
+
+def build_gpt2(
+    vocab_size: int,
+    *,
+    n_positions: int,
+    n_embd: int = 128,
+    n_layer: int = 4,
+    n_head: int = 4,
+    dropout: float = 0.1,
+    end_id: int = 0,
+) -> Any:
+    """Builds a ``GPT2LMHeadModel`` from its configuration; nothing is loaded from anywhere.
+
+    Args:
+        vocab_size: number of tokens.
+        n_positions: longest block it can read.
+        n_embd: width; a multiple of ``n_head``.
+        n_layer: transformer layers.
+        n_head: attention heads.
+        dropout: of embeddings, attention and residuals.
+        end_id: id of the token between documents.
+
+    Raises:
+        ValueError: a number is out of range.
+        ImportError: the package ``transformers`` is not installed.
+
+    Example:
+        >>> # build_gpt2(1024, n_positions=128).num_parameters()
+    """
+    sizes = {
+        "vocab_size": vocab_size, "n_positions": n_positions, "n_embd": n_embd, "n_layer": n_layer, "n_head": n_head,
+    }  # fmt: skip
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name}={value!r}: must be at least 1")
+    if n_embd % n_head:
+        raise ValueError(f"n_embd={n_embd!r}: must be a multiple of n_head={n_head!r}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout!r}: must be at least 0 and below 1")
+    transformers = import_extra("transformers")
+    config = transformers.GPT2Config(
+        **sizes,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        resid_pdrop=dropout,
+        bos_token_id=end_id,
+        eos_token_id=end_id,
+        use_cache=False,  # training reads whole blocks
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # what transformers takes anyway; the class name does not say so, and it would warn
+    return model
+
+
+def add_lora(model: Any, *, r: int = 8, alpha: float = 16, dropout: float = 0.05) -> Any:
+    """Freezes a GPT-2 and gives every linear layer of its blocks a low-rank update (Hu et al. 2021).
+
+    The updates start at 0: the model computes what it did before. Their weights are drawn from the global RNG.
+
+    Args:
+        model: of :func:`build_gpt2`; its layers are replaced in place.
+        r: rank.
+        alpha: the update is scaled by alpha / r.
+        dropout: of the update's input.
+
+    Returns:
+        A ``peft.PeftModel`` around the model.
+
+    Raises:
+        ValueError: a number is out of range.
+        ImportError: the package ``peft`` is not installed.
+
+    Example:
+        >>> # add_lora(model, r=4).print_trainable_parameters()
+    """
+    if r < 1:
+        raise ValueError(f"r={r!r}: must be at least 1")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout!r}: must be at least 0 and below 1")
+    peft = import_extra("peft")
+    config = peft.LoraConfig(
+        r=r,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=["c_attn", "c_proj", "c_fc"],
+        fan_in_fan_out=True,  # GPT-2's layers keep their weights as (in, out)
+        task_type="CAUSAL_LM",
+    )
+    with warnings.catch_warnings():
+        # peft 0.21 asks the models of transformers 5 for this under its former name.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        return peft.get_peft_model(model, config)

@@ -1,0 +1,120 @@
+"""Drawing text from a causal language model, with a generator of one's own.
+
+Shapes: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treadle.errors import ConfigError
+from treadle.evaluation import evaluation_mode
+
+
+def sample_tokens(
+    model: Any,
+    prompt_BT: Tensor,
+    *,
+    num_tokens: int,
+    context: int,
+    generator: torch.Generator,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+) -> Tensor:
+    """Continues each row by tokens drawn from the model, in eval mode and without touching the global RNG.
+
+    The model reads the last ``context`` tokens anew for each one: slower than a cache, and past the longest block a
+    cache of learned positions would be wrong.
+
+    Args:
+        model: ``model(input_ids=(B, T)).logits`` is (B, T, V).
+        prompt_BT: (B, T) int64 with T at least 1, on any device.
+        num_tokens: how many to draw for each row.
+        context: how many tokens the model can read.
+        generator: on the CPU; the draws are made there, so that they do not depend on the device.
+        temperature: below 1 sharpens, above 1 flattens; 0 takes the likeliest token and draws nothing.
+        top_k: draw among the k likeliest tokens only; None among all.
+
+    Returns:
+        (B, T + num_tokens) int64 on the CPU, prompt included.
+
+    Raises:
+        ConfigError: a value is out of range or the prompt is empty.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> class Next(torch.nn.Module):  # the token after n is n + 1
+        ...     def forward(self, input_ids):
+        ...         return SimpleNamespace(logits=torch.eye(9)[input_ids + 1] * 99)
+        >>> sample_tokens(Next(), torch.tensor([[3]]), num_tokens=3, context=8, generator=torch.Generator())
+        tensor([[3, 4, 5, 6]])
+    """
+    if prompt_BT.dim() != 2 or prompt_BT.shape[1] < 1:
+        raise ConfigError(f"prompt_BT: shape {tuple(prompt_BT.shape)}, must be (rows, tokens) with at least one token")
+    if temperature < 0:
+        raise ConfigError(f"temperature={temperature!r}: must be at least 0")
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k={top_k!r}: must be at least 1, or None for all tokens")
+    device = next((parameter.device for parameter in model.parameters()), prompt_BT.device)
+    tokens_BT = prompt_BT.cpu()
+    with evaluation_mode(model):
+        for _ in range(num_tokens):
+            logits_BTV = model(input_ids=tokens_BT[:, -context:].to(device)).logits
+            next_B = _drawn(logits_BTV[:, -1].float().cpu(), temperature, top_k, generator)
+            tokens_BT = torch.cat([tokens_BT, next_B[:, None]], dim=1)
+    return tokens_BT
+
+
+def _drawn(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+    if temperature == 0:
+        return logits_BV.argmax(dim=1)
+    if top_k is not None and top_k < logits_BV.shape[1]:
+        least_B1 = logits_BV.topk(top_k, dim=1).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
+    probabilities_BV = torch.softmax(logits_BV / temperature, dim=1)
+    return torch.multinomial(probabilities_BV, 1, generator=generator)[:, 0]
+
+
+def sample_texts(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    count: int,
+    num_tokens: int,
+    context: int,
+    generator: torch.Generator,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    end_id: int = 0,
+) -> list[str]:
+    """Draws continuations of a prompt as texts, prompt included; each ends where the model ends its document.
+
+    Args:
+        model: see :func:`sample_tokens`, as for the other arguments.
+        tokenizer: has ``encode(text).ids`` and ``decode(ids)``.
+        prompt: begins a document; an empty one leaves the beginning to the model.
+        count: how many texts.
+        num_tokens: at most so many tokens are drawn for each.
+        context: how many tokens the model can read.
+        generator: on the CPU.
+        temperature: 0 takes the likeliest token.
+        top_k: draw among so many tokens only.
+        end_id: id of the token between documents.
+
+    Example:
+        >>> # sample_texts(model, tokenizer, "The", count=3, num_tokens=50, context=128, generator=torch.Generator())
+    """
+    prompt_BT = torch.tensor([[end_id, *tokenizer.encode(prompt).ids]]).repeat(count, 1)
+    drawn_BT = sample_tokens(
+        model, prompt_BT, num_tokens=num_tokens, context=context, generator=generator, temperature=temperature,
+        top_k=top_k,
+    )  # fmt: skip
+    texts = []
+    for row in drawn_BT[:, 1:].tolist():
+        end = row.index(end_id) if end_id in row else len(row)
+        texts.append(tokenizer.decode(row[:end]))
+    return texts

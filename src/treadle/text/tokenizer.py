@@ -1,0 +1,65 @@
+"""A byte-level BPE tokenizer of one's own: any text comes back as it was, and no word is unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from treadle.text.extras import import_extra
+
+END = "<|endoftext|>"
+"""Stands before, between and behind documents; its id is 0."""
+_LEAST = 257  # every byte, and END
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
+    """Learns merges of bytes from texts (Sennrich et al. 2016, on bytes as in GPT-2).
+
+    The same texts give the same tokenizer.
+
+    Args:
+        texts: training texts only, else validation text is known to the vocabulary.
+        vocab_size: at most so many tokens, at least 257: every byte and :data:`END`, whose id is 0.
+
+    Returns:
+        A ``tokenizers.Tokenizer``.
+
+    Raises:
+        ValueError: ``vocab_size`` is below 257.
+        ImportError: the package ``tokenizers`` is not installed.
+
+    Example:
+        >>> tokenizer = train_tokenizer(["pass is a null operation", "pass"], 260)
+        >>> tokenizer.decode(tokenizer.encode("compass").ids)
+        'compass'
+    """
+    if vocab_size < _LEAST:
+        raise ValueError(f"vocab_size={vocab_size!r}: must be at least {_LEAST}, every byte and {END}")
+    tokenizers = import_extra("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def as_transformers(tokenizer: Any) -> Any:
+    """Returns a ``PreTrainedTokenizerFast`` that ``save_pretrained`` writes for ``AutoTokenizer``.
+
+    Args:
+        tokenizer: of :func:`train_tokenizer`.
+
+    Raises:
+        ImportError: the package ``transformers`` is not installed.
+
+    Example:
+        >>> # as_transformers(tokenizer).save_pretrained("run/pretrained")
+    """
+    transformers = import_extra("transformers")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END)
