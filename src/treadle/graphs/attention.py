@@ -21,15 +21,16 @@ from torch.nn import functional as F
 class AttentionLayout(NamedTuple):
     """Places of the nodes in the dense tensors of the attention.
 
-    Groups of graphs lie one after another: group k has G_k graphs of S_k slots each, and with them G_k·S_k² pairs.
+    Nodes lie in rows, and attend to nodes of the same row. Groups of rows lie one after another: group k has G_k rows
+    of S_k slots each, and with them G_k·S_k² pairs.
 
     Attributes:
         groups: (G_k, S_k) of each group.
         slot_N: (N,) slot of each node; None when the nodes already lie in their slots.
-        row_start_N: (N,) index of the pair (node, first slot of its graph) among all pairs of the layout.
-        position_N: (N,) 0-based position of the node in its graph.
-        masks: for each group None (attend everywhere), a bool (G_k, 1, 1, S_k), True = may be attended to, or a float
-            (G_k, H, S_k, S_k) that is added to the logits.
+        row_start_N: (N,) index of the pair (node, first slot of its row) among all pairs of the layout.
+        position_N: (N,) 0-based position of the node in its row.
+        masks: for each group None (attend everywhere), a bool (G_k, 1, 1 or S_k, S_k), True = may be attended to, or a
+            float (G_k, H, S_k, S_k) that is added to the logits.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -121,15 +122,21 @@ def _starts(slots: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], Tensor]:
     return tuple(groups), starts
 
 
-def padded_layout(node_mask_GS: Tensor) -> AttentionLayout:
-    """Lays out nodes that already lie in their slots; no value is read on the host, and every shape is known.
+def padded_layout(graph_RS: Tensor) -> AttentionLayout:
+    """Lays out nodes that already lie in rows; no value is read on the host, and every shape is known.
 
     Args:
-        node_mask_GS: (G, S) bool, True = a real node.
+        graph_RS: (R, S) integer, the graph of the node in each slot. A graph of real nodes lies in one row; the padding
+            of all rows is one more graph, and attends to itself.
+
+    Example:
+        >>> padded_layout(torch.tensor([[0, 0, 1]])).masks[0].int().tolist()
+        [[[[1, 1, 0], [1, 1, 0], [0, 0, 1]]]]
     """
-    num_graphs, size = node_mask_GS.shape
-    slot_N = torch.arange(num_graphs * size, device=node_mask_GS.device)
-    return AttentionLayout(((num_graphs, size),), None, slot_N * size, slot_N % size, (key_mask(node_mask_GS),))
+    rows, length = graph_RS.shape
+    slot_N = torch.arange(rows * length, device=graph_RS.device)
+    is_same_R1SS = (graph_RS[:, :, None] == graph_RS[:, None, :])[:, None]
+    return AttentionLayout(((rows, length),), None, slot_N * length, slot_N % length, (is_same_R1SS,))
 
 
 def key_mask(real_GS: Tensor) -> Tensor:

@@ -1,9 +1,12 @@
-"""The few shapes that batches of graphs are padded into, chosen from the sizes of a data set."""
+"""The few shapes that batches of graphs are padded into, chosen from the sizes of a data set.
+
+Nodes lie in rows of equal length, several small graphs in one row and no graph in two (as sequences are packed for
+language models). A row for each graph would be as long as the largest of them, and mostly padding.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +20,16 @@ class PadBucket:
     """The room of a padded batch: what it holds at most.
 
     Example:
-        >>> bucket = PadBucket(graphs=2, nodes_per_graph=8, edges=20)
-        >>> bucket.fits(PadBucket(graphs=2, nodes_per_graph=5, edges=20))
-        True
+        >>> bucket = PadBucket(graphs=4, rows=2, row_length=8, edges=20)
+        >>> bucket.place([3, 6, 5]), bucket.place([7, 6, 5])
+        ([13, 0, 8], None)
     """
 
     graphs: int
-    """Real graphs; the batch has one slot more."""
-    nodes_per_graph: int
-    """Nodes of the largest graph. Multiples of 8 suit the attention kernels."""
+    """Real graphs; the batch has one more, which is empty."""
+    rows: int
+    row_length: int
+    """Slots of a row: the nodes of the largest graph, or more. Multiples of 8 suit the attention kernels."""
     edges: int
     """Directed edges of all graphs."""
     pairs: int = 0
@@ -33,11 +37,29 @@ class PadBucket:
     target_pairs: int = 0
     """Pairs with a target (``pair_index``) of all graphs."""
 
-    def fits(self, need: PadBucket) -> bool:
-        """Returns whether a batch that needs this much fits."""
-        return all(
-            own >= other for own, other in zip(dataclasses.astuple(self), dataclasses.astuple(need), strict=True)
-        )
+    @property
+    def reserve(self) -> int:
+        """Slots of one row that stay free, so that padding edges have nodes to join, and not few for many."""
+        return max(1, self.row_length // 8)
+
+    def place(self, sizes: Sequence[int]) -> list[int] | None:
+        """Returns the first slot of each graph, largest graphs first into the first row with room; None: too many."""
+        if len(sizes) > self.graphs:
+            return None
+        # The reserve takes part as one more graph.
+        wanted = [*sizes, self.reserve]
+        filled: list[int] = []
+        starts = [0] * len(wanted)
+        for index in sorted(range(len(wanted)), key=lambda index: -wanted[index]):
+            size = wanted[index]
+            row = next((row for row, used in enumerate(filled) if used + size <= self.row_length), len(filled))
+            if row == len(filled):
+                filled.append(0)
+            if row == self.rows or size > self.row_length:
+                return None
+            starts[index] = row * self.row_length + filled[row]
+            filled[row] += size
+        return starts[:-1]
 
 
 def columns(batch: Any, name: str) -> int:
@@ -46,48 +68,68 @@ def columns(batch: Any, name: str) -> int:
     return 0 if index is None else int(index.shape[1])
 
 
-def plan_buckets(graphs: Iterable[Any], batch_size: int, *, count: int = 3, multiple: int = 8) -> list[PadBucket]:
-    """Chooses buckets for random batches of a data set.
+def plan_buckets(
+    graphs: Iterable[Any], batch_size: int, *, share: float = 0.99, multiple: int = 8, seed: int = 0
+) -> list[PadBucket]:
+    """Chooses two buckets for a data set: one for nearly all random batches, and one that holds any batch.
 
-    The sizes S are quantiles of the largest graph of a random batch, so that each bucket is used about equally often;
-    its edges and pairs are what the ``batch_size`` richest graphs of up to S nodes have together. So every batch fits
-    into the first bucket that holds its largest graph.
+    The first is measured on 200 random batches: its rows are as long as the largest graph in ``share`` of them, and it
+    holds each of those batches. When it would be no smaller than the second, there is only the second.
 
     Args:
         graphs: with ``x`` and ``edge_index``; ``edge_pe_index`` and ``pair_index`` where they are there.
         batch_size: graphs of a batch at most.
-        count: buckets at most; fewer when sizes coincide.
-        multiple: S is rounded up to a multiple of this.
+        share: of the batches, above 0 and at most 1. Less of it means less padding, and more batches in the second.
+        multiple: rows are rounded up to a multiple of this.
+        seed: of the random batches.
 
     Raises:
-        ConfigError: when there is no graph, or a number is below 1.
+        ConfigError: when there is no graph, or a number is outside its range.
 
     Example:
         >>> from types import SimpleNamespace
-        >>> graphs = [SimpleNamespace(x=torch.ones(n), edge_index=torch.zeros(2, 2 * n)) for n in (5, 9, 20)]
-        >>> [(bucket.nodes_per_graph, bucket.edges) for bucket in plan_buckets(graphs, 2)]
-        [(16, 28), (24, 58)]
+        >>> graphs = [SimpleNamespace(x=torch.ones(n), edge_index=torch.ones(2, 2 * n)) for n in [5, 9, 6] * 20 + [90]]
+        >>> [(bucket.rows, bucket.row_length, bucket.edges) for bucket in plan_buckets(graphs, 4, share=0.9)]
+        [(4, 16, 72), (5, 96, 234)]
     """
-    for name, value in (("batch_size", batch_size), ("count", count), ("multiple", multiple)):
-        if value < 1:
-            raise ConfigError(f"{name}={value} must be 1 or more")
-    needs = torch.tensor(
-        [
-            [len(g.x), g.edge_index.shape[1], columns(g, "edge_pe_index"), columns(g, "pair_index")]
-            for g in graphs
-        ]
-    )  # fmt: skip
-    if len(needs) == 0:
+    if batch_size < 1 or multiple < 1 or not 0 < share <= 1:
+        raise ConfigError(
+            f"batch_size={batch_size} and multiple={multiple} must be 1 or more, share={share} above 0 and at most 1"
+        )
+    needs = [
+        (len(g.x), columns(g, "edge_index"), columns(g, "edge_pe_index"), columns(g, "pair_index")) for g in graphs
+    ]
+    if not needs:
         raise ConfigError("there are no graphs to plan buckets for; pass the training data")
-    sizes = needs[:, 0].sort().values
-    buckets = []
-    for part in range(1, count + 1):
-        # P(largest of the batch ≤ s) = P(one ≤ s)^batch_size
-        rank = round((part / count) ** (1 / batch_size) * (len(sizes) - 1))
-        nodes_per_graph = -(-int(sizes[rank]) // multiple) * multiple
-        inside = needs[needs[:, 0] <= nodes_per_graph, 1:]
-        edges, pairs, target_pairs = inside.sort(dim=0, descending=True).values[:batch_size].sum(0).tolist()
-        bucket = PadBucket(batch_size, nodes_per_graph, edges, pairs, target_pairs)
-        if bucket not in buckets:
-            buckets.append(bucket)
-    return buckets
+    table = torch.tensor(needs)
+    any_batch = _bucket_of_any(table, batch_size, multiple)
+    usual = _bucket_of_most(table, batch_size, share, multiple, torch.Generator().manual_seed(seed))
+    return [usual, any_batch] if usual.rows * usual.row_length < any_batch.rows * any_batch.row_length else [any_batch]
+
+
+def _bucket_of_any(table: torch.Tensor, batch_size: int, multiple: int) -> PadBucket:
+    nodes, *others = table.sort(dim=0, descending=True).values[:batch_size].sum(0).tolist()
+    row_length = _rounded(int(table[:, 0].max()), multiple)
+    # Whatever is packed first-fit, at most one row is filled to half or less; one more for the reserve.
+    rows = min(batch_size, 2 * -(-nodes // row_length)) + 1
+    return PadBucket(batch_size, rows, row_length, *others)
+
+
+def _bucket_of_most(
+    table: torch.Tensor, batch_size: int, share: float, multiple: int, generator: torch.Generator
+) -> PadBucket:
+    size = min(batch_size, len(table))
+    batches = [table[torch.randperm(len(table), generator=generator)[:size]] for _ in range(200)]
+    largest = torch.stack([batch[:, 0].max() for batch in batches])
+    row_length = _rounded(int(largest.float().quantile(share, interpolation="higher")), multiple)
+    usual = [batch for batch, top in zip(batches, largest.tolist(), strict=True) if top <= row_length]
+    others = torch.stack([batch[:, 1:].sum(0) for batch in usual]).amax(0).tolist()
+    rows = 1
+    for batch in usual:
+        while PadBucket(batch_size, rows, row_length, 0).place(batch[:, 0].tolist()) is None:
+            rows += 1
+    return PadBucket(batch_size, rows, row_length, *others)
+
+
+def _rounded(size: int, multiple: int) -> int:
+    return -(-max(size, 1) // multiple) * multiple

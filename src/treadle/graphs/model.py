@@ -101,7 +101,7 @@ class GraphTransformer(nn.Module):
         if not self.has_attention:
             return None
         if isinstance(batch, PaddedGraphBatch):
-            layout = padded_layout(batch.node_mask.view(num_graphs, batch.nodes_per_graph))
+            layout = padded_layout(graph_N.view(-1, batch.row_length))
         else:
             layout = batch_layout(graph_N, num_graphs)
         if self.pair_bias is None or edge_pe is None:

@@ -1,10 +1,10 @@
 """Batches of graphs in a few fixed shapes, so that a step can be captured as one CUDA graph.
 
-Shapes: G = graph slots, S = node slots of a graph, N = G·S, E = edge slots, P = pair slots.
+Shapes: G = graphs, R = rows of node slots, S = slots of a row, N = R·S, E = edge slots, P = pair slots.
 
-The last graph slot is always empty. Padding edges and pairs join padding nodes of that graph, so they reach no real
-node; its outputs are left out by ``target_mask``. All indices are valid, so any model gives right outputs for the real
-graphs, if only it does not mix graphs.
+The last graph holds no node of the data, but all padding nodes. Padding edges and pairs join a padding node with
+itself, so they reach no real node; its outputs are left out by ``target_mask``. All indices are valid, so any model
+gives right outputs for the real graphs, if only it does not mix graphs.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class PaddedGraphBatch:
     """
 
     num_graphs: int
-    """G, the empty slots included."""
-    nodes_per_graph: int
-    """S; node s of graph g is row g·S + s."""
+    """G, the empty ones included."""
+    row_length: int
+    """S; the nodes of a graph lie one after another within one row."""
     x: Tensor
     """(N,), (N, 1) or (N, F)."""
     batch: Tensor
-    """(N,) the graph of each node; padding nodes inside a graph's slots belong to the empty last graph."""
+    """(N,) the graph of each node."""
     edge_index: Tensor
     """(2, E)."""
     node_mask: Tensor
@@ -48,6 +48,8 @@ class PaddedGraphBatch:
     """(G,) bool."""
     target_mask: Tensor
     """(G,), (N,) or (pairs,) bool: which rows of the outputs and of ``y`` are real."""
+    target_order: Tensor
+    """Those rows: the real ones first, in the order of the batch without padding."""
     y: Tensor | None = None
     """(rows of the outputs, …); padding is NaN in float targets and 0 in integer ones."""
     edge_attr: Tensor | None = None
@@ -90,8 +92,11 @@ class PaddedGraphBatch:
         return self
 
     def real(self, outputs: Tensor) -> Tensor:
-        """Returns the rows of a model's outputs that belong to real graphs, nodes or pairs, in the batch's order."""
-        return outputs[self.target_mask]
+        """Returns the outputs of real graphs, nodes or pairs, in the order of the batch without padding.
+
+        Their number is read on the host, so this has no place in a captured step.
+        """
+        return outputs[self.target_order[: int(self.target_mask.sum())]]
 
 
 def pad_batch(batch: Any, buckets: PadBucket | Sequence[PadBucket], *, level: str = "graph") -> PaddedGraphBatch:
@@ -112,52 +117,54 @@ def pad_batch(batch: Any, buckets: PadBucket | Sequence[PadBucket], *, level: st
         >>> from types import SimpleNamespace
         >>> edges = torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]])
         >>> two = SimpleNamespace(x=torch.ones(4, 1), edge_index=edges, batch=torch.tensor([0, 0, 1, 1]), num_graphs=2)
-        >>> padded = pad_batch(two, PadBucket(graphs=3, nodes_per_graph=3, edges=6))
-        >>> padded.x.shape, padded.edge_index.tolist()
-        (torch.Size([12, 1]), [[0, 1, 3, 4, 9, 10], [1, 0, 4, 3, 9, 10]])
+        >>> padded = pad_batch(two, PadBucket(graphs=3, rows=2, row_length=3, edges=6))
+        >>> padded.batch.tolist(), padded.edge_index.tolist()
+        ([0, 0, 3, 1, 1, 3], [[0, 1, 3, 4, 2, 5], [1, 0, 4, 3, 2, 5]])
     """
     if level not in TASKS:
         raise ConfigError(f"level={level!r} is unknown; known: {', '.join(TASKS)}")
     graph_N, num_graphs = graphs_of(batch)
     sizes = torch.bincount(graph_N, minlength=num_graphs)
-    need = PadBucket(
-        graphs=num_graphs,
-        nodes_per_graph=int(sizes.max()),
-        edges=columns(batch, "edge_index"),
-        pairs=columns(batch, "edge_pe_index"),
-        target_pairs=columns(batch, "pair_index"),
-    )
-    bucket = _first_that_fits(need, [buckets] if isinstance(buckets, PadBucket) else buckets)
+    bucket, starts = _first_that_holds(batch, sizes.tolist(), [buckets] if isinstance(buckets, PadBucket) else buckets)
     order = graph_N.argsort(stable=True)
     position = torch.empty_like(order)
     position[order] = torch.arange(len(order)) - (sizes.cumsum(0) - sizes)[graph_N[order]]
-    slot_N = graph_N * bucket.nodes_per_graph + position
+    slot_N = torch.tensor(starts, dtype=torch.long)[graph_N] + position
     return PaddedGraphBatch(
         num_graphs=bucket.graphs + 1,
-        nodes_per_graph=bucket.nodes_per_graph,
+        row_length=bucket.row_length,
         graph_mask=torch.arange(bucket.graphs + 1) < num_graphs,
         **_inputs(batch, bucket, slot_N, graph_N),
         **_targets(batch, bucket, slot_N, num_graphs, level=level),
     )
 
 
-def _first_that_fits(need: PadBucket, buckets: Sequence[PadBucket]) -> PadBucket:
+def _first_that_holds(batch: Any, sizes: list[int], buckets: Sequence[PadBucket]) -> tuple[PadBucket, list[int]]:
+    """Returns the first bucket that holds the batch, and the first slot of each graph in it."""
+    edges, pairs, target_pairs = (columns(batch, name) for name in ("edge_index", "edge_pe_index", "pair_index"))
     for bucket in buckets:
-        if bucket.fits(need):
-            return bucket
-    raise ConfigError(f"no bucket holds a batch that needs {need}; the buckets are {list(buckets)}. Add a larger one")
+        if edges <= bucket.edges and pairs <= bucket.pairs and target_pairs <= bucket.target_pairs:
+            starts = bucket.place(sizes)
+            if starts is not None:
+                return bucket, starts
+    raise ConfigError(
+        f"no bucket holds a batch of {len(sizes)} graphs, {sum(sizes)} nodes (at most {max(sizes, default=0)} in a "
+        f"graph), {edges} edges, {pairs} pairs and {target_pairs} target pairs; the buckets are {list(buckets)}. "
+        "Add a larger one"
+    )
 
 
 def _inputs(batch: Any, bucket: PadBucket, slot_N: Tensor, graph_N: Tensor) -> dict[str, Tensor]:
     """Puts what the model reads into its slots; ``slot_N`` is the row of each node of the batch."""
-    first_spare, num_rows = bucket.graphs * bucket.nodes_per_graph, (bucket.graphs + 1) * bucket.nodes_per_graph
-    # Padding is shared out over all nodes of the empty graph, so that none of them sums hundreds of messages.
-    spare = torch.arange(first_spare, num_rows)
+    num_slots = bucket.rows * bucket.row_length
+    is_real = _real(slot_N, num_slots)
+    # Shared out over all padding nodes, so that none of them sums hundreds of messages.
+    spare = torch.arange(num_slots)[~is_real]
     padded = {
-        "x": _rows(needed(batch, "x"), slot_N, num_rows),
-        "batch": torch.full((num_rows,), bucket.graphs).index_copy_(0, slot_N, graph_N),
+        "x": _rows(needed(batch, "x"), slot_N, num_slots),
+        "batch": torch.full((num_slots,), bucket.graphs).index_copy_(0, slot_N, graph_N),
         "edge_index": _pairs(needed(batch, "edge_index"), slot_N, bucket.edges, spare),
-        "node_mask": _real(slot_N, num_rows),
+        "node_mask": is_real,
         "edge_mask": torch.arange(bucket.edges) < columns(batch, "edge_index"),
     }
     for name, size in (("edge_pe_index", bucket.pairs), ("pair_index", bucket.target_pairs)):
@@ -168,7 +175,7 @@ def _inputs(batch: Any, bucket: PadBucket, slot_N: Tensor, graph_N: Tensor) -> d
             rows = getattr(batch, name)
             padded[name] = _rows(rows, torch.arange(len(rows)), size)
     if getattr(batch, "node_pe", None) is not None:
-        padded["node_pe"] = _rows(batch.node_pe, slot_N, num_rows)
+        padded["node_pe"] = _rows(batch.node_pe, slot_N, num_slots)
     return padded
 
 
@@ -177,10 +184,11 @@ def _targets(batch: Any, bucket: PadBucket, slot_N: Tensor, num_graphs: int, *, 
     if level == "graph":
         where, size = torch.arange(num_graphs), bucket.graphs + 1
     elif level == "node":
-        where, size = slot_N, (bucket.graphs + 1) * bucket.nodes_per_graph
+        where, size = slot_N, bucket.rows * bucket.row_length
     else:
         where, size = torch.arange(columns(batch, "pair_index")), bucket.target_pairs
-    padded = {"target_mask": _real(where, size)}
+    is_real = _real(where, size)
+    padded = {"target_mask": is_real, "target_order": torch.cat([where, torch.arange(size)[~is_real]])}
     target = getattr(batch, "y", None)
     target = getattr(batch, "target", None) if target is None else target
     if target is None:
