@@ -64,6 +64,15 @@ def test_what_is_off_is_none():
     assert encode_graphs(GRAPHS, None)[0] == (None, None, None)
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_graph_may_change_its_encodings_without_changing_the_store(kind):
+    encoded = encode_graphs(GRAPHS, CONFIGS[kind])
+    kept = [part.clone() for part in encoded[0]]
+    for part in encoded[0]:
+        part.zero_()
+    assert all(torch.equal(one, other) for one, other in zip(encoded[0], kept, strict=True))
+
+
 def test_no_graphs_have_no_encodings():
     assert len(encode_graphs([], "default")) == 0
 
@@ -206,11 +215,8 @@ def test_where_nothing_can_be_written_a_warning_says_so(tmp_path, caplog):
 # Single graphs
 
 
-@pytest.fixture
-def geometric():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.jit, "script", lambda function: function)  # deprecated; torch_geometric calls it on import
-        return pytest.importorskip("torch_geometric")
+# torch_geometric compiles functions with torch.jit.script when it is imported, which torch calls deprecated.
+with_geometric = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
 
 def graph(shape):
@@ -242,7 +248,9 @@ def test_a_graph_without_edge_index_and_a_batch_are_refused():
         AddPositionalEncodings("light")(SimpleNamespace(num_nodes=3, num_graphs=2, edge_index=path(3)[0]))
 
 
-def test_torch_geometric_takes_the_transform_and_shifts_the_pairs(geometric):
+@with_geometric
+def test_torch_geometric_takes_the_transform_and_shifts_the_pairs():
+    pytest.importorskip("torch_geometric")
     from torch_geometric.data import Batch, Data
     from torch_geometric.transforms import Compose
 
@@ -285,7 +293,9 @@ def test_signs_are_drawn_for_each_column_from_the_training_generator_and_nothing
     assert len(patterns) > 8  # of 16
 
 
-def test_in_a_batch_every_graph_has_signs_of_its_own(geometric):
+@with_geometric
+def test_in_a_batch_every_graph_has_signs_of_its_own():
+    pytest.importorskip("torch_geometric")
     from torch_geometric.data import Batch, Data
 
     one = AddPositionalEncodings(FLIP)(Data(edge_index=path(5)[0], num_nodes=5))

@@ -6,6 +6,7 @@ Shapes: G = graphs, B = graphs of one chunk, N = nodes of each, D = width.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ _MOST_GRAPHS = 256
 
 
 class EncodedGraphs:
-    """The encodings of many graphs, in a compact form: ``encoded[i]`` are those of graph i.
+    """The encodings of many graphs, in a compact form: ``encoded[i]`` is a copy of those of graph i.
 
     Pair encodings are kept dense, codes as whole numbers, and are listed and made one-hot when a graph is asked for.
 
@@ -54,7 +55,7 @@ class EncodedGraphs:
         node_pe = edge_pe_index = edge_pe = None
         if self.node is not None:
             start = self._first_node[index]
-            node_pe = self.node[start : start + size]
+            node_pe = self.node[start : start + size].clone()
         if self.pairs is not None and self.config.relative is not None:
             start = self._first_pair[index]
             block = self.pairs[start : start + size * size]
@@ -117,11 +118,10 @@ class _Chunks(Dataset[_Chunk]):
 
     def __init__(self, edge_indices: list[Tensor], members: list[tuple[int, list[int]]], config: PEConfig):
         # Two tensors, not thousands: sent to a worker, each would hold an open file.
-        counts = torch.tensor([0, *(edge_index.shape[1] for edge_index in edge_indices)])
         self.edges = torch.cat(
             [torch.zeros(2, 0, dtype=torch.long), *(index.cpu().long() for index in edge_indices)], 1
         )
-        self.first_edge = counts.cumsum(0)
+        self.first_edge = [0, *itertools.accumulate(edge_index.shape[1] for edge_index in edge_indices)]
         self.members = members
         self.config = config
 

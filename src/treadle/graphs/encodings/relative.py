@@ -189,15 +189,14 @@ def listed(block: Tensor, config: RelativePEConfig) -> tuple[Tensor, Tensor]:
     Returns:
         ``edge_pe_index`` (2, P) int64 and ``edge_pe`` (P, dim) float32.
     """
-    nodes = torch.arange(block.shape[0])
-    index_2P = torch.stack([nodes.repeat_interleave(len(nodes)), nodes.repeat(len(nodes))])
+    # This runs whenever a graph of a data set is asked for; nonzero and index_select are several times as fast as the
+    # other ways to say it.
+    kept_NN = block > 0 if config.type == "bfs" else torch.ones(block.shape[:2], dtype=torch.bool)
+    index_2P = kept_NN.nonzero().T.contiguous()
     if block.is_floating_point():
-        return index_2P, block.flatten(0, 1)
-    codes_P = block.flatten().long()
-    if config.type == "bfs":
-        index_2P, codes_P = index_2P[:, codes_P > 0], codes_P[codes_P > 0]
+        return index_2P, block.flatten(0, 1).clone()  # the caller's own, as the code is
     one_hot = torch.eye(config.num_buckets + 1)[:, 1:]  # code 0 is the zero vector
-    return index_2P, one_hot[codes_P]
+    return index_2P, one_hot.index_select(0, block[kept_NN].int())
 
 
 def _alone(edge_index: Tensor, num_nodes: int, config: RelativePEConfig) -> tuple[Tensor, Tensor]:
