@@ -19,14 +19,14 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from helpers import MeanSquare, Snapshots, differences, small_model
-from treadle import BaseTrainer, BestRule, EmaHook, Engine, EpochTrainer, LoggingHook, TensorLoader, set_seed
+from treadle import BaseTrainer, BestRule, EmaHook, Engine, EpochTrainer, LoggingHook, TensorLoader, Trainer, set_seed
 from treadle.spectra import ChemoMAE, SpectraTrainer, TrainerConfig
 
 # torchdata 0.11 calls what torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:.*prefetch.*")
 
 WIDTH, ROWS, EPOCHS = 8, 14, 3
-FACES = ("mini", "epochs", "spectra")
+FACES = ("mini", "epochs", "spectra", "functional", "functional tied")
 LOADERS = ("map", "weighted", "batch_sampler", "stateful", "tensors", "iterable")
 WORKERS = ("0", "2", "2 persistent", "changed")
 EXTRAS = ("lambda", "plateau", "onecycle", "step", "cosine", "fp16", "early stop")
@@ -154,6 +154,19 @@ class Mini(BaseTrainer):
         return nn.functional.mse_loss(self.model(x).float(), y), {"size": len(x)}, float(len(x))
 
 
+class Tied(nn.Module):
+    """Two layers with one weight between them, as the ends of a language model have."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
+        self.second, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.second(self.drop(self.first(x).relu())))
+
+
 class Run:
     """One run of a case: its engine, and how it is trained to the end."""
 
@@ -169,6 +182,8 @@ class Run:
         validation = DataLoader(Rows(), batch_size=7)
         if case.face == "spectra":
             self._spectra(case, hooks, loader, validation, folder)
+        elif case.face.startswith("functional"):
+            self._functional(case, hooks, loader, validation)
         else:
             self._epochs(case, [*hooks, EmaHook(0.9, use_buffers=True)], loader, validation)
 
@@ -183,6 +198,21 @@ class Run:
         patience, delta = (1, 9.0) if case.extra == "early stop" else (None, 0.0)
         driver = EpochTrainer(self.engine, best=BestRule("val_loss", None, delta, patience))
         self.train = lambda: driver.fit(loader, validation, EPOCHS)
+
+    def _functional(self, case, hooks, loader, validation):
+        model = Tied() if case.face.endswith("tied") else small_model(WIDTH)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        scheduler, interval = make_schedule(case.extra, optimizer)
+        stops = case.extra == "early stop"
+        training = {
+            "max_grad_norm": 0.5, "gradient_accumulation_steps": case.k, "scheduler_step_per_batch": interval == "step",
+            "mixed_precision": "fp16" if case.extra == "fp16" else None, "ema_decay": 0.9,
+            "min_delta": 9.0 if stops else 0.0,
+        }  # fmt: skip
+        trainer = Trainer(model, optimizer, nn.MSELoss(), {"training": training}, "cpu", scheduler, hooks=hooks)
+        self.engine = trainer._engine
+        patience = 1 if stops else None
+        self.train = lambda: trainer.train(loader, EPOCHS, validation, early_stopping_patience=patience)
 
     def _spectra(self, case, hooks, loader, validation, folder):
         model = ChemoMAE(
