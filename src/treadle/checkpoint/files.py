@@ -118,7 +118,7 @@ def _remove_stale(target: Path) -> None:
         if owner.isdecimal() and int(owner) != os.getpid() and process_lives(int(owner)):
             continue
         with contextlib.suppress(OSError):
-            remove_tree(leftover) if leftover.is_dir() else os.unlink(leftover)
+            _remove_tree(leftover) if leftover.is_dir() else os.unlink(leftover)
 
 
 @contextlib.contextmanager
@@ -142,23 +142,23 @@ def replacing_folder(target: Path) -> Iterator[Path]:
         os.rename(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
-            remove_tree(temporary)
+            _remove_tree(temporary)
         with contextlib.suppress(OSError):
             _settle(target, aside)
         raise
     _confirm(target)
     with contextlib.suppress(OSError):  # the next call tries again
-        remove_tree(aside)
+        _remove_tree(aside)
 
 
 def _settle(target: Path, aside: Path) -> None:
     """Ends a replacement that was cut off: the old folder goes back, or goes if the new one is in its place."""
     if aside.exists() and not target.exists():
         os.rename(aside, target)
-    remove_tree(aside)
+    _remove_tree(aside)
 
 
-def remove_tree(folder: Path) -> None:
+def _remove_tree(folder: Path) -> None:
     """Removes a folder with all that is in it, or a link to one; none is there: nothing to do."""
     if folder.is_symlink():
         os.unlink(folder)
