@@ -14,7 +14,16 @@ from torch import nn
 import spectra_kit
 from foreign_kit import trained
 from helpers import differences
-from treadle import BaseTrainer, CheckpointError, CheckpointingHook, ConfigError, EmaHook, load_foreign, load_weights
+from treadle import (
+    BaseTrainer,
+    CheckpointError,
+    CheckpointingHook,
+    ConfigError,
+    EmaHook,
+    load_foreign,
+    load_weights,
+    read_foreign,
+)
 from treadle.checkpoint import load_checkpoint, save_checkpoint
 from treadle.checkpoint.schema import KEYS, to_plain, versions
 from treadle.exchange import export_weights
@@ -156,6 +165,7 @@ def test_tied_weights_are_stored_once_and_come_back_under_both_names(tmp_path, f
     assert (done.tensors, done.nbytes) == (1, 5 * 3 * 4)
     load_foreign(other, done.path)
     assert differences(dict(other.state_dict()), dict(model.state_dict())) == []
+    assert set(read_foreign(done.path).model) == {"embedding.weight", "head.weight"}
     if form == "safetensors":
         assert set(load_file(done.path)) == {"embedding.weight"}
     else:
