@@ -6,6 +6,7 @@ Importing this needs torch and numpy only; torch_geometric, rdkit and Hydra are 
 from __future__ import annotations
 
 from treadle.graphs.buckets import PadBucket, plan_buckets
+from treadle.graphs.datasets import GraphDataset, dataset_names, get_dataset
 from treadle.graphs.encoding_cache import cached_encodings
 from treadle.graphs.encodings import (
     AddPositionalEncodings,
@@ -42,6 +43,7 @@ from treadle.graphs.padded import PaddedGraphBatch, PaddingCollater, pad_batch
 __all__ = [
     "AddPositionalEncodings",
     "EncodedGraphs",
+    "GraphDataset",
     "GraphEncoding",
     "GraphTransformer",
     "HKSConfig",
@@ -61,8 +63,10 @@ __all__ = [
     "compute_node_pe",
     "compute_relative_pe",
     "core_numbers",
+    "dataset_names",
     "diffusion_pe",
     "encode_graphs",
+    "get_dataset",
     "get_model",
     "hks_pe",
     "hop_distances",

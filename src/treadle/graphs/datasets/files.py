@@ -42,7 +42,7 @@ def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], dict[str, A
         The content, and whether it came from a file.
     """
     described = json.dumps(key, sort_keys=True)
-    path = folder / f"{hashlib.sha256(described.encode()).hexdigest()[:16]}.pt"
+    path = folder / f"graphs-{hashlib.sha256(described.encode()).hexdigest()[:16]}.pt"
     if path.exists():
         try:
             tree = load_checkpoint(path)
