@@ -62,6 +62,8 @@ def module_names():
     return ["treadle", *(module.name for module in found if not module.name.endswith("__main__"))]
 
 
+# torch_geometric compiles functions with torch.jit.script when it is imported, which torch calls deprecated.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("name", module_names())
 def test_the_examples_in_docstrings_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
