@@ -111,7 +111,15 @@ def run_spectra(workspace, hooks):
     return trainer._engine
 
 
-FACES = {"engine": run_engine, "mini": run_mini, "spectra": run_spectra}
+def run_functional(workspace, hooks):
+    import functional_kit
+
+    trainer = functional_kit.make(hooks=hooks)
+    trainer.train(functional_kit.loader(16, 4), 1, functional_kit.loader(5), save_dir=workspace)
+    return trainer._engine
+
+
+FACES = {"engine": run_engine, "mini": run_mini, "spectra": run_spectra, "functional": run_functional}
 
 
 def picture(value=0, size=4):

@@ -9,6 +9,7 @@ import logging
 import pytest
 import torch
 
+import functional_kit
 import spectra_kit
 from helpers import Scalar, Slopes, differences, through_a_file
 from treadle import BaseTrainer, StepOutput, hooks
@@ -111,7 +112,19 @@ class OnSpectra:
         self.trainer.fit(steps)
 
 
-FACES = {"engine": OnEngine, "mini": OnMini, "spectra": OnSpectra}
+class OnFunctional:
+    """One epoch is one step."""
+
+    def __init__(self, given, folder):
+        self.folder = folder / "run"
+        self.trainer = functional_kit.make(hooks=given)
+        self.engine = self.trainer._engine
+
+    def train(self, steps):
+        self.trainer.train(functional_kit.loader(8), steps, functional_kit.loader(5), save_dir=self.folder)
+
+
+FACES = {"engine": OnEngine, "mini": OnMini, "spectra": OnSpectra, "functional": OnFunctional}
 
 
 def test_every_hook_is_in_the_list():
