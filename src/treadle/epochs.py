@@ -11,6 +11,8 @@ from torch import Tensor
 
 from treadle.best import BestRule
 from treadle.engine import Engine
+from treadle.evaluation import for_each_batch
+from treadle.predictions import joined, kept_outputs
 
 
 class EpochTrainer:
@@ -82,6 +84,20 @@ class EpochTrainer:
         """Returns the weighted means over a loader: of the averaged weights if the engine keeps an average."""
         with self.scored_weights():
             return self.engine.evaluate(loader)
+
+    def predict(self, loader: Iterable[Any], forward: Callable[[Any], Any]) -> Any:
+        """Returns the joined outputs of ``forward(batch)`` over a loader, by the rules of an evaluation."""
+        engine, outputs = self.engine, []
+        with self.scored_weights():
+            for_each_batch(
+                engine.model,
+                loader,
+                lambda batch: outputs.append(kept_outputs(forward(batch))),
+                precision=engine.precision,
+                eval_seed=engine.eval_seed,
+                cursor=engine.eval_cursor,
+            )
+        return joined(outputs)
 
     @contextlib.contextmanager
     def scored_weights(self) -> Iterator[None]:

@@ -10,11 +10,10 @@ from typing import Any
 from treadle import distributed
 from treadle.best import BestRule
 from treadle.engine import Engine
-from treadle.epochs import EpochTrainer
 from treadle.errors import ConfigError
-from treadle.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules, for_each_batch
-from treadle.functional.predict import joined, kept_outputs
+from treadle.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules
 from treadle.nested import as_number, flatten_nested_dict
+from treadle.selection import SelectingEpochs
 from treadle.session import resume_from_hooks
 from treadle.task import Task
 
@@ -37,7 +36,7 @@ class MetricRule(BestRule):
         return super().value_in(record)
 
 
-class FaceEpochs(EpochTrainer):
+class FaceEpochs(SelectingEpochs):
     """An epoch driver whose evaluation and best rule are chosen when training is asked for.
 
     Args:
@@ -56,37 +55,6 @@ class FaceEpochs(EpochTrainer):
         self._evaluating = False
         self._epochs_run = 0
         self._through = False  # epochs go through the trainer's own train_epoch
-        self._make_rule: Callable[[], BestRule] | None = None
-        self._kept: dict[str, Any] | None = None  # what a rule knew that is not in force
-
-    # -- the best rule --------------------------------------------------------------------------------------------
-
-    @property
-    def selection(self) -> dict[str, Any] | None:
-        """The state of the best rule, also of one that is not in force at present; None before there was any."""
-        return self._kept if self.best is None else self.best.state_dict()
-
-    def select_by(self, make_rule: Callable[[], BestRule] | None) -> None:
-        """Puts a rule in force that goes on from what is known, or none."""
-        self._kept = self.selection
-        self._make_rule = make_rule
-        self.best = None if make_rule is None else self._informed(make_rule())
-        self.improved = False
-
-    def _informed(self, rule: BestRule) -> BestRule:
-        known = self._kept
-        if known is not None and (known["metric"], known["mode"]) == (rule.metric, rule.mode):
-            rule.load_state_dict(known)
-            return rule
-        if known is not None:
-            self.engine.logger.warning(
-                "best_model_metric=%r (%s): the run selected by %r (%s) so far; the best epoch is looked for anew in "
-                "its history", rule.metric, rule.mode, known["metric"], known["mode"],
-            )  # fmt: skip
-        for record in self.history:
-            with contextlib.suppress(ConfigError):  # an epoch that was not evaluated
-                rule.update(record["epoch"], rule.value_in(record))
-        return rule
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -178,20 +146,6 @@ class FaceEpochs(EpochTrainer):
             loss = engine.task.step(engine.model, batch).loss
         return math.nan if loss is None else float(loss)
 
-    def predict(self, loader: Iterable[Any], forward: Callable[[Any], Any]) -> Any:
-        """Returns the joined outputs of ``forward(batch)`` over a loader, by the rules of an evaluation."""
-        engine, outputs = self.engine, []
-        with self.scored_weights():
-            for_each_batch(
-                engine.model,
-                loader,
-                lambda batch: outputs.append(kept_outputs(forward(batch))),
-                precision=engine.precision,
-                eval_seed=engine.eval_seed,
-                cursor=engine.eval_cursor,
-            )
-        return joined(outputs)
-
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
         before, self._evaluating = self._evaluating, True
@@ -221,21 +175,7 @@ class FaceEpochs(EpochTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the checkpoint entries of the epoch driver; ``metrics`` is the last epoch's record."""
-        known = self.selection
-        return {
-            **super().state_dict(),
-            "best_metric": None if known is None else known["best"],
-            "best_epoch": None if known is None else known["best_epoch"],
-            "selection": known,
-            "metrics": dict(self.history[-1]) if self.history else None,
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores them from a checkpoint tree; a rule that is in force takes over what the tree's knew."""
-        self.best, self._kept = None, state_dict.get("selection")
-        super().load_state_dict(state_dict)
-        if self._make_rule is not None:
-            self.best = self._informed(self._make_rule())
+        return {**super().state_dict(), "metrics": dict(self.history[-1]) if self.history else None}
 
 
 def _as_record(values: Mapping[str, Any], *, prefix: str = PREFIX) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from treadle.functional.checks import (
 )
 from treadle.functional.driver import FaceEpochs
 from treadle.functional.files import HistoryFile, as_columns, described, in_order
-from treadle.functional.folder import RunFolder
+from treadle.functional.folder import NumberedFolder
 from treadle.functional.losses import in_full_precision, loss_weight, missing_loss, model_loss
 from treadle.functional.metrics import EpochMetrics
 from treadle.functional.own_step import OwnStepEngine, numbers_of
@@ -100,7 +100,7 @@ class Trainer:
         self._task = TrainerTask(self, EpochMetrics(metrics, self.device))
         self._history_file = HistoryFile(lambda: self._epochs.history)
         self._engine = self._build_engine(device, hooks, eval_seed)
-        self._folder = RunFolder(self._engine, self._save_checkpoint, self._history_file)
+        self._folder = NumberedFolder(self._engine, self._save_checkpoint, self._history_file)
         own_eval = OverriddenEvalTask(self, self._task.metrics) if self._overrides("eval_step") else self._task
         self._epochs = FaceEpochs(
             self._engine, own_eval, evaluate=self.evaluate if self._overrides("evaluate") else None

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from treadle.checkpoint.store import link_checkpoint, save_checkpoint
+from treadle.checkpoint.store import save_checkpoint
+from treadle.run_folder import write_best_and_last
 
 Selection = Literal["improved", "not improved", "last"]
 
@@ -29,16 +30,7 @@ def write_epoch(tree: Mapping[str, Any], out_dir: Path, selection: Selection) ->
         save_checkpoint(tree["model"], out_dir / "last_model.pt")
         if _average(tree) is not None:
             save_checkpoint(scored_weights(tree), out_dir / "ema_last_model.pt")
-    write_checkpoints(tree, out_dir / "checkpoints", is_best=selection == "improved")
-
-
-def write_checkpoints(tree: Mapping[str, Any], folder: Path, *, is_best: bool) -> None:
-    """Writes ``best.pt`` if it is the best, then ``last.pt``: killed in between, the run repeats this epoch."""
-    best, last = folder / "best.pt", folder / "last.pt"
-    if is_best and save_checkpoint(tree, best) == best:
-        link_checkpoint(best, last)
-    else:
-        save_checkpoint(tree, last)
+    write_best_and_last(tree, out_dir / "checkpoints", is_best=selection == "improved")
 
 
 def scored_weights(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,8 +32,9 @@ from treadle.hooks.history import HistoryHook
 from treadle.naming import model_state
 from treadle.optim import move_optimizer_state
 from treadle.precision import PrecisionName, tf32
+from treadle.run_folder import write_best_and_last
 from treadle.spectra.config import TrainerConfig
-from treadle.spectra.files import Selection, write_checkpoints, write_epoch
+from treadle.spectra.files import Selection, write_epoch
 from treadle.spectra.task import Augmenter, SpectraTask
 
 _log = logging.getLogger("treadle.spectra")
@@ -254,7 +255,7 @@ class SpectraTrainer:
         self._writer.wait()
         tree = self._engine.state_dict()
         if distributed.rank() == 0:
-            write_checkpoints(tree, self.out_dir / "checkpoints", is_best=is_best)
+            write_best_and_last(tree, self.out_dir / "checkpoints", is_best=is_best)
 
     def save_weights_only(self, filename: str = "best_model.pt") -> Path:
         """Writes the weights that are evaluated (the average when it is on) as a plain state dict."""

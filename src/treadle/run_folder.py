@@ -1,0 +1,111 @@
+"""The folder of a run: held by one process, read when a run resumes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from treadle import distributed
+from treadle.checkpoint.lock import run_lock
+from treadle.checkpoint.store import find_latest, link_checkpoint, load_checkpoint, save_checkpoint
+from treadle.engine import Engine
+from treadle.errors import CheckpointError, ConfigError
+
+
+class RunFolder:
+    """Finds and loads the checkpoints of a trainer; what they are called is for a subclass to say.
+
+    Args:
+        engine: whose state they hold.
+        argument: how the trainer calls the folder, for messages.
+
+    Attributes:
+        path: the folder; None writes nothing.
+
+    Example:
+        >>> # folder = RunFolder(engine, "checkpoint_dir")
+    """
+
+    def __init__(self, engine: Engine, argument: str):
+        self.engine = engine
+        self._argument = argument
+        self.path: Path | None = None
+
+    def use(self, path: str | Path | None) -> None:
+        """Names the folder; None for none."""
+        self.path = None if path is None else Path(path)
+        self.engine.workspace = None if self.path is None else self.path.absolute()
+
+    def held(self) -> AbstractContextManager[None]:
+        """Holds the folder for this process inside the block."""
+        if self.path is None or distributed.rank() != 0:
+            return contextlib.nullcontext()
+        return run_lock(self.path)
+
+    def candidates(self, folder: Path) -> Iterable[Path]:
+        """Returns what ``resume_from="auto"`` looks at."""
+        raise NotImplementedError
+
+    def resume(self, source: str | Path | None) -> Path | None:
+        """Loads what ``resume_from`` names into a run that has not started.
+
+        Returns:
+            The file that ``"auto"`` found and loaded, else None.
+
+        Raises:
+            ConfigError: ``"auto"`` without a folder.
+            CheckpointError: files are there and none is intact, or the named one is not.
+        """
+        if source is None:
+            return None
+        if str(source) == "auto":
+            if self.path is None:
+                raise ConfigError(f"resume_from='auto': needs {self._argument}, the folder to look in")
+            found = find_latest(list(self.candidates(self.path))) if self.engine.step == 0 else None
+            if found is None:
+                return None
+            self.restore(found[1], found[0])
+            return found[0]
+        if self.engine.step > 0:
+            self.engine.logger.warning(
+                "resume_from=%s: this trainer stands at step %d already and goes on from there; make a new one for it",
+                source, self.engine.step,
+            )  # fmt: skip
+        else:
+            self.restore(load_checkpoint(source), source)
+        return None
+
+    def find(self, path: str | Path) -> Path:
+        """Returns a path as given, or if there is no such file, inside the folder."""
+        path = Path(path)
+        inside = path if self.path is None else self.path / path
+        return inside if inside.exists() and not path.exists() else path
+
+    def restore(self, tree: Mapping[str, Any], source: str | Path) -> None:
+        """Restores a checkpoint tree in place.
+
+        Raises:
+            CheckpointError: the model or the optimizer does not fit.
+        """
+        engine = self.engine
+        try:
+            engine.load_state_dict(tree)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{source}: {error}. Another model needs another {self._argument}, or resume_from=None to start "
+                "afresh here"
+            ) from error
+        engine.resume_source = str(source)
+        engine.logger.info("resumed from %s at step %d, epoch %d", source, engine.step, engine.epoch)
+
+
+def write_best_and_last(tree: Mapping[str, Any], folder: Path, *, is_best: bool) -> None:
+    """Writes ``best.pt`` if it is the best, then ``last.pt``: killed in between, the run repeats this epoch."""
+    best, last = folder / "best.pt", folder / "last.pt"
+    if is_best and save_checkpoint(tree, best) == best:
+        link_checkpoint(best, last)
+    else:
+        save_checkpoint(tree, last)
