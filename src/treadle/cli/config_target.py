@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def is_config_file(path: Path) -> bool:
     """Returns whether a file is a configuration rather than a script that trains; nothing in it is run.
 
     A Python file is a configuration if it defines ``config`` or ``parents`` and starts nothing: it asks for no
-    ``__name__``, calls no ``train`` or ``fit``, and no function of its own as a statement.
+    ``__name__``, calls no method ``train`` or ``fit``, and no function as a statement, as ``main()`` would be.
     """
     if path.suffix.lower() != ".py":
         return is_named_like_config(str(path))
@@ -93,19 +94,18 @@ def is_config_file(path: Path) -> bool:
 
 
 def _defines_config(tree: ast.Module) -> bool:
-    defined: set[str | None] = set()
+    defined: set[str] = set()
     for node in _outside_functions(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             defined.add(node.id)
         elif isinstance(node, ast.FunctionDef):
             defined.add(node.name)
-        elif isinstance(node, ast.alias):
-            defined.add(node.asname or node.name)
+        elif isinstance(node, ast.ImportFrom):
+            defined.update(alias.asname or alias.name for alias in node.names)
     return bool(defined & {"config", "parents"})
 
 
 def _starts_something(tree: ast.Module) -> bool:
-    own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     for node in _outside_functions(tree):
         if isinstance(node, ast.Name) and node.id == "__name__":
             return True
@@ -113,7 +113,7 @@ def _starts_something(tree: ast.Module) -> bool:
             return True
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             called = node.value.func
-            if isinstance(called, ast.Name) and called.id in own:
+            if isinstance(called, ast.Name) and not hasattr(builtins, called.id):
                 return True
     return False
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Optional
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from treadle.cli.config_target import is_named_like_config
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
 
 NAME = "FILE"
-_SUFFIXES = (".py", ".yaml", ".yml")
 
 
 class TrainGroup(TyperGroup):
@@ -19,7 +19,7 @@ class TrainGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Finds the command that the first argument means."""
-        file = bool(args) and Path(args[0]).suffix.lower() in _SUFFIXES
+        file = bool(args) and is_named_like_config(args[0])
         return super().resolve_command(ctx, [NAME, *args] if file else args)
 
 
@@ -46,7 +46,7 @@ def config(
     """Train what a configuration file describes: your own trainer, or a run of a pack.
 
     The file has a section `trainer` with its `type` and arguments, one section for each part that the trainer takes,
-    and `imports`, your own files or modules; or `face: spectra` and settings of that command. Python files run as
+    and `imports`, your own files or modules; or `face: spectra` (any pack) and settings of that command. A file can run
     code: give only those that you trust.
 
     A run that was stopped goes on when the same command is given again, if its trainer has a CheckpointingHook. Its

@@ -168,7 +168,7 @@ def test_the_help_names_both_forms(capsys):
         ("from base import config", True),
         ("from base import settings as config", True),
         ("if True:\n    config = {}", True),
-        ("config = {}\nconfig.update(lr=1)", True),
+        ("config = {}\nconfig.update(lr=1)\nprint(config)", True),
         ("import torch\ncfg = {}", False),
         ("def main():\n    config = {}", False),
         ("def other(config): return config", False),
@@ -176,6 +176,8 @@ def test_the_help_names_both_forms(capsys):
         ("config = {}\nTrainer(config).train()", False),
         ("config = {}\nresult = SpectraTrainer(config).fit(3)", False),
         ("config = {}\ndef main(): ...\nmain()", False),
+        ("from mine import config, main\nmain(config)", False),
+        ("import config\nprint(config.lr)", False),
         ("config = {", False),
     ],
 )
