@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 
 from treadle.hooks.base import BaseHook
@@ -122,6 +123,25 @@ def scalar_engine(start: float = 0.0, lr: float = 1.0, task: Any = None, **kwarg
     model = Scalar(start)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     return Engine(model, optimizer, task or Slopes(), **{"device": "cpu", **kwargs})
+
+
+READS = (
+    torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.equal.default,
+    torch.ops.aten.is_nonzero.default,
+)  # fmt: skip
+
+
+class CountReads(TorchDispatchMode):
+    """Counts the operations that make the host wait for a tensor's value."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in READS:
+            self.reads.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 # What `import treadle` must not load, and what a missing extra may lack.

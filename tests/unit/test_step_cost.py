@@ -8,29 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import treadle
+from helpers import CountReads
 from treadle import BaseTrainer, EmaHook, LoggingHook, ProgressHook
 
 LIBRARY = Path(treadle.__file__).parent
-READS = (
-    torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.equal.default,
-    torch.ops.aten.is_nonzero.default,
-)  # fmt: skip
-
-
-class CountReads(TorchDispatchMode):
-    """Counts the operations that make the host wait for a tensor's value."""
-
-    def __init__(self):
-        super().__init__()
-        self.reads = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in READS:
-            self.reads.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 class Fit(BaseTrainer):
