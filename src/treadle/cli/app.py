@@ -11,6 +11,7 @@ from treadle.cli.inspect import inspect
 from treadle.cli.replay import replay
 from treadle.cli.train_config import NAME, FileCommand, TrainGroup, config
 from treadle.cli.train_spectra import spectra
+from treadle.cli.train_text import text
 from treadle.cli.verify.command import verify
 
 # Plain help and usage errors: no boxes, so that they read the same in a file and on a narrow terminal.
@@ -24,6 +25,7 @@ train = typer.Typer(
 )  # fmt: skip
 app.add_typer(train, name="train")
 train.command()(spectra)
+train.command()(text)
 train.command(NAME, cls=FileCommand)(config)
 app.command()(replay)
 app.command()(verify)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from treadle.config import apply_overrides, load_config
 from treadle.errors import ConfigError, nearest
 
 SUFFIXES = (".py", ".yaml", ".yml")
-PACKS = ("spectra",)
+PACKS = ("spectra", "text")
 """The packs that ``face`` may name; :func:`pack_commands` has their commands."""
 
 _OPTIONS = ("face", "out", "device", "resume")
@@ -61,11 +62,10 @@ def pack_commands(face: str) -> PackCommands:
     Raises:
         ConfigError: there is no such pack.
     """
-    if face == "spectra":
-        from treadle.cli import spectra_run
-
-        return PackCommands(spectra_run.run_spectra, spectra_run.show_settings, spectra_run.read_settings)
-    raise ConfigError(f"face={face!r}: there is no such pack; {nearest(str(face), PACKS)}")
+    if face not in PACKS:
+        raise ConfigError(f"face={face!r}: there is no such pack; {nearest(str(face), PACKS)}")
+    module = importlib.import_module(f"treadle.cli.{face}_run")
+    return PackCommands(getattr(module, f"run_{face}"), module.show_settings, module.read_settings)
 
 
 def is_named_like_config(target: str) -> bool:

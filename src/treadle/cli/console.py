@@ -75,11 +75,13 @@ def errors_as_one_line(console: Console) -> Iterator[None]:
     """Turns the errors that treadle raises on purpose into one line and an exit code; others keep their traceback.
 
     Raises:
-        SystemExit: 2 for a wrong setting, 1 for a run that failed.
+        SystemExit: 2 for a wrong setting, 1 for a run that failed or a package that is to be installed.
     """
     try:
         yield
-    except TreadleError as error:
+    except (TreadleError, ImportError) as error:
+        if isinstance(error, ImportError) and "pip install 'treadle[" not in str(error):
+            raise
         text = " ".join(str(error).split())
         console.print(Text("error: ", style="bold red").append(Text(text, style="default")), soft_wrap=True)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None

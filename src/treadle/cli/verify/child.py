@@ -63,6 +63,10 @@ class Arrangement:
                     "name, such as `treadle verify spectra`"
                 )
             self._arrange_files(engine)
+        for hook in engine.hooks:
+            if isinstance(hook, CheckpointingHook) and hook.interval > self.job.interval:
+                self._note(f"a checkpoint every {self.job.interval} steps instead of every {hook.interval}")
+                hook.interval = self.job.interval
         recorder = Recorder(self.job, self.file, self.watch)
         engine.hooks = [recorder, *engine.hooks, Looker(recorder)]
 
@@ -71,9 +75,6 @@ class Arrangement:
         engine.workspace = self.job.workspace
         for hook in engine.hooks:
             self._move(hook, home)
-            if isinstance(hook, CheckpointingHook) and hook.interval > self.job.interval:
-                self._note(f"a checkpoint every {self.job.interval} steps instead of every {hook.interval}")
-                hook.interval = self.job.interval
         for hook in [hook for hook in engine.hooks if isinstance(hook, (WandbHook, MlflowHook))]:
             engine.hooks.remove(hook)
             self._note(f"{type(hook).__name__} left out: it would send these runs away")

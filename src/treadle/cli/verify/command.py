@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from treadle.cli.config_target import PackRun, is_named_like_config, pack_commands, resolve
+from treadle.cli.config_target import PACKS, PackRun, is_named_like_config, pack_commands, resolve
 from treadle.cli.console import errors_as_one_line, message_console, result_console
 from treadle.errors import ConfigError
 
@@ -25,14 +25,16 @@ _STEPS = 24
 def verify(
     target: Annotated[
         str,
-        typer.Argument(metavar="TARGET", help="A script that trains, a configuration (.yaml, .py), or `spectra`."),
+        typer.Argument(
+            metavar="TARGET", help="A script that trains, a configuration (.yaml, .py), `spectra` or `text`."
+        ),
     ],
     arguments: Annotated[
         Optional[list[str]],  # noqa: UP045  (typer on Python 3.10 reads this form)
         typer.Argument(
             metavar="[KEY=VALUE]... | -- ARGUMENTS",
             show_default=False,
-            help="Settings of spectra or of a configuration; for a script its own arguments, after --.",
+            help="Settings of a pack or of a configuration; for a script its own arguments, after --.",
         ),
     ] = None,
     steps: Annotated[
@@ -62,6 +64,7 @@ def verify(
       treadle verify train.py --steps 60 --kills 5 -- --lr 1e-3
       treadle verify digits.yaml model.width=32
       treadle verify spectra data.max_rows=80 batch_size=16
+      treadle verify text --steps 60
     """
     with errors_as_one_line(message_console()):
         default = check_arguments(target, arguments or [], steps, kills)
@@ -124,6 +127,7 @@ def check_arguments(target: str, arguments: list[str], steps: int | None, kills:
         return _STEPS_OF_PACKS
     if found is None and not (is_named_like_config(target) and Path(target).is_file()):
         raise ConfigError(
-            f"TARGET={target}: must be a script that exists, such as train.py, a configuration, or `spectra`"
+            f"TARGET={target}: must be a script that exists, such as train.py, a configuration, or a pack: "
+            f"{' or '.join(PACKS)}"
         )
     return _STEPS

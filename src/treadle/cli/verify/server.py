@@ -26,6 +26,7 @@ from treadle.cli.verify.jobs import Job
 _POLL_SECONDS = 0.02
 # Slow to import and without effects of their own. torch._dynamo comes with the first optimizer.
 _WARM = ("torch._dynamo", "torch.optim", "torch.utils.data")
+_WARM_OF_PACKS = {"text": ("transformers.models.gpt2.modeling_gpt2", "peft")}
 _HARMLESS = ("PIL", "numpy", "pandas", "scipy", "sklearn", "torchvision")
 
 
@@ -56,7 +57,7 @@ def modules_to_warm(target: str) -> list[str]:
         ['treadle.cli.spectra_run']
     """
     if target in PACKS:
-        return [f"treadle.cli.{target}_run"]
+        return [f"treadle.cli.{target}_run", *_WARM_OF_PACKS.get(target, ())]
     try:
         tree = ast.parse(Path(target).read_bytes())
     except (OSError, SyntaxError, ValueError):

@@ -1,0 +1,279 @@
+"""The steps of ``treadle train text``: settings, data, training, fine-tuning; what is shown is in ``text_report``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from treadle.checkpoint.lock import check_free, run_lock
+from treadle.checkpoint.store import load_weights, write_text
+from treadle.cli.console import as_settings
+from treadle.cli.overrides import apply_overrides, leaves
+from treadle.cli.run_folder import explain_changes, readable, stored_json, writable
+from treadle.cli.settings import changes
+from treadle.cli.start_block import cpu_threads
+from treadle.cli.text_config import FREE, TextConfig, needs_new_lora
+from treadle.cli.text_data import Part, TextData, check_same_text, prepare_data
+from treadle.cli.text_report import Tuned, draw_samples, finish_run, print_results, print_start, score
+from treadle.data import steps_per_epoch
+from treadle.device import get_device
+from treadle.functional import Trainer
+from treadle.hooks import CheckpointingHook, StepLogHook
+from treadle.hooks.bar import ProgressBarHook
+from treadle.hooks.files import next_free
+from treadle.naming import load_model_state, model_state
+from treadle.seed import set_seed
+from treadle.spectra.optim import build_optimizer, build_warmup_cosine
+from treadle.text.extras import without_progress_bars
+from treadle.text.model import add_lora, build_gpt2
+from treadle.text.tokenizer import as_transformers
+
+_log = logging.getLogger("treadle.cli")
+_BEST = "best_model.pt"
+
+
+@dataclass(frozen=True)
+class TextRun:
+    """What both parts of a run share."""
+
+    config: TextConfig
+    data: TextData
+    out: Path
+    device: torch.device
+    messages: Console
+
+
+def run_text(
+    settings: Sequence[str], *, out: Path, device: str | None, resume: bool, results: Console, messages: Console
+) -> dict[str, Any]:
+    """Trains and fine-tunes, or goes on with it, and writes the run folder; a finished run shows its results.
+
+    Args:
+        settings: texts ``key=value``.
+        out: the run folder.
+        device: None takes CUDA, then MPS, then the CPU.
+        resume: go on from the folder's checkpoints.
+        results: where the summary goes.
+        messages: where progress goes.
+
+    Returns:
+        What ``metrics.json`` holds.
+
+    Raises:
+        ConfigError: a setting is wrong, or not that of the run in this folder.
+        CheckpointError: no checkpoint of the folder is intact, or a file cannot be written.
+        NonFiniteError: training diverged.
+        ImportError: a package of the extra ``hf`` is missing.
+    """
+    config = read_settings(settings, device)
+    finished = stored_json(out / "metrics.json") if resume else None
+    if finished is not None and finished.get("config") == config.to_dict():
+        _log.info("%s is finished; --no-resume would start it afresh", out)
+        print_results(finished, out, results)
+        return finished
+    with cpu_threads(config.threads), without_progress_bars():
+        run = TextRun(config, prepare_data(config), out, get_device(device), messages)
+        metrics = _run(run, resume=resume, explicit=device is not None)
+    print_results(metrics, out, results)
+    return metrics
+
+
+def read_settings(settings: Sequence[str], device: str | None) -> TextConfig:
+    """Returns the defaults of a device with texts ``key=value`` applied.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is wrong.
+    """
+    return apply_overrides(TextConfig.for_device(get_device(device)), settings)
+
+
+def show_settings(settings: Sequence[str], device: str | None, console: Console) -> None:
+    """Prints every setting with its value, one ``key=value`` a line."""
+    for key, value in leaves(read_settings(settings, device)):
+        console.print(f"{key}={value}", markup=False, soft_wrap=True)
+
+
+def _run(run: TextRun, *, resume: bool, explicit: bool) -> dict[str, Any]:
+    model, trainer = build_base(run)
+    _open_folder(run, resume=resume)
+    with run_lock(run.out):
+        print_start(run.config, run.data, trainer, start=_start_line(run.out), explicit=explicit, console=run.messages)
+        fit(trainer, run.data.train, run.data.val, run.config.epochs, run.config, run.out)
+        load_model_state(model, load_weights(run.out / _BEST))
+        _add_tokenizer(run, run.out)
+        scores = {
+            "val": score(trainer, run.data.val),
+            "before": score(trainer, run.data.lora_val),
+        }  # fmt: skip
+        samples = {"base": draw_samples(model, run.data.tokenizer, run.config)}
+        tuned = _fine_tune(model, run)
+        scores["after"] = score(tuned.trainer, run.data.lora_val)
+        scores["val_after"] = score(tuned.trainer, run.data.val)
+        samples["fine-tuned"] = draw_samples(tuned.trainer.model, run.data.tokenizer, run.config)
+        return finish_run(run.config, run.data, trainer, tuned, scores, samples, run.out)
+
+
+# -- the two trainings --------------------------------------------------------------------------------------------
+
+
+def build_base(run: TextRun) -> tuple[Any, Trainer]:
+    """Returns a GPT-2 with its initial weights and the trainer of its first training."""
+    config = run.config
+    set_seed(config.seed)
+    with as_settings("model"):
+        model = build_gpt2(config.data.vocab_size, n_positions=config.data.block_length, **vars(config.model))
+    steps = config.epochs * _steps_per_epoch(run.data.train, config)
+    with as_settings("optimizer"):
+        optimizer = build_optimizer(model.to(run.device), **vars(config.optimizer))
+    with as_settings("schedule"):
+        schedule = config.schedule
+        scheduler = build_warmup_cosine(
+            optimizer, warmup_steps=schedule.warmup_steps, total_steps=steps, min_lr_scale=schedule.min_lr_scale
+        )
+    return model, _build_trainer(model, optimizer, scheduler, run)
+
+
+def build_lora(model: Any, run: TextRun) -> Trainer:
+    """Returns the trainer of the fine-tuning; the model gets adapters in place, and only they are trained.
+
+    It starts from seeds of its own: whether the first training ran in this process or an earlier one changes nothing.
+    """
+    config = run.config
+    set_seed(config.seed)
+    with as_settings("lora"):
+        adapted = add_lora(model, r=config.lora.r, alpha=config.lora.alpha, dropout=config.lora.dropout)
+        optimizer = build_optimizer(adapted.to(run.device), lr=config.lora.lr, weight_decay=0.0)
+    steps = config.lora.epochs * _steps_per_epoch(run.data.lora_train, config)
+    # Updates that start at 0 need no warm-up.
+    scheduler = build_warmup_cosine(
+        optimizer, warmup_steps=0, total_steps=steps, min_lr_scale=config.schedule.min_lr_scale
+    )
+    return _build_trainer(adapted, optimizer, scheduler, run)
+
+
+def _steps_per_epoch(part: Part, config: TextConfig) -> int:
+    return steps_per_epoch(part.loader(config.batch_size), config.training.accumulation_steps)
+
+
+def _build_trainer(model: Any, optimizer: Any, scheduler: Any, run: TextRun) -> Trainer:
+    training = run.config.training
+    trainer = Trainer(
+        model,
+        optimizer,
+        None,  # the model computes its loss
+        {
+            "training": {
+                "max_grad_norm": training.grad_clip,
+                "gradient_accumulation_steps": training.accumulation_steps,
+                "mixed_precision": training.mixed_precision,
+                "scheduler_step_per_batch": True,
+            }
+        },
+        run.device,
+        scheduler,
+        hooks=[
+            StepLogHook("steps.jsonl"),
+            ProgressBarHook(status=lambda: _status(trainer), console=run.messages),
+            CheckpointingHook(training.checkpoint_interval, exit_signals=(signal.SIGTERM, signal.SIGINT)),
+        ],
+    )
+    return trainer
+
+
+def _status(trainer: Trainer) -> str:
+    losses = trainer.history.get("eval_loss")
+    if not losses or trainer.best_metric is None:
+        return ""
+    return f"val {losses[-1]:.3f} (best {trainer.best_metric:.3f})"
+
+
+def fit(trainer: Trainer, train: Part, val: Part, epochs: int, config: TextConfig, folder: Path) -> None:
+    """Trains to the number of epochs, from where the checkpoints in the folder are; at the end it does nothing."""
+    try:
+        trainer.train(train.loader(config.batch_size), epochs, val.loader(), folder, save_freq=None)
+    except SystemExit:
+        _log.info("saved at step %d; the same command goes on from here", trainer.step)
+        raise
+
+
+def _fine_tune(model: Any, run: TextRun) -> Tuned:
+    trainer = build_lora(model, run)
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    part = run.data.lora_train
+    _log.info(
+        "fine-tuning %s adapter weights by LoRA on %d topics about statements, %s tokens",
+        f"{trained:,}", len(part.topics), f"{part.blocks.num_targets:,}",
+    )  # fmt: skip
+    folder = run.out / "lora"
+    fit(trainer, part, run.data.lora_val, run.config.lora.epochs, run.config, folder)
+    # The file holds what was trained; the base is in the model already.
+    load_model_state(trainer.model, load_weights(folder / _BEST), kept=model_state(trainer.model))
+    _add_tokenizer(run, folder)
+    return Tuned(trainer, trained)
+
+
+# -- the run folder -----------------------------------------------------------------------------------------------
+
+
+def _open_folder(run: TextRun, *, resume: bool) -> None:
+    """Checks that the folder's run is this one and readies the folder: settings, tokenizer, nothing of another run."""
+    out = run.out
+    values = {**run.config.to_dict(), "corpus": run.data.fingerprint}
+    check_free(out)  # before config.json is written: it may be that of a run that is going on
+    with readable(out):
+        stored = stored_json(out / "config.json")
+        begun = (out / "checkpoints").is_dir()
+    outdated = ["checkpoints", "lora"]
+    if resume and begun:
+        outdated = _take_up_changes(stored, values, run)
+    with writable(out):
+        out.mkdir(parents=True, exist_ok=True)
+        if not resume or outdated:
+            # Else a killed fresh start would be taken for the finished run that was here before.
+            (out / "metrics.json").unlink(missing_ok=True)
+        for name in outdated:
+            _set_aside(out / name)
+        if stored != values:
+            write_text(json.dumps(values, indent=2) + "\n", out / "config.json")
+        write_text(run.data.tokenizer.to_str(pretty=True) + "\n", out / "tokenizer.json")
+
+
+def _take_up_changes(stored: Mapping[str, Any] | None, values: Mapping[str, Any], run: TextRun) -> list[str]:
+    """Says what a rerun changes, and returns the folders that its changes make useless."""
+    if stored is None:
+        return []
+    differences = changes(stored, values)
+    differences.pop("corpus", None)
+    for sentence in explain_changes(differences, str(run.out), free=FREE):
+        _log.warning("%s", sentence)
+    check_same_text(stored, run.data, str(run.out))
+    return ["lora"] if needs_new_lora(differences) else []
+
+
+def _set_aside(folder: Path) -> None:
+    if folder.exists():
+        aside = next_free(folder)
+        folder.rename(aside)
+        _log.info("%s belonged to an earlier run and is now %s", folder.name, aside.name)
+
+
+def _start_line(out: Path) -> str:
+    for place in ("lora/checkpoints", "checkpoints"):
+        latest = out / place / "checkpoint_latest.pt"
+        if os.path.lexists(latest):
+            return f"goes on from {out / place / Path(os.path.realpath(latest)).name}"
+    return "fresh"
+
+
+def _add_tokenizer(run: TextRun, folder: Path) -> None:
+    """Puts the tokenizer beside the weights that the trainer wrote for ``from_pretrained``."""
+    as_transformers(run.data.tokenizer).save_pretrained(folder / "pretrained")

@@ -1,0 +1,53 @@
+"""The command ``treadle train text``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
+
+
+def text(
+    settings: Annotated[
+        Optional[list[str]],  # noqa: UP045  (typer on Python 3.10 reads this form)
+        typer.Argument(metavar="KEY=VALUE", show_default=False, help="Settings, such as epochs=20 model.n_layer=4."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The run folder; made if it is not there.")] = Path("runs/text"),
+    device: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="cpu, cuda, cuda:1, mps. By default CUDA, then MPS, then the CPU.", show_default=False),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on from the folder's checkpoints, or start afresh.")
+    ] = True,
+    show: Annotated[bool, typer.Option("--show-settings", help="Show every setting and its value, and leave.")] = False,
+) -> None:
+    """Train a small GPT-2 on Python's own manual, fine-tune it with LoRA on the pages about statements, draw text.
+
+    Weights, tokenizer and text are made on this machine; nothing is downloaded. A run that was stopped, at any moment
+    and by anything, goes on when the same command is given again; one that is finished shows its results. Ctrl-C saves
+    before it leaves.
+
+    The run folder holds config.json, tokenizer.json, history.json, steps.jsonl, checkpoints/, best_model.pt,
+    pretrained/ (for from_pretrained), lora/ with the same of the fine-tuning, samples.txt, metrics.json and
+    pictures/loss.png.
+
+    \b
+    Examples:
+      treadle train text
+      treadle train text epochs=4 lora.epochs=2 --out runs/short
+      treadle train text samples.prompt='The "with" statement' samples.temperature=0.5
+      treadle train text model.n_embd=256 model.n_layer=6 data.block_length=256 --device cuda --out runs/large
+      treadle train text --show-settings
+    """
+    messages = message_console()
+    with errors_as_one_line(messages), log_to(messages):
+        from treadle.cli.text_run import run_text, show_settings
+
+        if show:
+            show_settings(settings or [], device, result_console())
+            return
+        run_text(settings or [], out=out, device=device, resume=resume, results=result_console(), messages=messages)
