@@ -73,6 +73,10 @@ class PaddedGraphBatch:
         """Returns the batch in pinned memory; a ``DataLoader`` with ``pin_memory=True`` calls it."""
         return self._with({name: value.pin_memory() for name, value in self.tensors().items()})
 
+    def clone(self) -> PaddedGraphBatch:
+        """Returns a copy with tensors of its own."""
+        return self._with({name: value.clone() for name, value in self.tensors().items()})
+
     def _with(self, tensors: dict[str, Any]) -> PaddedGraphBatch:
         return dataclasses.replace(self, **tensors)
 

@@ -165,9 +165,10 @@ def test_a_graph_that_names_no_batch_is_one_graph():
 
 def test_buffers_are_filled_in_place_and_only_from_the_same_bucket():
     first, second = pad_batch(collate(make_graphs()), ROOM), pad_batch(collate(make_graphs(seed=5)), ROOM)
-    x = first.x
+    before, x = first.clone(), first.x
     assert not torch.equal(x, second.x)
     assert first.copy_(second).x is x
+    assert not torch.equal(before.x, x)
     for name, tensor in first.tensors().items():
         torch.testing.assert_close(tensor, second.tensors()[name], rtol=0, atol=0, equal_nan=True)
     with pytest.raises(ValueError, match="same bucket"):

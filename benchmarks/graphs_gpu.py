@@ -1,0 +1,294 @@
+"""Graphs per second of training: torch_geometric's GPS beside ours, eager, padded, captured, compiled, in one run.
+
+    python benchmarks/molecules.py molecules.pt                    # where rdkit is
+    python benchmarks/graphs_gpu.py --data molecules.pt --out .    # on a GPU; writes graphs_gpu.md and .json
+    python benchmarks/graphs_gpu.py --tiny                         # a trial on any machine, writes nothing
+
+The peer is the model of torch_geometric's example ``graph_gps.py``: ten ``GPSConv`` layers of 64 channels with GIN-E,
+four heads, 20 return probabilities at each node. Ours has the same layers, width, heads and dropout. All take the same
+batches, which lie on the device already, the same loss and the same AdamW. Ways:
+
+    peer      torch_geometric's GPSConv, eager
+    eager     get_model("gps"), on the same batches
+    padded    the same model on padded batches of two fixed shapes
+    captured  the padded step (forward, backward, update) as one CUDA graph for each shape
+    compiled  the same, through torch.compile first
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from machine import describe
+from molecules import ATOM_TYPES, BOND_TYPES, WALK, load, made_up
+from torch import Tensor, nn
+
+from treadle.graphs import PaddedGraphBatch, get_model, pad_batch, plan_buckets
+
+WIDTH, HEADS, LAYERS, ATTENTION_DROPOUT = 64, 4, 10, 0.5
+Step = Callable[[Any], Tensor]
+
+
+class PeerGPS(nn.Module):
+    """The model of torch_geometric's examples/graph_gps.py, with plain multi-head attention."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        from torch_geometric.nn import GINEConv, GPSConv
+
+        walk_width = 8
+        self.node_emb = nn.Embedding(ATOM_TYPES, WIDTH - walk_width)
+        self.pe_lin = nn.Linear(len(WALK), walk_width)
+        self.pe_norm = nn.BatchNorm1d(len(WALK))
+        self.edge_emb = nn.Embedding(BOND_TYPES, WIDTH)
+        self.convs = nn.ModuleList()
+        for _ in range(layers):
+            inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+            dropout = {"dropout": ATTENTION_DROPOUT}
+            self.convs.append(GPSConv(WIDTH, GINEConv(inner), heads=HEADS, attn_kwargs=dropout))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH // 2), nn.ReLU(), nn.Linear(WIDTH // 2, WIDTH // 4), nn.ReLU(),
+            nn.Linear(WIDTH // 4, 1),
+        )  # fmt: skip
+
+    def forward(self, batch: Any) -> Tensor:
+        from torch_geometric.nn import global_add_pool
+
+        nodes = torch.cat([self.node_emb(batch.x), self.pe_lin(self.pe_norm(batch.node_pe))], 1)
+        edges = self.edge_emb(batch.edge_attr)
+        for conv in self.convs:
+            nodes = conv(nodes, batch.edge_index, batch.batch, edge_attr=edges)
+        outputs: Tensor = self.mlp(global_add_pool(nodes, batch.batch, batch.num_graphs))
+        return outputs
+
+
+def our_model(layers: int) -> nn.Module:
+    return get_model(
+        "gps", ATOM_TYPES, 1, WIDTH, layers, HEADS, 0.0, attn_dropout=ATTENTION_DROPOUT, readout="add",
+        num_edge_features=BOND_TYPES, node_pe_dim=len(WALK),
+    )  # fmt: skip
+
+
+def collate(graphs: Sequence[dict[str, Tensor]]) -> SimpleNamespace:
+    """Joins graphs as torch_geometric's loader does."""
+    sizes = torch.tensor([len(graph["x"]) for graph in graphs])
+    starts = (sizes.cumsum(0) - sizes).tolist()
+    joined = {name: torch.cat([graph[name] for graph in graphs]) for name in ("x", "edge_attr", "node_pe", "y")}
+    edges = torch.cat([graph["edge_index"] + start for graph, start in zip(graphs, starts, strict=True)], dim=1)
+    owner = torch.arange(len(graphs)).repeat_interleave(sizes)
+    return SimpleNamespace(**joined, edge_index=edges, batch=owner, num_graphs=len(graphs))
+
+
+def to_device(batch: SimpleNamespace, device: torch.device) -> SimpleNamespace:
+    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in vars(batch).items()}
+    return SimpleNamespace(**moved)
+
+
+def make_step(model: Callable[[Any], Tensor], weights: nn.Module, device: torch.device) -> Step:
+    """Returns forward, backward and update; the mean absolute error of the real graphs is the loss."""
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.AdamW(weights.parameters(), lr=1e-3, fused=True, capturable=on_gpu)
+
+    def step(batch: Any) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        error = model(batch).squeeze(1) - batch.y
+        if isinstance(batch, PaddedGraphBatch):
+            loss = torch.where(batch.target_mask, error, 0).abs().sum() / batch.target_mask.sum()
+        else:
+            loss = error.abs().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+class Captured:
+    """A step on padded batches as one CUDA graph for each bucket, its inputs copied into fixed buffers."""
+
+    def __init__(self, step: Step, examples: Sequence[PaddedGraphBatch]) -> None:
+        self.graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, PaddedGraphBatch, Tensor]] = {}
+        for example in examples:
+            buffers = example.clone()
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    step(buffers)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                loss = step(buffers)
+            self.graphs[_shape(example)] = (graph, buffers, loss)
+
+    def __call__(self, batch: PaddedGraphBatch) -> Tensor:
+        graph, buffers, loss = self.graphs[_shape(batch)]
+        buffers.copy_(batch)
+        graph.replay()
+        return loss
+
+
+def _shape(batch: PaddedGraphBatch) -> tuple[int, ...]:
+    return (*batch.x.shape, batch.row_length, batch.edge_index.shape[1])
+
+
+def graphs_per_second(
+    step: Step, batches: Sequence[Any], size: int, device: torch.device, seconds: float
+) -> tuple[float, float]:
+    """Runs whole passes over the batches for about so many seconds; returns the rate and the last loss."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    for batch in batches[: max(3, len(batches) // 4)]:
+        step(batch)
+    wait()
+    done, start = 0, time.perf_counter()
+    while True:
+        for batch in batches:
+            loss = step(batch)
+        done += size * len(batches)
+        wait()
+        if time.perf_counter() - start > seconds:
+            return done / (time.perf_counter() - start), loss.item()
+
+
+def ways(
+    batches: Sequence[Any], padded: Sequence[PaddedGraphBatch], layers: int, device: torch.device
+) -> dict[str, Callable[[], tuple[Step, Sequence[Any]]]]:
+    """Returns, for each way, a function that builds its step and names its batches."""
+
+    def ours(compiled: bool = False) -> Step:
+        torch.manual_seed(0)
+        model = our_model(layers).to(device)
+        return make_step(torch.compile(model, dynamic=False) if compiled else model, model, device)
+
+    def peer() -> Step:
+        torch.manual_seed(0)
+        model = PeerGPS(layers).to(device)
+        return make_step(model, model, device)
+
+    one_of_each = list({_shape(batch): batch for batch in padded}.values())
+    found = {
+        "peer": lambda: (peer(), batches),
+        "eager": lambda: (ours(), batches),
+        "padded": lambda: (ours(), padded),
+    }
+    if device.type == "cuda":
+        found["captured"] = lambda: (Captured(ours(), one_of_each), padded)
+        found["compiled"] = lambda: (Captured(ours(compiled=True), one_of_each), padded)
+    return found
+
+
+def check_same_numbers(batch: Any, padded: PaddedGraphBatch, layers: int, device: torch.device) -> float:
+    """Returns the largest difference between the outputs on a batch and on the padded batch."""
+    torch.manual_seed(0)
+    model = our_model(layers).to(device).eval()
+    with torch.no_grad():
+        return (padded.real(model(padded)) - model(batch)).abs().max().item()
+
+
+def measure(arguments: argparse.Namespace, graphs: Sequence[Any], size: int, device: torch.device) -> dict[str, Any]:
+    draw = random.Random(0)
+    order = draw.sample(range(len(graphs)), min(len(graphs), arguments.graphs))
+    plain = [collate([graphs[i] for i in order[at : at + size]]) for at in range(0, len(order) - size + 1, size)]
+    buckets = plan_buckets([SimpleNamespace(**graph) for graph in graphs], size)
+    batches = [to_device(batch, device) for batch in plain]
+    padded = [pad_batch(batch, buckets).to(device) for batch in plain]
+    result: dict[str, Any] = {
+        "batch": size,
+        "batches": len(plain),
+        "buckets": [vars(bucket) for bucket in buckets],
+        "slots per node": sum(len(batch.x) for batch in padded) / sum(len(batch.x) for batch in plain),
+        "largest difference of padded outputs": check_same_numbers(batches[0], padded[0], arguments.layers, device),
+        "rates": {}, "losses": {}, "failed": {},
+    }  # fmt: skip
+    steps: dict[str, tuple[Step, Sequence[Any]]] = {}
+    for name, build in ways(batches, padded, arguments.layers, device).items():
+        if arguments.ways and name not in arguments.ways:
+            continue
+        try:
+            steps[name] = build()
+            steps[name][0](steps[name][1][0])
+        except Exception as error:  # noqa: BLE001 a way that does not work here is a line of the result
+            steps.pop(name, None)
+            result["failed"][name] = f"{type(error).__name__}: {error}"[:2000]
+    # Every round runs every way, so that what else the machine does falls on all of them.
+    for _ in range(arguments.rounds):
+        for name, (step, inputs) in steps.items():
+            rate, loss = graphs_per_second(step, inputs, size, device, arguments.seconds)
+            result["rates"].setdefault(name, []).append(rate)
+            result["losses"][name] = loss
+            print(size, name, f"{rate:.0f} graphs/s, loss {loss:.4f}", flush=True)
+    return result
+
+
+def table(results: Sequence[dict[str, Any]], what: str, parameters: dict[str, int], machine: dict[str, str]) -> str:
+    lines = [
+        "# Graphs per second of training, ten GPS layers of 64 channels", "",
+        f"{what}; {', '.join(f'{name}: {count:,} parameters' for name, count in parameters.items())}. Median of the "
+        "rounds (least – most). The batches lie on the device.", "",
+        "| batch | way | graphs/s | times the peer | ms a step |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for result in results:
+        base = median(result["rates"].get("peer", [float("nan")]))
+        for name, rates in result["rates"].items():
+            rate = median(rates)
+            spread = f"{min(rates):,.0f} – {max(rates):,.0f}"
+            lines.append(
+                f"| {result['batch']} | {name} | {rate:,.0f} ({spread}) | {rate / base:.1f} | "
+                f"{1e3 * result['batch'] / rate:.2f} |"
+            )
+        lines += [f"| {result['batch']} | {name} | failed: {why[:200]} | | |" for name, why in result["failed"].items()]
+    lines.append("")
+    for result in results:
+        lines.append(
+            f"Batch {result['batch']}: {result['batches']} batches, {result['slots per node']:.2f} slots per node, "
+            f"padded outputs differ by at most {result['largest difference of padded outputs']:.1e}."
+        )
+    lines += ["", f"Machine: {', '.join(f'{key} {value}' for key, value in machine.items())}.", ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="made by molecules.py; else rdkit's file, else made-up graphs")
+    parser.add_argument("--batches", type=int, nargs="+", default=[32, 256])
+    parser.add_argument("--graphs", type=int, default=4096, help="graphs of one pass")
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each way in each round, at least one pass")
+    parser.add_argument("--ways", nargs="+", help="only these")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--tiny", action="store_true", help="two layers on few made-up graphs, and no files")
+    arguments = parser.parse_args()
+    graphs, what = load(arguments.data) if not arguments.tiny else (made_up(64), "made-up graphs")
+    if arguments.tiny:
+        torch.set_num_threads(1)
+        arguments.batches, arguments.layers, arguments.rounds, arguments.seconds = [4, 16], 2, 1, 0.1
+    device = torch.device(arguments.device)
+    models = {"peer": PeerGPS, "ours": our_model}
+    parameters = {name: sum(p.numel() for p in make(arguments.layers).parameters()) for name, make in models.items()}
+    results = [measure(arguments, graphs, size, device) for size in arguments.batches]
+    machine = describe()
+    page = table(results, what, parameters, machine)
+    print(page)
+    if not arguments.tiny:
+        whole = {"what": what, "parameters": parameters, "machine": machine, "results": results}
+        (arguments.out / "graphs_gpu.md").write_text(page, encoding="utf-8")
+        (arguments.out / "graphs_gpu.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
