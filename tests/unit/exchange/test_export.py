@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 
 import pytest
 import torch
@@ -64,6 +65,16 @@ def test_of_a_run_the_best_checkpoint_and_the_weights_that_were_validated_are_ex
     )
     assert differences(loaded(tmp_path / "w.pt"), load_weights(best)) == []
     assert differences(loaded(tmp_path / "w.pt"), load_weights(spectra_run / "best_model.pt")) == []
+
+
+def test_the_best_checkpoint_is_taken_though_others_are_newer(tmp_path):
+    best = own(tmp_path / "best_model.pt", trained()[0], epoch=2)
+    for epoch in (3, 4):
+        newer = own(tmp_path / f"checkpoint_epoch_{epoch}.pt", trained()[0], epoch=epoch)
+        os.utime(newer, (time.time() + epoch, time.time() + epoch))
+    assert export_weights(tmp_path, "torch").source.path == best
+    best.unlink()
+    assert export_weights(tmp_path, "torch").source.path == newer
 
 
 def test_raw_takes_the_raw_weights(spectra_run, tmp_path):

@@ -69,9 +69,10 @@ def lightning_run(tmp_path_factory):
             saver = lightning.pytorch.callbacks.ModelCheckpoint(
                 folder, filename=f"{name}-{{step}}", every_n_train_steps=3, save_top_k=-1
             )
+            at_the_end = lightning.pytorch.callbacks.ModelCheckpoint(folder, filename=f"{name}-end")
             trainer = lightning.Trainer(
                 max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-                callbacks=[saver], default_root_dir=folder,
+                callbacks=[saver, at_the_end], default_root_dir=folder,
             )  # fmt: skip
             trainer.fit(module, batches(4))
             trainer.save_checkpoint(folder / f"{name}.ckpt")
@@ -96,6 +97,9 @@ def test_the_epochs_of_lightning_are_those_trained_wherever_the_file_was_written
     folder, *_ = lightning_run
     middle = read_foreign(folder / "plain-step=6.ckpt")
     assert (middle.epoch, middle.step) == (1, 6)
+    end = folder / "plain-end.ckpt"
+    assert torch.load(end, weights_only=True)["epoch"] == 1  # which is why it is not taken as it stands
+    assert (read_foreign(end).epoch, read_foreign(end).step) == (2, 8)
 
 
 def test_the_model_inside_a_lightning_module_takes_its_part_when_told_so(lightning_run, caplog):
@@ -253,6 +257,9 @@ def test_an_export_of_a_folder_holds_its_weights_and_names_the_rest(trainer_run,
     folder, model, _ = trainer_run
     done = export_weights(folder / "checkpoint-3", "hf", out=tmp_path / "hf")
     assert done.source.left_out == ["optimizer.pt", "rng_state.pth", "scheduler.pt", "training_args.bin"]
+    assert sorted(path.name for path in done.path.iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors",
+    ]  # fmt: skip
     again, report = GPT2LMHeadModel.from_pretrained(done.path, output_loading_info=True)
     assert not any(report.values())
     assert differences(dict(again.state_dict()), dict(model.state_dict())) == []
