@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import pickle
+import sys
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from helpers import differences, through_a_file
 from treadle import set_seed
 from treadle.data import Cursor
 from treadle.errors import ConfigError
-from treadle.graphs import compute_node_pe, compute_relative_pe
+from treadle.graphs import compute_node_pe, compute_relative_pe, get_model
 from treadle.graphs.datasets import dataset_names, get_dataset
 from treadle.graphs.datasets.files import cached
 from treadle.graphs.datasets.packed import GraphSplit, pack
@@ -132,6 +134,25 @@ def test_signs_are_drawn_in_training_and_fixed_otherwise(tmp_path):
     assert torch.equal(data.train[0].node_pe.abs(), data.train[0].node_pe.abs())
 
 
+@pytest.mark.parametrize("task", ["local_vs_global", "structural_role", "distance_regression"])
+def test_a_model_of_the_widths_and_the_level_gives_an_output_for_each_target(tmp_path, task):
+    data = get_dataset("synthetic_grid_2d", tmp_path, "light", task=task, num_graphs=10, num_workers=0)
+    model = get_model(
+        num_features=data.num_features, num_classes=data.num_classes, num_edge_features=data.num_edge_features,
+        node_pe_dim=data.node_pe_dim, relative_pe_dim=data.relative_pe_dim, task=data.level, hidden_dim=8,
+        num_layers=1, num_heads=2,
+    )  # fmt: skip
+    (batch,) = DataLoader(data.train, batch_size=8)
+    assert model(batch).shape == (len(batch.y), data.num_classes)
+
+
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "treadle.graphs.datasets.synthetic", raising=False)
+    monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
+    with pytest.raises(ImportError, match=r"'synthetic_tree' needs torch_geometric.*treadle\[graphs\]"):
+        trees(tmp_path)
+
+
 # Packed splits
 
 
@@ -154,6 +175,11 @@ def test_a_packed_graph_comes_back_equal_in_values_and_dtypes(count):
     assert len(split) == count
     for found, given in zip(split, graphs(count), strict=True):
         assert differences(found.to_dict(), given.to_dict()) == []
+
+
+def test_a_split_can_be_sent_to_another_process(tmp_path):
+    split = trees(tmp_path, pe_config="light").val
+    assert [fields(graph) for graph in pickle.loads(pickle.dumps(split))] == [fields(graph) for graph in split]
 
 
 def test_values_that_fit_are_kept_in_a_byte_and_no_value_is_lost():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import sys
@@ -21,10 +22,11 @@ _Result = TypeVar("_Result")
 
 _CHUNK = 64
 _WORTH_IT = 4 * _CHUNK  # below, starting processes costs more than they save
+_MOST = 8  # of their own accord
 
 
 def count_workers(num_workers: int | None) -> int:
-    """Returns how many processes are meant: the number itself, or for None one per core this process may use.
+    """Returns how many processes are meant: the number itself, or for None one per core, at most 8.
 
     None means 0, this process alone, where processes cannot be forked: a script without ``if __name__ == "__main__"``
     would run again in each. The same holds in a process that may have no children, such as a worker of a DataLoader.
@@ -42,7 +44,7 @@ def count_workers(num_workers: int | None) -> int:
         return 0
     if num_workers is not None:
         return num_workers
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
+    return min(_MOST, len(os.sched_getaffinity(0))) if sys.platform == "linux" else 0
 
 
 def parallel_map(
@@ -69,6 +71,7 @@ def parallel_map(
             return [function(item) for item in items]
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     # One thread each: a child of a process that has used OpenMP waits for ever in a parallel region of its own.
+    count = min(count, math.ceil(len(items) / _CHUNK))
     with ProcessPoolExecutor(count, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         return list(pool.map(function, items, chunksize=_CHUNK))
 

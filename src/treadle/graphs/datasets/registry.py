@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,8 +90,8 @@ def get_dataset(
         pe_cache_dir: folder of computed encodings; None: beside the processed graphs.
         use_preprocessed_pe: read encodings from that folder if they were made of the same graphs with the same
             settings; False computes them anew.
-        num_workers: processes for molecules and encodings; 0: this one, None: one per core. The result does not
-            depend on it.
+        num_workers: processes for molecules and encodings; 0: this one, None: one per core, at most 8. The result
+            does not depend on it.
         progress: is called with the number of graphs that are encoded and that of all, again and again.
         **kwargs: settings of the data set; the message to an unknown one lists them.
 
@@ -110,33 +111,34 @@ def get_dataset(
     known = name.lower().replace("-", "_")
     if known not in _SOURCES:
         raise ConfigError(f"get_dataset: there is no data set {name!r}; {nearest(known, _SOURCES)}")
+    settings = parse_pe_config(pe_config)
+    source, chosen = _split_source(known, Path(root), splits, num_workers=num_workers, options=kwargs)
+    if settings.node is not None or settings.relative is not None:
+        folder = Path(root) / known if pe_cache_dir is None else Path(pe_cache_dir)
+        plain = [(graph.edge_index, graph.num_nodes) for graph in source.graphs]
+        encode = partial(cached_encodings, folder=folder, name=f"{known}-encodings")
+        source.graphs.encodings = (encode if use_preprocessed_pe else encode_graphs)(
+            plain, settings, num_workers=count_workers(num_workers), progress=progress
+        )
+    return _described(known, source, settings, chosen)
+
+
+def _split_source(
+    name: str, root: Path, splits: str, *, num_workers: int | None, options: Mapping[str, Any]
+) -> tuple[Source, tuple[Indices, ...]]:
+    """Reads a source and chooses its splits, after every option has been checked."""
     if splits not in ("official", "random"):
         raise ConfigError(
             f"splits={splits!r} must be 'official' or 'random'; {nearest(splits, ('official', 'random'))}"
         )
-    settings = parse_pe_config(pe_config)
-    load = _loader(known)
-    options = inspect.signature(load).parameters.keys() - {"name", "root", "num_workers"}
-    refuse_unknown(f"get_dataset({name!r})", kwargs, options | ({"seed"} if splits == "random" else set()))
-    seed = kwargs.get("seed")
+    load = _loader(name)
+    its_own = inspect.signature(load).parameters.keys() - {"name", "root", "num_workers"}
+    refuse_unknown(f"get_dataset({name!r})", options, its_own | ({"seed"} if splits == "random" else set()))
+    seed = options.get("seed")
     if splits == "random" and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise ConfigError(f"splits='random' needs seed=<int>, and got seed={seed!r}")
-    mine = {key: value for key, value in kwargs.items() if key in options}
-    source = load(known, Path(root), num_workers=num_workers, **mine)
-    chosen = source.official if seed is None or splits == "official" else source.redrawn(seed)
-
-    graphs = source.graphs
-    if settings.node is not None or settings.relative is not None:
-        plain = [(graph.edge_index, graph.num_nodes) for graph in graphs]
-        workers = count_workers(num_workers)
-        if use_preprocessed_pe:
-            folder = Path(root) / known if pe_cache_dir is None else pe_cache_dir
-            graphs.encodings = cached_encodings(
-                plain, settings, folder, name=f"{known}-encodings", num_workers=workers, progress=progress
-            )
-        else:
-            graphs.encodings = encode_graphs(plain, settings, num_workers=workers, progress=progress)
-    return _described(known, source, settings, chosen)
+    source = load(name, root, num_workers=num_workers, **{key: options[key] for key in options if key in its_own})
+    return source, source.official if seed is None or splits == "official" else source.redrawn(seed)
 
 
 def _loader(name: str) -> Callable[..., Source]:
