@@ -1,8 +1,8 @@
-"""Optimizer state by parameter name, and checks of what an optimizer covers."""
+"""Optimizer state by parameter name, what an optimizer covers, and what may decay or be fused."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +11,25 @@ from torch.optim import Optimizer
 from treadle.distributed import unwrap
 from treadle.errors import CheckpointError
 from treadle.naming import clean_name
+
+# nn.modules.batchnorm._NormBase is the common base of BatchNorm*, SyncBatchNorm and InstanceNorm*.
+_NORM_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+_FUSED_DEVICES = ("cpu", "cuda")
+
+
+def is_normalisation(module: nn.Module) -> bool:
+    """Returns whether a module is one of torch's normalisation layers, by its type and not by its name.
+
+    Example:
+        >>> is_normalisation(nn.LayerNorm(2)), is_normalisation(nn.Linear(2, 2))
+        (True, False)
+    """
+    return isinstance(module, _NORM_TYPES)
+
+
+def can_be_fused(parameters: Iterable[Tensor]) -> bool:
+    """Returns whether torch's fused optimizers take all of these parameters."""
+    return all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Literal, get_args
 
@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from treadle.errors import ConfigError
+from treadle.nested import map_nested_tensor
 
 PrecisionName = Literal["bf16", "fp16"]
+_HALF = (torch.bfloat16, torch.float16)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NONE: AbstractContextManager[Any] = contextlib.nullcontext()
 
@@ -126,3 +128,24 @@ def tf32(enabled: bool) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def in_full_precision(loss_fn: Callable[..., Any], outputs: Any, targets: Any, device: torch.device) -> Any:
+    """Returns ``loss_fn(outputs, targets)``, computed in float32 also under autocast.
+
+    Args:
+        loss_fn: the loss.
+        outputs: half-precision tensors in it are widened; others stay as they are.
+        targets: given as they are.
+        device: whose autocast is switched off.
+    """
+    widened = map_nested_tensor(widen, outputs)
+    if not torch.is_autocast_enabled(device.type):
+        return loss_fn(widened, targets)
+    with torch.autocast(device.type, enabled=False):
+        return loss_fn(widened, targets)
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """Returns a half-precision tensor as float32, any other as it is."""
+    return tensor.float() if tensor.dtype in _HALF else tensor

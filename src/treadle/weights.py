@@ -129,3 +129,25 @@ def divide_(grads: Sequence[Tensor], divisor: float | Tensor | None) -> None:
     if isinstance(divisor, Tensor):
         divisor = divisor.to(device=grads[0].device, dtype=torch.float32)
     torch._foreach_div_(list(grads), divisor)
+
+
+def as_count(count: Tensor) -> float | Tensor:
+    """Returns a count on the CPU as a number, since reading it waits for nothing; on a device it stays a tensor."""
+    return float(count.numpy()) if count.device.type == "cpu" else count
+
+
+def without_empty(loss: Tensor, weight: float | Tensor) -> Tensor | None:
+    """Returns the loss of a batch, or None if nothing in it counts.
+
+    Where the weight lies on a device, a loss over nothing (0/0) becomes an exact 0 that keeps its graph, so that it
+    neither reaches the gradient nor has to be looked at.
+
+    Example:
+        >>> without_empty(torch.tensor(float("nan")), 0.0) is None
+        True
+        >>> without_empty(torch.tensor(float("nan")), torch.tensor(0))
+        tensor(0.)
+    """
+    if isinstance(weight, Tensor):
+        return torch.where(weight.to(loss.device) > 0, loss, torch.zeros_like(loss))
+    return None if weight == 0 else loss

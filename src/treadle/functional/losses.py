@@ -1,4 +1,4 @@
-"""The loss of a batch in full precision, and how many things it is a mean over."""
+"""The loss that a model computed itself, and how many things a loss is a mean over."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from treadle.distributed import unwrap
 from treadle.errors import ConfigError
 from treadle.functional.batches import num_samples
-from treadle.nested import map_nested_tensor
+from treadle.weights import as_count
 
 _PER_ELEMENT = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
 _PER_LABEL = (nn.CrossEntropyLoss, nn.NLLLoss)
 _IGNORED = -100  # what models that compute their own loss leave out
-_HALF = (torch.bfloat16, torch.float16)
 
 
 def model_loss(outputs: Any) -> Tensor | None:
@@ -37,27 +36,6 @@ def missing_loss(loss_fn: Any, outputs: Any) -> ConfigError:
     if loss_fn is None:
         return ConfigError(f"loss_fn=None: {given}; pass a loss function, or labels for the model's own")
     return ConfigError(f"targets: {given} and the batch has none; yield (inputs, targets), or override _compute_loss")
-
-
-def in_full_precision(loss_fn: Callable[..., Any], outputs: Any, targets: Any, device: torch.device) -> Any:
-    """Returns ``loss_fn(outputs, targets)``, computed in float32 also under autocast.
-
-    Args:
-        loss_fn: the loss.
-        outputs: half-precision tensors in it are widened; others stay as they are.
-        targets: given as they are.
-        device: whose autocast is switched off.
-    """
-    widened = map_nested_tensor(widen, outputs)
-    if not torch.is_autocast_enabled(device.type):
-        return loss_fn(widened, targets)
-    with torch.autocast(device.type, enabled=False):
-        return loss_fn(widened, targets)
-
-
-def widen(tensor: Tensor) -> Tensor:
-    """Returns a half-precision tensor as float32, any other as it is."""
-    return tensor.float() if tensor.dtype in _HALF else tensor
 
 
 def loss_weight(
@@ -106,30 +84,9 @@ def _is_causal(model: nn.Module) -> bool:
 def _labelled(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss, targets: Tensor) -> float | Tensor:
     if targets.is_floating_point():  # probabilities (C), (B, C) or (B, C, ...): a mean over all but the classes
         return targets.numel() / targets.shape[min(1, targets.dim() - 1)]
-    counted = targets != loss_fn.ignore_index
     if loss_fn.weight is None:
-        return as_count(counted.sum())
+        return as_count((targets != loss_fn.ignore_index).sum())
+    targets = targets.to(loss_fn.weight.device, non_blocking=True)
+    counted = targets != loss_fn.ignore_index
     classes = torch.where(counted, targets, torch.zeros_like(targets))
     return as_count((loss_fn.weight[classes] * counted).sum())
-
-
-def as_count(count: Tensor) -> float | Tensor:
-    """Returns a count on the CPU as a number, since reading it waits for nothing; on a device it stays a tensor."""
-    return float(count.numpy()) if count.device.type == "cpu" else count
-
-
-def without_empty(loss: Tensor, weight: float | Tensor) -> Tensor | None:
-    """Returns the loss of a batch, or None if nothing in it counts.
-
-    Where the weight lies on a device, a loss over nothing (0/0) becomes an exact 0 that keeps its graph, so that it
-    neither reaches the gradient nor has to be looked at.
-
-    Example:
-        >>> without_empty(torch.tensor(float("nan")), 0.0) is None
-        True
-        >>> without_empty(torch.tensor(float("nan")), torch.tensor(0))
-        tensor(0.)
-    """
-    if isinstance(weight, Tensor):
-        return torch.where(weight.to(loss.device) > 0, loss, torch.zeros_like(loss))
-    return None if weight == 0 else loss

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from treadle.functional.batches import num_samples, split_batch
-from treadle.functional.losses import model_loss, widen, without_empty
+from treadle.functional.losses import model_loss
 from treadle.functional.metrics import EpochMetrics
 from treadle.means import Total
 from treadle.nested import map_nested_tensor
+from treadle.precision import widen
 from treadle.task import StepOutput
+from treadle.weights import without_empty
 
 if TYPE_CHECKING:
     from treadle.functional.trainer import Trainer

@@ -31,7 +31,7 @@ from treadle.functional.checks import (
 from treadle.functional.driver import FaceEpochs
 from treadle.functional.files import HistoryFile, as_columns, described, in_order
 from treadle.functional.folder import NumberedFolder
-from treadle.functional.losses import in_full_precision, loss_weight, missing_loss, model_loss
+from treadle.functional.losses import loss_weight, missing_loss, model_loss
 from treadle.functional.metrics import EpochMetrics
 from treadle.functional.own_step import OwnStepEngine, numbers_of
 from treadle.functional.settings import read_settings
@@ -40,6 +40,7 @@ from treadle.hooks.bar import ProgressBarHook
 from treadle.hooks.base import BaseHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.progress import ProgressHook
+from treadle.precision import in_full_precision
 from treadle.target import Target
 
 _log = logging.getLogger("treadle.functional")

@@ -8,12 +8,10 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from treadle.optim import can_be_fused, is_normalisation
 from treadle.schedules import check_warmup, warmup_cosine_factor
 
-# nn.modules.batchnorm._NormBase is the common base of BatchNorm*, SyncBatchNorm and InstanceNorm*.
-_NORM_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _UNDECAYED_NAMES = ("cls_token", "pos_embed")
-_FUSED_DEVICES = ("cpu", "cuda")
 
 
 def build_optimizer(
@@ -57,13 +55,12 @@ def build_optimizer(
             f"model ({type(model).__name__}) has no parameter with requires_grad=True; "
             "unfreeze at least one before building the optimizer"
         )
-    fused = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in params)
     groups = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
     ]
     # fused=None lets torch choose between its foreach and single-tensor loops.
-    return AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True if fused else None)
+    return AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=can_be_fused(params) or None)
 
 
 def split_by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -82,7 +79,7 @@ def split_by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
     undecayed_ids = set()
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if isinstance(module, _NORM_TYPES) or "bias" in name.split("_"):
+            if is_normalisation(module) or "bias" in name.split("_"):
                 undecayed_ids.add(id(param))
     for name, param in model.named_parameters(remove_duplicate=False):
         if any(part in name for part in _UNDECAYED_NAMES):
