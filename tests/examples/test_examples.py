@@ -33,6 +33,24 @@ def test_fat_is_read_from_the_latent_of_meat_spectra(tmp_path):
     assert float(re.search(r"R² ([-\d.]+)", out).group(1)) > 0.8
 
 
+def test_fat_is_read_from_meat_spectra_and_a_second_call_goes_on(tmp_path):
+    out, _ = run("functional_tecator.py", "--out", tmp_path, "--epochs", 50)
+    assert float(re.search(r"R² ([-\d.]+)", out).group(1)) > 0.8
+    again, err = run("functional_tecator.py", "--out", tmp_path, "--epochs", 50)
+    assert again == out
+    assert "checkpoint_epoch_50.pt" in err
+
+
+def test_lora_lowers_the_loss_on_statements_and_a_second_call_shows_the_same(tmp_path):
+    settings = ("text_lora.py", "--out", tmp_path, "--epochs", 1, "--lora-epochs", 1)
+    out, _ = run(*settings)
+    before, after = map(float, re.search(r"([\d.]+) before LoRA, ([\d.]+) after", out).groups())
+    assert after < before < 5.5  # 6.2 nats is a guess among 512 tokens
+    again, err = run(*settings)
+    assert again == out
+    assert "step 142, epoch 1" in err or "resumed from" in err
+
+
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_an_example_is_under_80_lines_and_has_a_test(example):
     assert len(example.read_text(encoding="utf-8").splitlines()) < 80

@@ -133,9 +133,9 @@ def test_what_is_no_metric_is_refused():
 def test_predictions_are_joined_in_order_on_the_cpu_in_eval_mode():
     trainer = make()
     outputs = trainer.predict(loader())
-    x = torch.cat([x for x, _ in loader()])
+    trainer.model.eval()
     with torch.no_grad():
-        assert torch.equal(outputs, trainer.model.eval()(x))
+        assert torch.equal(outputs, torch.cat([trainer.model(x) for x, _ in loader()]))
     assert outputs.shape == (20, 1)
     assert not outputs.requires_grad
 
