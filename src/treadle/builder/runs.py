@@ -79,17 +79,13 @@ def _trainer_section(cfg: Any) -> Mapping[str, Any]:
     if not isinstance(cfg, Mapping):
         raise ConfigError(f"build_trainer: cfg must be a dict, not a {type(cfg).__name__}")
     if "trainer" not in cfg:
-        raise ConfigError(f"the configuration has no section 'trainer', which names the trainer; {_meant(cfg)}")
+        raise ConfigError(f"there is no section 'trainer', which names the trainer; {nearest_key('trainer', cfg)}")
     section = cfg["trainer"]
     if not isinstance(section, Mapping) or "type" not in section:
         raise ConfigError(
             f"trainer: must be a dict with the key 'type', a registered name or a dotted path, not {section!r}"
         )
     return section
-
-
-def _meant(cfg: Mapping[str, Any]) -> str:
-    return f"the keys are: {nearest_key('trainer', cfg)}" if cfg else "it is empty"
 
 
 def _seed(value: Any) -> int:

@@ -19,7 +19,7 @@ from config_kit import write_project
 from helpers import differences
 from treadle.builder import REGISTRY
 from treadle.cli import spectra_run
-from treadle.cli.config_target import PackRun, is_config_file, read_target
+from treadle.cli.config_target import PACKS, PackRun, is_config_file, pack_commands, read_target
 from treadle.cli.main import main
 from treadle.config import load_config, save_config
 from treadle.errors import ConfigError
@@ -217,6 +217,13 @@ def test_the_options_of_a_packs_command_are_keys_of_the_file_and_settings(tmp_pa
     assert changed == PackRun("spectra", [], Path("2024"), None, True)
     with pytest.raises(ConfigError, match="resume=3: must be true or false"):
         read_target(file, ["resume=3"])
+
+
+@pytest.mark.parametrize("face", PACKS)
+def test_every_pack_can_be_the_face_of_a_file(tmp_path, face):
+    run = read_target(pack_file(tmp_path, f"face: {face}"), ["nonsense=1"])
+    with pytest.raises(ConfigError, match="unknown setting 'nonsense'"):
+        pack_commands(run.face).check(run.settings, "cpu")
 
 
 @pytest.mark.parametrize(
