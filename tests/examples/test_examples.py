@@ -48,7 +48,7 @@ def test_lora_lowers_the_loss_on_statements_and_a_second_call_shows_the_same(tmp
     assert after < before < 5.5  # 6.2 nats is a guess among 512 tokens
     again, err = run(*settings)
     assert again == out
-    assert "step 142, epoch 1" in err or "resumed from" in err
+    assert "resumed from" in err
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
