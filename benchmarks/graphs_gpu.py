@@ -226,7 +226,13 @@ def measure(arguments: argparse.Namespace, graphs: Sequence[Any], size: int, dev
     # Every round runs every way, so that what else the machine does falls on all of them.
     for _ in range(arguments.rounds):
         for name, (step, inputs) in steps.items():
-            rate, loss = graphs_per_second(step, inputs, size, device, arguments.seconds)
+            if name in result["failed"]:
+                continue
+            try:
+                rate, loss = graphs_per_second(step, inputs, size, device, arguments.seconds)
+            except Exception as error:  # noqa: BLE001 the other ways still count
+                result["failed"][name] = f"{type(error).__name__}: {error}"[:2000]
+                continue
             result["rates"].setdefault(name, []).append(rate)
             result["losses"][name] = loss
             print(size, name, f"{rate:.0f} graphs/s, loss {loss:.4f}", flush=True)
@@ -280,14 +286,15 @@ def main() -> None:
     device = torch.device(arguments.device)
     models = {"peer": PeerGPS, "ours": our_model}
     parameters = {name: sum(p.numel() for p in make(arguments.layers).parameters()) for name, make in models.items()}
-    results = [measure(arguments, graphs, size, device) for size in arguments.batches]
-    machine = describe()
-    page = table(results, what, parameters, machine)
+    results, machine = [], describe()
+    for size in arguments.batches:
+        results.append(measure(arguments, graphs, size, device))
+        page = table(results, what, parameters, machine)
+        if not arguments.tiny:  # after each size, so that a run cut short leaves what it has
+            whole = {"what": what, "parameters": parameters, "machine": machine, "results": results}
+            (arguments.out / "graphs_gpu.md").write_text(page, encoding="utf-8")
+            (arguments.out / "graphs_gpu.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     print(page)
-    if not arguments.tiny:
-        whole = {"what": what, "parameters": parameters, "machine": machine, "results": results}
-        (arguments.out / "graphs_gpu.md").write_text(page, encoding="utf-8")
-        (arguments.out / "graphs_gpu.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

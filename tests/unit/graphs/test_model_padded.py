@@ -220,3 +220,52 @@ def test_a_loader_of_torch_geometric_gives_padded_batches():
     model = build().eval()
     outputs = torch.cat([batch.real(model(batch)) for batch in loader])
     torch.testing.assert_close(outputs, model(collate(make_graphs())), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mpnn_type", MPNN_TYPES)
+def test_torch_compile_sees_one_graph_for_all_batches_of_a_bucket(mpnn_type):
+    model = build(mpnn_type=mpnn_type)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    first, second = pad_batch(collate(make_graphs()), ROOM), pad_batch(collate(make_graphs(seed=3)), ROOM)
+    torch.testing.assert_close(compiled(first), model(first))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        torch.testing.assert_close(compiled(second), model(second))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mpnn_type", MPNN_TYPES)
+def test_a_captured_step_is_the_eager_step(mpnn_type):
+    def training():
+        model = build(mpnn_type=mpnn_type).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
+
+        def step(batch):
+            optimizer.zero_grad()
+            error = torch.where(batch.target_mask[:, None], model(batch) - batch.y, 0)
+            error.square().sum().backward()
+            optimizer.step()
+
+        return model, step
+
+    batches = [pad_batch(collate(make_graphs(seed=seed)), ROOM).to("cuda") for seed in range(6)]
+    eager_model, eager_step = training()
+    for batch in [batches[0]] * 3 + batches:
+        eager_step(batch)
+
+    model, step = training()
+    buffers, side = batches[0].clone(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(buffers)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(buffers)
+    for batch in batches:
+        buffers.copy_(batch)
+        graph.replay()
+    for weight, expected in zip(model.parameters(), eager_model.parameters(), strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-3, atol=1e-4)
