@@ -12,10 +12,10 @@ from treadle.best import BestRule
 from treadle.engine import Engine
 from treadle.errors import ConfigError
 from treadle.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules
+from treadle.functional.task import EvalTask
 from treadle.nested import as_number, flatten_nested_dict
 from treadle.selection import SelectingEpochs
 from treadle.session import resume_from_hooks
-from treadle.task import Task
 
 PREFIX = "eval_"
 Evaluate = Callable[[Iterable[Any]], Mapping[str, Any]]
@@ -48,7 +48,7 @@ class FaceEpochs(SelectingEpochs):
         >>> # epochs = FaceEpochs(engine, task, evaluate=None)
     """
 
-    def __init__(self, engine: Engine, task: Task, *, evaluate: Evaluate | None):
+    def __init__(self, engine: Engine, task: EvalTask, *, evaluate: Evaluate | None):
         super().__init__(engine, prefix=PREFIX)
         self._task = task
         self._own_evaluate = evaluate
@@ -130,6 +130,8 @@ class FaceEpochs(SelectingEpochs):
         """
         with self.scored_weights(), self._busy():
             values = self.engine.evaluate(loader, self._task)
+            if not self._task.gives_loss:
+                values.pop("loss")
         if self.engine.eval_cursor.position == 0:
             raise ConfigError("evaluate: the loader gave no batch; there is nothing to take a mean over")
         return _as_record(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from treadle.hooks.history import HistoryHook
 if TYPE_CHECKING:
     from treadle.engine import Engine
 
+_log = logging.getLogger("treadle.functional")
 BEST = "best_model.pt"
 _FIRST = ("epoch", "train_loss", "lr")
 
@@ -55,14 +57,11 @@ def as_columns(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {key: [record.get(key) for record in ordered] for key in keys}
 
 
-def described(record: Mapping[str, Any]) -> str:
-    """Returns the numbers of a record as a line for the log.
-
-    Example:
-        >>> described({"train_loss": 0.51234, "eval_loss": 0.6})
-        'train_loss 0.5123 eval_loss 0.6'
-    """
-    return " ".join(f"{key} {value:.4g}" for key, value in record.items() if isinstance(value, (int, float)))
+def log_epoch(epoch: int, record: Mapping[str, Any]) -> None:
+    """Logs the numbers of an epoch in one line, on rank 0; ``epoch`` counts from 0, as callbacks are told it."""
+    numbers = {key: value for key, value in in_order(record).items() if isinstance(value, float)}
+    if distributed.rank() == 0:
+        _log.info("Epoch %d: %s", epoch + 1, " ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
 
 
 class HistoryFile(HistoryHook):

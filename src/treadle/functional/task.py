@@ -27,15 +27,13 @@ class TrainerTask:
 
     Args:
         trainer: has the methods.
-        metrics: of an evaluation.
 
     Example:
-        >>> # Engine(model, optimizer, TrainerTask(trainer, EpochMetrics(None, device)))
+        >>> # Engine(model, optimizer, TrainerTask(trainer))
     """
 
-    def __init__(self, trainer: Trainer, metrics: EpochMetrics):
+    def __init__(self, trainer: Trainer):
         self.trainer = trainer
-        self.metrics = metrics
 
     def step(
         self,
@@ -54,14 +52,40 @@ class TrainerTask:
         else:
             counted_inputs, counted_targets = inputs, targets
         weight = trainer._loss_weight(counted_inputs, outputs, counted_targets)
-        return self._output(loss, weight, inputs, outputs, targets)
-
-    def _output(self, loss: Tensor, weight: float | Tensor, inputs: Any, outputs: Any, targets: Any) -> StepOutput:
-        samples = num_samples(inputs)
-        kept = (_prediction(outputs), _target(inputs, targets)) if self.metrics else None
-        if _adds_up(self.trainer, outputs):
+        kept, samples = self.kept_for_metrics(inputs, outputs, targets), num_samples(inputs)
+        if _adds_up(trainer, outputs):
             return StepOutput(loss, reduction="sum", outputs=kept, num_samples=samples)
         return StepOutput(without_empty(loss, weight), weight=weight, outputs=kept, num_samples=samples)
+
+    def kept_for_metrics(self, inputs: Any, outputs: Any, targets: Any) -> tuple[Any, Any] | None:
+        """Returns ``(prediction, target)`` where there are metrics; training has none."""
+        return None
+
+
+class EvalTask(TrainerTask):
+    """The same with metrics.
+
+    Args:
+        trainer: has the methods.
+        metrics: fed with every batch.
+
+    Attributes:
+        gives_loss: whether the present evaluation gives a loss.
+    """
+
+    def __init__(self, trainer: Trainer, metrics: EpochMetrics):
+        super().__init__(trainer)
+        self.metrics = metrics
+        self.gives_loss = True
+
+    def kept_for_metrics(self, inputs: Any, outputs: Any, targets: Any) -> tuple[Any, Any] | None:
+        """Returns ``(prediction, target)``: the logits where outputs have some, and the labels where there is none."""
+        if not self.metrics or outputs is None:
+            return None
+        logits = None if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+        prediction = map_nested_tensor(lambda tensor: widen(tensor.detach()), outputs if logits is None else logits)
+        target = inputs.get("labels") if targets is None and isinstance(inputs, Mapping) else targets
+        return prediction, target
 
     def new_metrics(self) -> EpochMetrics:
         """Returns the metrics of an evaluation, emptied."""
@@ -69,7 +93,7 @@ class TrainerTask:
         return self.metrics
 
 
-class OverriddenEvalTask(TrainerTask):
+class OverriddenEvalTask(EvalTask):
     """Evaluates through the ``eval_step`` that a subclass wrote; its numbers are averaged with the loss's weight."""
 
     def step(
@@ -87,10 +111,16 @@ class OverriddenEvalTask(TrainerTask):
             seen["inputs"], seen["targets"] = trainer._prepare_batch(batch)
         inputs, outputs, targets = seen["inputs"], seen.get("outputs"), seen.get("targets")
         weight = trainer._loss_weight(inputs, outputs, targets)
+        self.gives_loss = self.gives_loss or "loss" in numbers
         if "loss" in numbers and _adds_up(trainer, outputs):
             numbers["loss"] = Total(numbers["loss"])
-        kept = (_prediction(outputs), _target(inputs, targets)) if self.metrics and outputs is not None else None
+        kept = self.kept_for_metrics(inputs, outputs, targets)
         return StepOutput(None, numbers, weight=weight, outputs=kept, num_samples=num_samples(inputs))
+
+    def new_metrics(self) -> EpochMetrics:
+        """Returns the metrics of an evaluation, emptied; whether there is a loss is the override's affair."""
+        self.gives_loss = False
+        return super().new_metrics()
 
 
 @contextlib.contextmanager
@@ -125,14 +155,3 @@ def _watched(trainer: Trainer) -> Iterator[dict[str, Any]]:
 def _adds_up(trainer: Trainer, outputs: Any) -> bool:
     """Returns whether the loss is a sum over the batch, not a mean."""
     return model_loss(outputs) is None and getattr(trainer.loss_fn, "reduction", None) == "sum"
-
-
-def _prediction(outputs: Any) -> Any:
-    logits = None if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
-    return map_nested_tensor(lambda tensor: widen(tensor.detach()), outputs if logits is None else logits)
-
-
-def _target(inputs: Any, targets: Any) -> Any:
-    if targets is None and isinstance(inputs, Mapping):
-        return inputs.get("labels")
-    return targets

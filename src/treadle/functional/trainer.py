@@ -29,13 +29,13 @@ from treadle.functional.checks import (
     say_if_finished,
 )
 from treadle.functional.driver import FaceEpochs
-from treadle.functional.files import HistoryFile, as_columns, described, in_order
+from treadle.functional.files import HistoryFile, as_columns, in_order, log_epoch
 from treadle.functional.folder import NumberedFolder
 from treadle.functional.losses import loss_weight, missing_loss, model_loss
 from treadle.functional.metrics import EpochMetrics
 from treadle.functional.own_step import OwnStepEngine, numbers_of
 from treadle.functional.settings import read_settings
-from treadle.functional.task import OverriddenEvalTask, TrainerTask
+from treadle.functional.task import EvalTask, OverriddenEvalTask, TrainerTask
 from treadle.hooks.bar import ProgressBarHook
 from treadle.hooks.base import BaseHook
 from treadle.hooks.ema import EmaHook
@@ -98,13 +98,13 @@ class Trainer:
         check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"))
         self._warned_of_length = False
         self._counts_on_host = not (self._overrides("_prepare_batch") or self._overrides("_loss_weight"))
-        self._task = TrainerTask(self, EpochMetrics(metrics, self.device))
+        own_eval = OverriddenEvalTask if self._overrides("eval_step") else EvalTask
+        self._eval_task = own_eval(self, EpochMetrics(metrics, self.device))
         self._history_file = HistoryFile(lambda: self._epochs.history)
         self._engine = self._build_engine(device, hooks, eval_seed)
         self._folder = NumberedFolder(self._engine, self._save_checkpoint, self._history_file)
-        own_eval = OverriddenEvalTask(self, self._task.metrics) if self._overrides("eval_step") else self._task
         self._epochs = FaceEpochs(
-            self._engine, own_eval, evaluate=self.evaluate if self._overrides("evaluate") else None
+            self._engine, self._eval_task, evaluate=self.evaluate if self._overrides("evaluate") else None
         )
 
     def _build_engine(self, device: Any, hooks: Sequence[BaseHook], eval_seed: int) -> Engine:
@@ -119,7 +119,7 @@ class Trainer:
         engine = make(
             self.model,
             self.optimizer,
-            self._task,
+            TrainerTask(self),
             scheduler=self.scheduler,
             scheduler_interval="step" if settings.scheduler_step_per_batch else "epoch",
             device=device,
@@ -260,7 +260,7 @@ class Trainer:
         """
         record = in_order(self._epochs.one_epoch(train_dataloader, eval_dataloader))
         record.pop("epoch", None)
-        _log.info("epoch %d: %s", epoch, described(record))
+        log_epoch(epoch, record)
         return record
 
     def train(
@@ -306,7 +306,7 @@ class Trainer:
             best_model_metric = "train_loss"
         make_rule = rule_for(
             best_model_metric, best_mode, early_stopping_patience, self.settings.min_delta,
-            known=known_keys(self._overrides, eval_dataloader is not None, bool(self._task.metrics)),
+            known=known_keys(self._overrides, eval_dataloader is not None, bool(self._eval_task.metrics)),
         )  # fmt: skip
         self._folder.use(save_dir, save_freq)
         after_epoch = partial(self._end_epoch, callbacks or ())
@@ -325,6 +325,8 @@ class Trainer:
         improved = None if self._epochs.best is None else self._epochs.improved
         scored = self._epochs.scored_weights
         self._folder.write_epoch(improved=improved, best=self.best_metric, scored_weights=scored)
+        if not self._overrides("train_epoch"):  # which says so itself
+            log_epoch(self.epoch - 1, record)
         for callback in callbacks:
             callback(self, self.epoch - 1, in_order(record))
 

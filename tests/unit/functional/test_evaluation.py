@@ -100,6 +100,27 @@ def test_a_metric_is_emptied_before_each_evaluation():
     assert first["mean_squared_error"] == pytest.approx(first["loss"])
 
 
+def test_training_feeds_no_metric():
+    class Counts:
+        updates = 0
+
+        def reset(self):
+            pass
+
+        def update(self, prediction, target):
+            self.updates += 1
+
+        def compute(self):
+            return 1.0
+
+    metric = Counts()
+    trainer = make(model=line(), metrics={"mine": metric})
+    trainer.train(loader(), 2)
+    assert metric.updates == 0
+    trainer.train(loader(), 3, loader())
+    assert metric.updates == 3
+
+
 def test_a_metric_gets_logits_and_labels_of_models_with_a_loss_of_their_own():
     @dataclass
     class Output:

@@ -309,6 +309,18 @@ def test_an_eval_step_that_goes_its_own_way_is_weighted_by_its_batch():
     assert make(Own).evaluate(loader())["loss"] == pytest.approx((8 * 8 + 8 * 8 + 4 * 4) / 20)
 
 
+def test_an_eval_step_without_a_loss_gives_none_and_the_default_metric_then_names_what_there_is():
+    class Own(treadle.Trainer):
+        def eval_step(self, batch):
+            return {"eval_rows": len(batch[0])}
+
+    assert list(make(Own).evaluate(loader())) == ["rows"]
+    with pytest.raises(ConfigError, match=r"'eval_loss'.*eval_rows"):
+        make(Own).train(loader(), 1, loader())
+    history = make(Own).train(loader(), 1, loader(), best_model_metric="rows", best_mode="max")
+    assert list(history) == ["epoch", "train_loss", "lr", "eval_rows"]
+
+
 def test_an_eval_step_of_a_summed_loss_adds_up():
     class Own(treadle.Trainer):
         def eval_step(self, batch):

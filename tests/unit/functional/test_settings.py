@@ -192,6 +192,20 @@ def test_log_lines_come_every_interval_and_not_at_all_without_one(interval, capl
     assert [line.split(":")[0] for line in lines] == (["Step 2/6", "Step 4/6", "Step 6/6"] if interval else [])
 
 
+def test_every_epoch_is_one_line_in_the_log(caplog):
+    class Own(treadle.Trainer):
+        def train_epoch(self, train_dataloader, eval_dataloader=None, epoch=0):
+            return super().train_epoch(train_dataloader, eval_dataloader, epoch)
+
+    for cls in (treadle.Trainer, Own):
+        caplog.clear()
+        with caplog.at_level("INFO", "treadle"):
+            make(cls).train(loader(), 2, loader())
+        lines = [record.message for record in caplog.records if record.message.startswith("Epoch ")]
+        assert [line.split(":")[0] for line in lines] == ["Epoch 1", "Epoch 2"]
+        assert " eval_loss " in lines[0]
+
+
 def test_a_progress_hook_of_the_users_replaces_the_log_lines(caplog):
     with caplog.at_level("INFO", "treadle"):
         make(log_interval=1, hooks=[treadle.ProgressHook(3)]).train(loader(), 1)
