@@ -20,13 +20,13 @@ from treadle.optim import move_optimizer_state
 _log = logging.getLogger("treadle.functional")
 
 
-def optimizer_for(model: nn.Module, optimizer: Optimizer | None, settings: TrainingSettings) -> Optimizer:
+def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: TrainingSettings) -> Optimizer:
     """Returns the optimizer as given, its state beside the parameters, or an AdamW over the model.
 
     A setting that differs from a given optimizer's is warned about; the optimizer stays as it is.
 
     Example:
-        >>> optimizer_for(nn.Linear(1, 1), None, TrainingSettings()).param_groups[0]["lr"]
+        >>> optimizer_for(nn.Linear(1, 1), None, settings=TrainingSettings()).param_groups[0]["lr"]
         0.0001
     """
     if optimizer is None:
@@ -77,7 +77,11 @@ def check_loss_fn(loss_fn: Any, *, own_loss: bool) -> None:
 
 
 def check_call(
-    num_epochs: Any, save_freq: Any, callbacks: Sequence[Callable[..., Any]] | None, eval_loader: Iterable[Any] | None
+    num_epochs: Any,
+    save_freq: Any,
+    *,
+    callbacks: Sequence[Callable[..., Any]] | None,
+    eval_loader: Iterable[Any] | None,
 ) -> None:
     """Raises ConfigError for an argument of ``train`` that is out of range."""
     if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
@@ -98,7 +102,7 @@ def check_call(
             raise ConfigError("eval_dataloader: it is empty, so there is nothing to take a mean over; pass None")
 
 
-def known_keys(overrides: Callable[[str], bool], evaluated: bool, has_metrics: bool) -> list[str] | None:
+def known_keys(overrides: Callable[[str], bool], *, evaluated: bool, has_metrics: bool) -> list[str] | None:
     """Returns the keys of a record that can be selected by; None where only an overridden method or a metric knows.
 
     Args:
@@ -118,7 +122,12 @@ def known_keys(overrides: Callable[[str], bool], evaluated: bool, has_metrics: b
 
 
 def rule_for(
-    metric: str | None, mode: Mode | None, patience: int | None, min_delta: float, *, known: Sequence[str] | None
+    metric: str | None,
+    mode: Mode | None,
+    *,
+    patience: int | None,
+    min_delta: float,
+    known: Sequence[str] | None,
 ) -> Callable[[], BestRule] | None:
     """Returns what makes the best rule of a call, or None for no rule.
 
@@ -133,7 +142,7 @@ def rule_for(
         ConfigError: the metric, its direction or the patience is wrong.
 
     Example:
-        >>> rule_for("accuracy", None, 2, 0.0, known=None)().metric
+        >>> rule_for("accuracy", None, patience=2, min_delta=0.0, known=None)().metric
         'eval_accuracy'
     """
     if metric is None:

@@ -39,7 +39,7 @@ def missing_loss(loss_fn: Any, outputs: Any) -> ConfigError:
 
 
 def loss_weight(
-    model: nn.Module, loss_fn: Callable[..., Any] | None, inputs: Any, outputs: Any, targets: Any
+    model: nn.Module, loss_fn: Callable[..., Any] | None, *, inputs: Any, outputs: Any, targets: Any
 ) -> float | Tensor:
     """Returns how many things the loss of a batch is a mean over.
 

@@ -92,7 +92,7 @@ class Trainer:
         self.device = get_device(device)
         self.model = model.to(self.device)
         self.loss_fn = loss_fn.to(self.device) if isinstance(loss_fn, nn.Module) else loss_fn
-        self.optimizer = optimizer_for(self.model, optimizer, self.settings)
+        self.optimizer = optimizer_for(self.model, optimizer, settings=self.settings)
         self.scheduler = scheduler
         check_scheduler(scheduler, self.optimizer)
         check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"))
@@ -216,7 +216,7 @@ class Trainer:
 
     def _loss_weight(self, inputs: Any, outputs: Any, targets: Any) -> float | Tensor:
         """Returns how many things the loss is a mean over; see :func:`treadle.functional.losses.loss_weight`."""
-        return loss_weight(self.model, self.loss_fn, inputs, outputs, targets)
+        return loss_weight(self.model, self.loss_fn, inputs=inputs, outputs=outputs, targets=targets)
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -301,12 +301,13 @@ class Trainer:
             ConfigError: an argument is out of range, or the metric is not in the record.
             CheckpointError: another process trains in ``save_dir``, or no checkpoint is intact.
         """
-        check_call(num_epochs, save_freq, callbacks, eval_dataloader)
+        check_call(num_epochs, save_freq, callbacks=callbacks, eval_loader=eval_dataloader)
         if best_model_metric in ("eval_loss", "loss") and eval_dataloader is None:
             best_model_metric = "train_loss"
+        evaluated, has_metrics = eval_dataloader is not None, bool(self._eval_task.metrics)
         make_rule = rule_for(
-            best_model_metric, best_mode, early_stopping_patience, self.settings.min_delta,
-            known=known_keys(self._overrides, eval_dataloader is not None, bool(self._eval_task.metrics)),
+            best_model_metric, best_mode, patience=early_stopping_patience, min_delta=self.settings.min_delta,
+            known=known_keys(self._overrides, evaluated=evaluated, has_metrics=has_metrics),
         )  # fmt: skip
         self._folder.use(save_dir, save_freq)
         after_epoch = partial(self._end_epoch, callbacks or ())

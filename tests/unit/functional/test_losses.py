@@ -29,7 +29,7 @@ class Masked(nn.Linear):
 
 
 def weight(loss_fn, targets, *, model=None, inputs=torch.zeros(2, 3), outputs=None):
-    return loss_weight(model or line(), loss_fn, inputs, outputs, targets)
+    return loss_weight(model or line(), loss_fn, inputs=inputs, outputs=outputs, targets=targets)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_the_face_counts_exactly_the_tokens_of_an_uneven_last_batch():
     model = build_gpt2(40, n_positions=8, n_embd=8, n_layer=1, n_head=2).eval()
     blocks = TokenBlocks(torch.arange(1, 36), 8)  # 5 blocks, the last one with 6 of its 7 places used
     batches = list(DataLoader(blocks, batch_size=3))
-    weights = [loss_weight(model, None, batch, model(**batch), None) for batch in batches]
+    weights = [loss_weight(model, None, inputs=batch, outputs=model(**batch), targets=None) for batch in batches]
     assert weights == [21, 13]
     mean = sum(weight * model(**batch).loss for weight, batch in zip(weights, batches, strict=True)) / 34
     logits = torch.cat([model(input_ids=block["input_ids"][None]).logits[0, :-1] for block in blocks])
