@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from treadle.distributed import unwrap
-from treadle.errors import CheckpointError
+from treadle.errors import CheckpointError, ConfigError
 from treadle.naming import clean_name
 
 # nn.modules.batchnorm._NormBase is the common base of BatchNorm*, SyncBatchNorm and InstanceNorm*.
@@ -146,3 +146,12 @@ def move_optimizer_state(optimizer: Optimizer) -> None:
         for key, value in entries.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.device != parameter.device:
                 entries[key] = value.to(parameter.device)
+
+
+def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
+    """Raises ConfigError if a scheduler moves another optimizer's learning rate."""
+    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigError(
+            f"scheduler: the {type(scheduler).__name__} was built over another optimizer and would never move this "
+            "one's learning rate; build it over the optimizer that you pass"
+        )

@@ -43,7 +43,7 @@ SHARED_BY_HOOKS = {"base", "reporting", "tracking", "files"}
 STANDALONE = {
     "model", "encoder", "losses", "metrics", "masks", "vocab", "codebooks", "tokenizers", "layers", "encodings",
     "clustering", "arrays", "augment", "preprocessing", "attention", "buckets", "heads", "inputs", "model_options",
-    "padded", "corpus", "ngrams", "tokenizer",
+    "padded", "corpus", "ngrams", "tokenizer", "task_types",
 }  # fmt: skip
 
 

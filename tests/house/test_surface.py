@@ -26,7 +26,7 @@ PROMISED = {
     "name",
     [
         "treadle", "treadle.spectra", "treadle.graphs", "treadle.text", "treadle.hooks", "treadle.checkpoint",
-        "treadle.data", "treadle.exchange", "treadle.builder", "treadle.config",
+        "treadle.data", "treadle.exchange", "treadle.functional", "treadle.builder", "treadle.config",
     ],
 )  # fmt: skip
 def test_all_is_complete_and_every_name_is_there(name):
@@ -52,9 +52,10 @@ def test_the_promised_names_are_at_the_root():
 
 
 def test_a_packs_trainer_is_its_trainer():
-    from treadle import spectra
+    from treadle import graphs, spectra
 
     assert spectra.Trainer is spectra.SpectraTrainer
+    assert graphs.Trainer is graphs.GraphTrainer
 
 
 def module_names():

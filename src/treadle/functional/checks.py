@@ -47,15 +47,6 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
     return optimizer
 
 
-def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
-    """Raises ConfigError if a scheduler moves another optimizer's learning rate."""
-    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise ConfigError(
-            f"scheduler: the {type(scheduler).__name__} was built over another optimizer and would never move this "
-            "one's learning rate; build it over the optimizer that you pass"
-        )
-
-
 def check_loss_fn(loss_fn: Any, *, own_loss: bool) -> None:
     """Raises ConfigError for a loss that is not a scalar, and warns of one with parameters of its own.
 

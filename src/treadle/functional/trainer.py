@@ -22,7 +22,6 @@ from treadle.functional.batches import split_batch
 from treadle.functional.checks import (
     check_call,
     check_loss_fn,
-    check_scheduler,
     known_keys,
     optimizer_for,
     rule_for,
@@ -40,6 +39,7 @@ from treadle.hooks.bar import ProgressBarHook
 from treadle.hooks.base import BaseHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.progress import ProgressHook
+from treadle.optim import check_scheduler
 from treadle.precision import in_full_precision
 from treadle.target import Target
 

@@ -5,6 +5,8 @@ Importing this needs torch and numpy only; torch_geometric, rdkit and Hydra are 
 
 from __future__ import annotations
 
+from treadle.best import EarlyStopping
+from treadle.device import get_device
 from treadle.graphs.buckets import PadBucket, plan_buckets
 from treadle.graphs.datasets import GraphDataset, dataset_names, get_dataset
 from treadle.graphs.encoding_cache import cached_encodings
@@ -36,15 +38,31 @@ from treadle.graphs.encodings import (
     rwse_pe,
     spd_pe,
 )
+from treadle.graphs.losses import GraphLoss, get_loss_fn
+from treadle.graphs.metrics import GraphMetrics, get_metrics
 from treadle.graphs.model import GraphTransformer, get_model
 from treadle.graphs.model_options import ModelOptions
+from treadle.graphs.optimizer import get_optimizer, get_optimizer_from_config
 from treadle.graphs.padded import PaddedGraphBatch, PaddingCollater, pad_batch
+from treadle.graphs.scheduler import get_scheduler
+from treadle.graphs.task import GraphTask
+from treadle.graphs.trainer import GraphTrainer
+from treadle.graphs.utilities import GradientAccumulator, log_model_info
+from treadle.seed import ReproducibilityContext, set_seed
+
+Trainer = GraphTrainer
 
 __all__ = [
     "AddPositionalEncodings",
+    "EarlyStopping",
     "EncodedGraphs",
+    "GradientAccumulator",
     "GraphDataset",
     "GraphEncoding",
+    "GraphLoss",
+    "GraphMetrics",
+    "GraphTask",
+    "GraphTrainer",
     "GraphTransformer",
     "HKSConfig",
     "LapConfig",
@@ -57,7 +75,9 @@ __all__ = [
     "RWSEConfig",
     "RandomSignFlip",
     "RelativePEConfig",
+    "ReproducibilityContext",
     "RoleConfig",
+    "Trainer",
     "bfs_pe",
     "cached_encodings",
     "compute_node_pe",
@@ -67,16 +87,24 @@ __all__ = [
     "diffusion_pe",
     "encode_graphs",
     "get_dataset",
+    "get_device",
+    "get_loss_fn",
+    "get_metrics",
     "get_model",
+    "get_optimizer",
+    "get_optimizer_from_config",
+    "get_scheduler",
     "hks_pe",
     "hop_distances",
     "landmark_pe",
     "lap_pe",
+    "log_model_info",
     "pad_batch",
     "parse_pe_config",
     "plan_buckets",
     "resistance_pe",
     "role_pe",
     "rwse_pe",
+    "set_seed",
     "spd_pe",
 ]

@@ -1,0 +1,133 @@
+"""What the graph face refuses before any work is lost, and what it takes where nothing was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, get_args
+
+from torch import nn
+
+from treadle.best import BestRule, Mode
+from treadle.distributed import unwrap
+from treadle.errors import ConfigError
+from treadle.graphs.epoch_records import TRAIN, VAL, GraphRule, missing_key
+from treadle.graphs.losses import get_loss_fn
+from treadle.graphs.metrics import GraphMetrics, get_metrics
+from treadle.graphs.task import EpochMetrics, LossFn
+from treadle.graphs.task_types import check_task_type, outputs_of
+from treadle.precision import PrecisionName
+
+
+class Chosen(NamedTuple):
+    """What a trainer works with."""
+
+    num_classes: int | None
+    """Outputs of a classification, None for other tasks."""
+    loss_fn: LossFn
+    metrics: EpochMetrics
+
+
+def loss_and_metrics(
+    model: nn.Module, task_type: str, num_classes: int | None, loss_fn: LossFn | None, metrics: EpochMetrics | None
+) -> Chosen:
+    """Returns loss and metrics as given, or those of the task.
+
+    Raises:
+        ConfigError: the task is unknown, or the two disagree on whether predictions are logits.
+
+    Example:
+        >>> loss_and_metrics(nn.Linear(1, 1), "regression", None, None, None).loss_fn
+        GraphLoss('regression', 'mse', num_classes=None)
+    """
+    check_task_type(task_type)
+    if task_type != "classification" and num_classes is not None:
+        outputs_of(task_type, num_classes)  # refuses what the task cannot have
+    classes = None
+    if task_type == "classification":
+        own = getattr(unwrap(model), "num_classes", None)
+        classes = outputs_of(task_type, own if num_classes is None and isinstance(own, int) else num_classes)
+    if loss_fn is None:
+        loss_fn = get_loss_fn(task_type, num_classes=classes)
+    loss_logits = getattr(loss_fn, "from_logits", None)
+    if metrics is None:
+        metrics = get_metrics(task_type, classes or 2, from_logits=loss_logits is not False)
+    metric_logits = getattr(metrics, "from_logits", None)
+    if None not in (loss_logits, metric_logits) and loss_logits != metric_logits:
+        raise ConfigError(
+            f"loss_fn has from_logits={loss_logits} and metrics from_logits={metric_logits}: both read the same "
+            "outputs, so they must agree; use loss_type='bce' with from_logits=False, any other loss with True"
+        )
+    return Chosen(classes, loss_fn, metrics)
+
+
+def precision_named(mixed_precision: bool | str | None) -> PrecisionName | None:
+    """Returns the name of the autocast type: True is bf16, False and None are full precision.
+
+    Raises:
+        ConfigError: it is something else.
+
+    Example:
+        >>> precision_named(True), precision_named(False), precision_named("fp16")
+        ('bf16', None, 'fp16')
+    """
+    if mixed_precision is None or isinstance(mixed_precision, bool):
+        return "bf16" if mixed_precision else None
+    if mixed_precision not in get_args(PrecisionName):
+        raise ConfigError(f"mixed_precision={mixed_precision!r}: must be False, True (bf16), 'bf16' or 'fp16'")
+    return mixed_precision  # type: ignore[return-value]  # it is one of the names
+
+
+def check_log_every(log_every: int | None) -> None:
+    """Raises ConfigError unless it is a whole number of steps, or None.
+
+    Example:
+        >>> check_log_every(0)
+    """
+    if log_every is not None and (isinstance(log_every, bool) or not isinstance(log_every, int) or log_every < 0):
+        raise ConfigError(f"log_every={log_every!r}: must be a whole number of steps, or None or 0 to turn it off")
+
+
+def check_epochs(epochs: Any) -> None:
+    """Raises ConfigError unless it is a whole number >= 0.
+
+    Example:
+        >>> check_epochs(100)
+    """
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
+        raise ConfigError(f"epochs={epochs!r}: must be a whole number of epochs >= 0, counted from the start")
+
+
+def best_rule(
+    metric: str,
+    minimize: bool | None,
+    patience: int | None,
+    min_delta: float,
+    *,
+    evaluated: bool,
+    metrics: EpochMetrics,
+) -> Callable[[], BestRule]:
+    """Returns what makes the best rule of a call.
+
+    Args:
+        metric: a key of the validation record, or without validation of the training record.
+        minimize: its direction; None for that of its name.
+        patience: epochs without improvement, or None.
+        min_delta: smallest change that counts.
+        evaluated: whether there is a validation loader.
+        metrics: tell their names where they know them.
+
+    Raises:
+        ConfigError: the metric, its direction, the patience or the change is wrong.
+
+    Example:
+        >>> best_rule("mae", None, 2, 0.0, evaluated=True, metrics=get_metrics("regression"))().mode
+        'min'
+    """
+    prefix = VAL if evaluated else TRAIN
+    if isinstance(metrics, GraphMetrics) and metric not in ("loss", *metrics.names):
+        raise missing_key(metric, ("loss", *metrics.names), prefix)
+    mode: Mode | None = None if minimize is None else "min" if minimize else "max"
+    make = partial(GraphRule, f"{prefix}{metric}", mode, min_delta, patience)
+    make()  # refuses bad values now
+    return make

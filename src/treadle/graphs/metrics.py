@@ -1,0 +1,223 @@
+"""Metrics over all predictions of an epoch: equal to scikit-learn's, gathered over ranks, NaN where undefined.
+
+Shapes: G = graphs (or nodes, or pairs of nodes), T = targets of each, C = classes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treadle.errors import ConfigError
+from treadle.graphs.task_types import aligned, check_labels, check_task_type, counted, margin, outputs_of
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class GraphMetrics:
+    """The metrics of a task; `get_metrics` builds it.
+
+    Predictions and targets are kept where they are until they are asked for. Whether they are logits is declared,
+    never guessed from their range. A prediction that is NaN makes every metric NaN.
+
+    Attributes:
+        from_logits: whether predictions are logits; None where that does not matter, as in regression.
+        names: the keys of `compute`.
+    """
+
+    def __init__(self, task_type: str, num_classes: int, *, from_logits: bool, k: int) -> None:
+        check_task_type(task_type)
+        if isinstance(k, bool) or not k >= 1:
+            raise ConfigError(f"k={k!r}: precision@k needs at least the one best score")
+        self.task_type = task_type
+        self.num_classes = outputs_of(task_type, num_classes) if task_type == "classification" else None
+        if task_type == "edge_prediction":
+            self.num_classes = 1
+        self.from_logits = None if task_type == "regression" else from_logits
+        self.k = k
+        self.names = self._names()
+        if "roc_auc" in self.names:
+            _curves()  # a missing package is said now, not after an epoch
+        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def _names(self) -> tuple[str, ...]:
+        if self.task_type == "regression":
+            return ("mse", "mae", "rmse")
+        if self.task_type == "multilabel":
+            return ("accuracy", "roc_auc", "ap")
+        if self.task_type == "edge_prediction":
+            return ("roc_auc", "ap", f"precision@{self.k}")
+        if self.num_classes is not None and self.num_classes > 2:
+            return ("accuracy", "f1_macro", "roc_auc")
+        return ("accuracy", "f1", "roc_auc", "ap")
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self._kept = []
+
+    def update(self, pred: Tensor, target: Tensor, mask: Tensor | None = None) -> None:
+        """Adds the predictions of a batch.
+
+        Args:
+            pred: as for the loss of the task.
+            target: as for the loss of the task; NaN is unknown and does not count.
+            mask: bool, True = counted, of the target's shape or (G,).
+
+        Raises:
+            ConfigError: shapes do not fit, or a label on the CPU is no class.
+        """
+        pred, target = aligned(self.task_type, self.num_classes, pred.detach(), target.detach())
+        if mask is not None and mask.dim() > target.dim():
+            mask = mask.reshape(target.shape)
+        known = counted(target, mask)
+        if self.task_type != "regression":
+            check_labels(max(2, self.num_classes or 2), target, known)
+        self._kept.append((pred.float() if pred.dtype in _HALF else pred, target, known))
+
+    def compute(self) -> dict[str, float]:
+        """Returns the metrics over everything that was added on any rank.
+
+        Raises:
+            ConfigError: nothing was added.
+        """
+        parts = [part for rank in _from_all_ranks(_joined(self._kept)) for part in rank]
+        if not parts:
+            raise ConfigError("compute: no prediction was added; call update first, with batches of a loader")
+        pred, target, known = _joined(parts)[0]
+        if not bool(known.any()) or bool(pred[known].isnan().any()):
+            return dict.fromkeys(self.names, math.nan)
+        pred = pred.double()
+        if self.task_type == "regression":
+            return _regression(pred[known], target[known].double())
+        if self.task_type == "multilabel":
+            return _multilabel(self._score(pred), target, known)
+        pred, target = pred[known], target[known].long()
+        if pred.dim() == 2 and pred.shape[1] > 2:
+            return _classes(pred.softmax(1) if self.from_logits else pred, target)
+        if pred.dim() == 2 and not self.from_logits:
+            pred = pred[:, 1]
+        score = self._score(margin(pred))
+        if self.task_type == "edge_prediction":
+            return {**_curve_values(score, target), f"precision@{self.k}": _precision_at(score, target, self.k)}
+        return {**_labels(score > 0.5, target), **_curve_values(score, target)}
+
+    def _score(self, logit: Tensor) -> Tensor:
+        return logit.sigmoid() if self.from_logits else logit
+
+
+def get_metrics(task_type: str, num_classes: int = 2, *, from_logits: bool = True, k: int = 100) -> GraphMetrics:
+    """Returns the metrics of a task, an object with ``reset()``, ``update(pred, target, mask=None)``, ``compute()``.
+
+    - regression: ``mse``, ``mae``, ``rmse`` over the known entries.
+    - classification with one logit or two columns: ``accuracy``, ``f1``, ``roc_auc``, ``ap``. The score is the sigmoid
+      of the logit, or of z1 - z0; the label is score > 0.5.
+    - classification with C >= 3: ``accuracy``, ``f1_macro``, ``roc_auc`` (one against the rest, mean over the classes
+      that occur).
+    - multilabel: ``accuracy`` over the known entries; ``roc_auc`` and ``ap``, means over the columns that have both
+      classes among the known.
+    - edge_prediction: ``roc_auc``, ``ap``, ``precision@k`` of the min(k, n) best scores.
+
+    Equal scores take mean ranks, in ``precision@k`` too. A metric that is undefined, for example because there is one
+    class only, is NaN.
+
+    Args:
+        task_type: the kind of task.
+        num_classes: of a classification; 1 is one logit. Other tasks do not need it.
+        from_logits: whether predictions are logits or probabilities.
+        k: how many scores ``precision@k`` looks at.
+
+    Raises:
+        ConfigError: a value is unknown or out of range.
+        ImportError: torchmetrics, which the curves need, is missing.
+
+    Example:
+        >>> metrics = get_metrics("regression")
+        >>> metrics.update(torch.tensor([[1.0], [2.0]]), torch.zeros(2))
+        >>> metrics.compute()
+        {'mse': 2.5, 'mae': 1.5, 'rmse': 1.5811388300841898}
+    """
+    return GraphMetrics(task_type, num_classes, from_logits=from_logits, k=k)
+
+
+def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    if not parts:
+        return []
+    pred, target, known = (torch.cat([part[place].cpu() for part in parts]) for place in range(3))
+    return [(pred, target, known)]
+
+
+def _from_all_ranks(value: Any) -> list[Any]:
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def _regression(pred: Tensor, target: Tensor) -> dict[str, float]:
+    error = pred - target
+    mse = float(error.square().mean())
+    return {"mse": mse, "mae": float(error.abs().mean()), "rmse": math.sqrt(mse)}
+
+
+def _labels(label: Tensor, target: Tensor) -> dict[str, float]:
+    return {"accuracy": float((label == target).double().mean()), "f1": _f1(label, target == 1)}
+
+
+def _f1(predicted: Tensor, actual: Tensor) -> float:
+    hits, total = int((predicted & actual).sum()), int(predicted.sum()) + int(actual.sum())
+    return 2 * hits / total if total else math.nan
+
+
+def _classes(score: Tensor, target: Tensor) -> dict[str, float]:
+    label = score.argmax(1)
+    occurring = sorted({*target.tolist(), *label.tolist()})
+    f1 = [_f1(label == c, target == c) for c in occurring]
+    areas = [_curve_values(score[:, c], (target == c).long())["roc_auc"] for c in sorted(set(target.tolist()))]
+    return {
+        "accuracy": float((label == target).double().mean()),
+        "f1_macro": sum(f1) / len(f1),
+        "roc_auc": sum(areas) / len(areas),
+    }
+
+
+def _multilabel(score: Tensor, target: Tensor, known: Tensor) -> dict[str, float]:
+    columns = [_curve_values(score[known[:, t], t], target[known[:, t], t].long()) for t in range(score.shape[1])]
+    defined = [column for column in columns if not math.isnan(column["roc_auc"])]
+    right = (score > 0.5)[known] == target[known].bool()
+    means = {name: _mean([column[name] for column in defined]) for name in ("roc_auc", "ap")}
+    return {"accuracy": float(right.double().mean()), **means}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _curve_values(score: Tensor, target: Tensor) -> dict[str, float]:
+    """Returns the areas under both curves; NaN unless both classes occur."""
+    positives = int(target.sum())
+    if positives in (0, len(target)):
+        return {"roc_auc": math.nan, "ap": math.nan}
+    auroc, average_precision = _curves()
+    return {"roc_auc": float(auroc(score, target)), "ap": float(average_precision(score, target))}
+
+
+def _curves() -> tuple[Any, Any]:
+    try:
+        from torchmetrics.functional.classification import binary_auroc, binary_average_precision
+    except ImportError as error:
+        raise ImportError("the metrics roc_auc and ap need torchmetrics: pip install 'treadle[graphs]'") from error
+    return binary_auroc, binary_average_precision
+
+
+def _precision_at(score: Tensor, target: Tensor, k: int) -> float:
+    """Returns the share of positives among the k best scores; of equal ones at the border, the expected share."""
+    k = min(k, len(score))
+    border = score.sort(descending=True).values[k - 1]
+    above, tied = score > border, score == border
+    places = k - int(above.sum())
+    return (int(target[above].sum()) + places * int(target[tied].sum()) / int(tied.sum())) / k

@@ -1,0 +1,147 @@
+"""What each kind of task predicts: in which shape, from which column, and which targets count.
+
+Losses and metrics read predictions through here, so they agree on them. Shapes: G = graphs (or nodes, or pairs of
+nodes), T = targets of each, C = classes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from treadle.errors import ConfigError, nearest
+
+TaskType: TypeAlias = Literal["regression", "classification", "multilabel", "edge_prediction"]
+
+
+def check_task_type(task_type: str) -> None:
+    """Raises ConfigError for a kind of task that does not exist, naming the nearest.
+
+    Example:
+        >>> check_task_type("regression")
+    """
+    if task_type not in get_args(TaskType):
+        raise ConfigError(f"task_type={task_type!r} is unknown; {nearest(str(task_type), get_args(TaskType))}")
+
+
+def outputs_of(task_type: str, num_classes: int | None) -> int | None:
+    """Returns how many outputs a task needs: 2 for classification unless told, 1 for pairs, else as told.
+
+    Raises:
+        ConfigError: the number is no whole number >= 1, or the task cannot have it.
+
+    Example:
+        >>> outputs_of("classification", None), outputs_of("edge_prediction", None), outputs_of("regression", None)
+        (2, 1, None)
+    """
+    if num_classes is not None and (isinstance(num_classes, bool) or not num_classes >= 1):
+        raise ConfigError(f"num_classes={num_classes!r}: must be a whole number >= 1, or None")
+    if task_type == "edge_prediction":
+        if num_classes not in (None, 1):
+            raise ConfigError(
+                f"num_classes={num_classes}: edge_prediction has one logit for each pair; for more, use "
+                "task_type='classification'"
+            )
+        return 1
+    return 2 if task_type == "classification" and num_classes is None else num_classes
+
+
+def aligned(task_type: str, num_outputs: int | None, pred: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns prediction and target in one of three shapes, refusing what would have to be broadcast.
+
+    - (G, T) and (G, T): regression and multilabel; a 1-D target of a 2-D prediction gets a last axis.
+    - (G,) and (G,): one logit for each graph.
+    - (G, C) and (G,): two columns or more; the target is a class.
+
+    Args:
+        task_type: the kind of task.
+        num_outputs: how many outputs the task has, None where that does not matter.
+        pred: what the model returned.
+        target: (G,), (G, 1) or (G, T).
+
+    Raises:
+        ConfigError: the shapes do not fit; both are named.
+
+    Example:
+        >>> [t.shape for t in aligned("classification", 2, torch.zeros(3, 1), torch.zeros(3, 1))]
+        [torch.Size([3]), torch.Size([3])]
+    """
+    given = f"task_type={task_type!r}: the prediction has shape {tuple(pred.shape)}, the target {tuple(target.shape)}"
+    if task_type in ("regression", "multilabel"):
+        target = target[:, None] if target.dim() == 1 and pred.dim() == 2 else target
+        if pred.shape != target.shape or pred.dim() == 0:
+            raise ConfigError(f"{given}; they must have the same shape (G, T), nothing is broadcast")
+        if num_outputs is not None and (pred.shape[1] if pred.dim() == 2 else 1) != num_outputs:
+            raise ConfigError(f"{given}, and num_classes={num_outputs}; build the model with that many outputs")
+        return pred, target
+    target = target[:, 0] if target.dim() == 2 and target.shape[1] == 1 else target
+    columns = 1 if pred.dim() == 1 else pred.shape[1] if pred.dim() == 2 else 0
+    allowed = (1, 2) if num_outputs == 2 else (num_outputs,)
+    if columns not in allowed:
+        wanted = "(G,) or (G, 1)" if num_outputs == 1 else f"(G, {num_outputs})"
+        raise ConfigError(f"{given}; with num_classes={num_outputs} the prediction must have shape {wanted}")
+    if target.shape != pred.shape[:1]:
+        raise ConfigError(f"{given}; there must be one target for each row of the prediction, nothing is broadcast")
+    return (pred.reshape(-1) if columns == 1 else pred), target
+
+
+def margin(pred: Tensor) -> Tensor:
+    """Returns the logit of class 1 (G,): the one there is, or the difference of two columns.
+
+    Example:
+        >>> margin(torch.tensor([[1.0, 3.0]]))
+        tensor([2.])
+    """
+    return pred if pred.dim() == 1 else pred[:, 1] - pred[:, 0]
+
+
+def counted(target: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns which entries of a target count, in its shape: those that are known (not NaN) and that the mask has.
+
+    Args:
+        target: any shape (G, ...).
+        mask: (G,) or the target's shape, bool, True = counted; None for all.
+
+    Raises:
+        ConfigError: the mask is not bool or has another shape.
+
+    Example:
+        >>> counted(torch.tensor([[1.0, torch.nan], [1.0, 1.0]]), torch.tensor([True, False]))
+        tensor([[ True, False],
+                [False, False]])
+    """
+    known = ~target.isnan() if target.is_floating_point() else torch.ones_like(target, dtype=torch.bool)
+    if mask is None:
+        return known
+    if mask.dtype != torch.bool or mask.shape not in (target.shape, target.shape[:1]):
+        raise ConfigError(
+            f"mask: a {mask.dtype} tensor of shape {tuple(mask.shape)}; it must be bool, True = counted, of shape "
+            f"{tuple(target.shape)} or {tuple(target.shape[:1])}"
+        )
+    return known & mask.reshape(*mask.shape, *[1] * (target.dim() - mask.dim()))
+
+
+def check_labels(num_labels: int, target: Tensor, known: Tensor) -> None:
+    """Raises ConfigError for labels that are no classes; those on a device are not looked at, which would wait for it.
+
+    Args:
+        num_labels: C, how many classes there are.
+        target: labels, any shape; they must be 0, 1, … C - 1.
+        known: bool, the target's shape; which of them count.
+
+    Example:
+        >>> check_labels(2, torch.tensor([0, 1]), torch.tensor([True, True]))
+    """
+    if target.device.type != "cpu":
+        return
+    labels = target[known]
+    wrong = (labels < 0) | (labels >= num_labels)
+    if labels.is_floating_point():
+        wrong |= labels != labels.floor()
+    if wrong.any():
+        raise ConfigError(
+            f"target: {labels[wrong][0].tolist()!r} is no class; the labels must be whole numbers from 0 to "
+            f"{num_labels - 1}. Give num_classes (1 or 2 for two classes), or correct the labels"
+        )

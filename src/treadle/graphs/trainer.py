@@ -1,0 +1,332 @@
+"""The graph face: trains graph models by epochs, keeps the best and the last checkpoint, returns two histories."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from treadle import distributed
+from treadle.checkpoint.schema import to_plain
+from treadle.checkpoint.store import load_checkpoint, save_checkpoint
+from treadle.device import get_device
+from treadle.engine import Engine
+from treadle.graphs.checks import best_rule, check_epochs, check_log_every, loss_and_metrics, precision_named
+from treadle.graphs.epoch_records import (
+    GraphEpochs,
+    GraphHistoryFile,
+    LogHook,
+    LogHooks,
+    as_history,
+    described,
+    train_part,
+    val_part,
+)
+from treadle.graphs.task import EpochMetrics, GraphTask, LossFn, raw_outputs
+from treadle.graphs.train_outputs import TrainOutputsHook
+from treadle.hooks.bar import ProgressBarHook
+from treadle.hooks.base import BaseHook
+from treadle.hooks.progress import ProgressHook
+from treadle.optim import check_scheduler, move_optimizer_state
+from treadle.run_folder import RunFolder, write_best_and_last
+
+_log = logging.getLogger("treadle.graphs")
+
+
+class GraphTrainer:
+    """Trains a model that takes a whole batch of graphs; the loop is that of ``treadle.hooks.base``.
+
+    Args:
+        model: called with each batch; moved to the device in place.
+        optimizer: over its parameters.
+        scheduler: stepped as ``scheduler_interval`` says.
+        loss_fn: a loss of `get_loss_fn`, or any function (prediction, target) -> mean; None: that of the task.
+        metrics: an object with ``reset``, ``update`` and ``compute``; None: those of the task.
+        device: None takes CUDA, then MPS, then the CPU.
+        task_type: ``"regression"``, ``"classification"``, ``"multilabel"`` or ``"edge_prediction"``.
+        num_classes: of a classification; None: ``model.num_classes`` if there is one, else 2.
+        grad_clip: total 2-norm to clip to; None or 0 off.
+        mixed_precision: False, True (bf16), ``"bf16"`` or ``"fp16"``.
+        log_every: steps between reports; None or 0 off.
+        checkpoint_dir: folder of ``last.pt``, ``best.pt`` and ``history.json``; None writes nothing.
+        experiment_name: names the run in log lines and checkpoints.
+        accumulation_steps: micro-batches per optimizer step.
+        scheduler_interval: ``"epoch"`` or ``"step"`` (applied steps).
+        max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None: none.
+        hooks: further hooks.
+        eval_seed: seeds the random numbers of every evaluation.
+
+    Attributes:
+        config: plain values stored in every checkpoint; more may be added before training.
+
+    Raises:
+        ConfigError: a value is unknown or out of range, the loss and the metrics disagree on whether predictions are
+            logits, or a device is not available.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from treadle.graphs import get_model, get_optimizer
+        >>> path = torch.tensor([[0, 1], [1, 0]])
+        >>> graph = SimpleNamespace(x=torch.tensor([0, 1]), edge_index=path, y=torch.ones(1, 1), num_graphs=1)
+        >>> model = get_model(num_features=2, hidden_dim=8, num_layers=1, num_heads=2)
+        >>> trainer = GraphTrainer(model, get_optimizer(model), device="cpu")
+        >>> history = trainer.fit([graph] * 3, [graph], epochs=2)
+        >>> [record["epoch"] for record in history["train"]], list(history["val"][0])
+        ([1, 2], ['epoch', 'loss', 'mse', 'mae', 'rmse'])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None = None,
+        loss_fn: LossFn | None = None,
+        metrics: EpochMetrics | None = None,
+        device: torch.device | str | int | None = None,
+        task_type: str = "regression",
+        num_classes: int | None = None,
+        grad_clip: float | None = None,
+        mixed_precision: bool | str | None = False,
+        log_every: int | None = 50,
+        checkpoint_dir: str | Path | None = None,
+        *,
+        experiment_name: str = "experiment",
+        accumulation_steps: int = 1,
+        scheduler_interval: Literal["step", "epoch"] = "epoch",
+        max_non_finite_grad_retries: int | None = None,
+        hooks: Sequence[BaseHook] = (),
+        eval_seed: int = 0,
+    ):
+        self.device = get_device(device)
+        self.model = model.to(self.device)
+        move_optimizer_state(optimizer)
+        check_scheduler(scheduler, optimizer)
+        check_log_every(log_every)
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.task_type = task_type
+        self.experiment_name = experiment_name
+        self.num_classes, self.loss_fn, self.metrics = loss_and_metrics(
+            self.model, task_type, num_classes, loss_fn, metrics
+        )
+        task = GraphTask(self.device, task_type, self.num_classes, loss_fn=self.loss_fn, metrics=self.metrics)
+        self._outputs, self._log_hooks = TrainOutputsHook(task), LogHooks(log_every)
+        self._engine = Engine(
+            self.model,
+            optimizer,
+            task,
+            scheduler=scheduler,
+            scheduler_interval=scheduler_interval,
+            device=device,
+            precision=precision_named(mixed_precision),
+            grad_clip=grad_clip,
+            accumulation_steps=accumulation_steps,
+            max_non_finite_grad_retries=max_non_finite_grad_retries,
+            hooks=[*self._own_hooks(checkpoint_dir, log_every, hooks), *hooks],
+            eval_seed=eval_seed,
+            logger=_log,
+        )
+        self._engine.face = "graphs"
+        self._engine.config = self.config = {
+            "experiment_name": experiment_name, "task_type": task_type, "num_classes": self.num_classes,
+            "loss": repr(self.loss_fn), "grad_clip": grad_clip, "mixed_precision": mixed_precision,
+            "accumulation_steps": accumulation_steps, "scheduler_interval": scheduler_interval, "eval_seed": eval_seed,
+        }  # fmt: skip
+        self._epochs = GraphEpochs(self._engine, self._outputs)
+        self._folder = BestAndLast(self._engine, "checkpoint_dir")
+        self._folder.use(checkpoint_dir)
+
+    def _own_hooks(
+        self, checkpoint_dir: str | Path | None, log_every: int | None, given: Sequence[BaseHook]
+    ) -> list[BaseHook]:
+        own: list[BaseHook] = [self._outputs, self._log_hooks]
+        if checkpoint_dir is not None:
+            own.append(GraphHistoryFile(Path(checkpoint_dir) / "history.json", lambda: self._epochs.history))
+        if log_every and not any(isinstance(hook, (ProgressHook, ProgressBarHook)) for hook in given):
+            own.append(ProgressHook(log_every))
+        return own
+
+    # -- what happened so far -------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed."""
+        return self._engine.epoch
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps attempted."""
+        return self._engine.step
+
+    @property
+    def history(self) -> dict[str, list[dict[str, Any]]]:
+        """``{"train": [...], "val": [...]}``, one record per epoch."""
+        return as_history(self._epochs.history)
+
+    @property
+    def best_metric(self) -> float | None:
+        """The best value so far; None before the first improvement."""
+        known = self._epochs.selection
+        return None if known is None or known["best_epoch"] is None else known["best"]
+
+    @property
+    def best_epoch(self) -> int | None:
+        """The 1-based epoch of the best value; None before the first improvement."""
+        known = self._epochs.selection
+        return None if known is None else known["best_epoch"]
+
+    @property
+    def checkpoint_dir(self) -> Path | None:
+        """The folder of checkpoints, or None."""
+        return self._folder.path
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        train_loader: Iterable[Any],
+        val_loader: Iterable[Any] | None = None,
+        epochs: int = 100,
+        metric_for_best: str = "loss",
+        minimize_metric: bool | None = None,
+        early_stopping: int | None = None,
+        *,
+        min_delta: float = 0.0,
+        resume_from: str | Path | None = None,
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Trains until ``epochs`` epochs are completed or early stopping ends the run.
+
+        Args:
+            train_loader: batches; re-iterated for each epoch.
+            val_loader: batches to evaluate after each epoch, or None.
+            epochs: absolute target; a run that has reached it returns its history at once.
+            metric_for_best: a key of the validation record, or without ``val_loader`` of the training record. It
+                selects ``best.pt``, stops early, and moves a plateau scheduler.
+            minimize_metric: its direction; None: that of its name.
+            early_stopping: epochs without improvement until training stops; None never stops.
+            min_delta: smallest change that counts as an improvement.
+            resume_from: None, ``"auto"`` (the newest intact checkpoint of ``checkpoint_dir``), or a path.
+
+        Returns:
+            ``{"train": [...], "val": [...]}``. A training record has ``epoch`` (1-based), ``loss``, the metrics of the
+            outputs in training mode, ``lr`` and ``time`` (seconds); a validation record ``epoch``, ``loss``, metrics.
+
+        Raises:
+            ConfigError: an argument is out of range, or the metric is not in the record.
+            CheckpointError: another process trains in ``checkpoint_dir``, or no checkpoint is intact.
+        """
+        check_epochs(epochs)
+        make_rule = best_rule(
+            metric_for_best, minimize_metric, early_stopping, min_delta,
+            evaluated=val_loader is not None, metrics=self.metrics,
+        )  # fmt: skip
+        with self._folder.held():
+            self._folder.resume(resume_from)
+            self._epochs.select_by(make_rule)
+            self._epochs.fit(train_loader, val_loader, epochs, after_epoch=self._end_epoch)
+        return self.history
+
+    def _end_epoch(self, record: Mapping[str, Any]) -> None:
+        if self._folder.path is not None:
+            self._folder.write_epoch(improved=self._epochs.improved)
+        train, val = train_part(record), val_part(record)
+        _log.info("%s: epoch %d", self.experiment_name, self.epoch)
+        for prefix, part in (("train", train), ("val", val)):
+            if part:
+                _log.info("  %-5s %s", prefix, described(part))
+                self._log_hooks.tell(part, self.global_step, prefix)
+
+    def train_epoch(self, train_loader: Iterable[Any]) -> dict[str, Any]:
+        """Trains one more epoch: nothing is evaluated, selected or written.
+
+        Returns:
+            ``loss``, the metrics of the outputs in training mode, ``lr`` and ``time`` (seconds).
+        """
+        return self._epochs.train_epoch(train_loader)
+
+    def eval_epoch(self, val_loader: Iterable[Any]) -> dict[str, Any]:
+        """Returns ``loss`` and the metrics over a loader, of the averaged weights if there is an average.
+
+        Raises:
+            ConfigError: the loader is empty.
+        """
+        return self._epochs.evaluate(val_loader)
+
+    def predict(self, loader: Iterable[Any]) -> Any:
+        """Returns the model's raw outputs (logits) for a loader, in eval mode, in the loader's order.
+
+        Returns:
+            The outputs of all batches joined along dimension 0: float32 tensors (N, ...) on the CPU, nested as the
+            model returns them. What is padding in a padded batch is left out.
+
+        Raises:
+            ConfigError: the loader is empty, or the batches' outputs differ in more than dimension 0.
+        """
+        return self._epochs.predict(loader, partial(raw_outputs, self.model, self.device))
+
+    def add_log_hook(self, hook: LogHook) -> None:
+        """Adds a function ``hook(metrics, step, prefix)``; ``step`` is always :attr:`global_step`.
+
+        ``prefix`` is ``"step"`` every ``log_every`` steps, with the means since the last call, and ``"train"``, then
+        ``"val"``, at the end of every epoch. On several ranks the first one calls it. Its exceptions leave `fit`.
+        """
+        self._log_hooks.hooks.append(hook)
+
+    # -- files ----------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, filename: str | Path, metrics: Mapping[str, Any] | None = None) -> Path:
+        """Writes everything that a run needs to go on exactly; all ranks take part.
+
+        Args:
+            filename: a relative one lies in ``checkpoint_dir``.
+            metrics: stored under ``metrics``; None stores those of the last evaluation.
+
+        Returns:
+            The file.
+        """
+        path = Path(filename) if self._folder.path is None else self._folder.path / filename
+        tree = self._engine.state_dict()
+        if metrics is not None:
+            tree["metrics"] = to_plain(dict(metrics), "metrics")
+        return save_checkpoint(tree, path) if distributed.rank() == 0 else path
+
+    def load_checkpoint(self, path: str | Path, load_optimizer: bool = True) -> dict[str, Any]:
+        """Restores a checkpoint in place.
+
+        Args:
+            path: as given; if there is no such file, inside ``checkpoint_dir``.
+            load_optimizer: False takes the weights alone; scheduler, scaler and counters start fresh too.
+
+        Returns:
+            The metrics stored in it.
+
+        Raises:
+            CheckpointError: the file is missing, damaged, or of another model.
+        """
+        path = self._folder.find(path)
+        tree = load_checkpoint(path)
+        kept = ("format", "model", "base", "ema")
+        self._folder.restore({key: value for key, value in tree.items() if load_optimizer or key in kept}, path)
+        return dict(tree.get("metrics") or {})
+
+
+class BestAndLast(RunFolder):
+    """The folder of ``best.pt`` and ``last.pt``."""
+
+    def candidates(self, folder: Path) -> Iterable[Path]:
+        """Returns both, also where they are not finite."""
+        return [path for path in folder.glob("*.pt") if path.name.split(".")[0] in ("best", "last")]
+
+    def write_epoch(self, *, improved: bool) -> None:
+        """Writes ``best.pt`` if it is the best, then ``last.pt``; all ranks take part."""
+        assert self.path is not None
+        tree = self.engine.state_dict()
+        if distributed.rank() == 0:
+            write_best_and_last(tree, self.path, is_best=improved)

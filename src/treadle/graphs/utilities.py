@@ -1,0 +1,67 @@
+"""Small helpers for hand-written loops, and what a model consists of."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import Tensor, nn
+
+from treadle.errors import ConfigError
+
+_log = logging.getLogger("treadle.graphs")
+
+
+class GradientAccumulator:
+    """Counts micro-batches for a loop written by hand; `GraphTrainer` has ``accumulation_steps`` instead.
+
+    Args:
+        accumulation_steps: micro-batches per optimizer step, >= 1.
+
+    Raises:
+        ConfigError: it is below 1.
+
+    Example:
+        >>> accumulator = GradientAccumulator(2)
+        >>> [accumulator.should_step() for _ in range(4)], accumulator.should_step(is_last=True)
+        ([False, True, False, True], True)
+    """
+
+    def __init__(self, accumulation_steps: int = 1):
+        if not accumulation_steps >= 1:
+            raise ConfigError(f"accumulation_steps={accumulation_steps!r}: a step needs at least 1 micro-batch")
+        self.accumulation_steps = accumulation_steps
+        self._seen = 0
+
+    def should_step(self, is_last: bool = False) -> bool:
+        """Counts one micro-batch and returns whether the optimizer should step; after the last one it always should."""
+        self._seen += 1
+        if self._seen < self.accumulation_steps and not is_last:
+            return False
+        self._seen = 0
+        return True
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Returns the loss divided by ``accumulation_steps``."""
+        return loss / self.accumulation_steps
+
+    def reset(self) -> None:
+        """Starts counting anew."""
+        self._seen = 0
+
+
+def log_model_info(model: nn.Module) -> dict[str, int]:
+    """Logs how many parameters a model has and returns the numbers; shared ones are counted once.
+
+    Returns:
+        ``{"total", "trainable", "frozen"}``.
+
+    Example:
+        >>> log_model_info(nn.Linear(2, 3))
+        {'total': 9, 'trainable': 9, 'frozen': 0}
+    """
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    _log.info(
+        "%s: %s parameters, %s of them trainable", type(model).__name__, f"{total:,}", f"{trainable:,}",
+    )  # fmt: skip
+    return {"total": total, "trainable": trainable, "frozen": total - trainable}
