@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import struct
+import sys
 from pathlib import Path
 
 import pytest
@@ -324,3 +325,10 @@ def test_a_folder_that_cannot_be_read_says_what_it_is(tmp_path, name, match):
 def test_a_missing_file_is_one_line(tmp_path):
     with pytest.raises(CheckpointError, match="no such file"):
         read_foreign(tmp_path / "absent.pt")
+
+
+def test_without_safetensors_the_extra_to_install_is_named(tmp_path, monkeypatch):
+    save_file({"w": torch.ones(8)}, tmp_path / "a.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"pip install 'treadle\[cli\]'"):
+        read_foreign(tmp_path / "a.safetensors")
