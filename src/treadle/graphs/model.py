@@ -203,6 +203,7 @@ def get_model(
         >>> model(SimpleNamespace(x=torch.tensor([0, 2, 0]), edge_index=path)).shape
         torch.Size([1, 1])
     """
+    # The first statement: the local names are the arguments and nothing else.
     given = {option: value for option, value in locals().items() if option != "unknown"}
     refuse_unknown("get_model", unknown, given)
     return GraphTransformer(ModelOptions(**given))

@@ -51,7 +51,8 @@ class PaddedGraphBatch:
     target_order: Tensor
     """Those rows: the real ones first, in the order of the batch without padding."""
     y: Tensor | None = None
-    """(rows of the outputs, …); padding is NaN in float targets and 0 in integer ones."""
+    """(rows of the outputs, …); padding is NaN in float targets, so that forgetting the mask is seen, and 0 in integer
+    ones. In a loss, choose before computing: ``torch.where(target_mask[:, None], outputs - y, 0)``."""
     edge_attr: Tensor | None = None
     node_pe: Tensor | None = None
     edge_pe_index: Tensor | None = None
@@ -221,7 +222,7 @@ def _pairs(index: Tensor, slot_N: Tensor, size: int, spare: Tensor) -> Tensor:
 
 
 class PaddingCollater:
-    """A ``collate_fn`` that joins graphs into a batch and pads it.
+    """A ``collate_fn`` for torch's ``DataLoader`` that joins graphs into a batch and pads it.
 
     Args:
         buckets: as for `pad_batch`.
