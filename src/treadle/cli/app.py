@@ -10,6 +10,7 @@ from treadle.cli.export import export
 from treadle.cli.inspect import inspect
 from treadle.cli.replay import replay
 from treadle.cli.train_config import NAME, FileCommand, TrainGroup, config
+from treadle.cli.train_graphs import graphs
 from treadle.cli.train_spectra import spectra
 from treadle.cli.train_text import text
 from treadle.cli.verify.command import verify
@@ -26,6 +27,7 @@ train = typer.Typer(
 app.add_typer(train, name="train")
 train.command()(spectra)
 train.command()(text)
+train.command()(graphs)
 train.command(NAME, cls=FileCommand)(config)
 app.command()(replay)
 app.command()(verify)

@@ -48,7 +48,7 @@ def apply_overrides(
             raise ConfigError(f"{assignment!r}: settings are written key=value, for example {_example(config)}")
         if elsewhere and key in elsewhere:
             raise ConfigError(f"{key}: is not set this way; use {elsewhere[key]}")
-        _refuse_unknown(key, known)
+        refuse_unknown_setting(key, known)
         config = _replaced(config, key.split("."), key, text.strip())
     return config
 
@@ -76,7 +76,46 @@ def _example(config: Any) -> str:
     return f"{key}={value}"
 
 
-def _refuse_unknown(key: str, known: Mapping[str, Any]) -> None:
+def from_mapping(kind: type[Config], values: Mapping[str, Any], *, where: str) -> Config:
+    """Builds a dataclass from a section of settings that has every field, each of its type.
+
+    Args:
+        kind: a dataclass.
+        values: the section; not changed.
+        where: its name, for messages.
+
+    Raises:
+        ConfigError: a key is unknown or missing, a value is of the wrong type, or the dataclass refuses it.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Settings:
+        ...     lr: float
+        >>> from_mapping(Settings, {"lr": 1}, where="optimizer")
+        Settings(lr=1.0)
+    """
+    hints = typing.get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # a dataclass, as said
+    for key in values:
+        refuse_unknown_setting(f"{where}.{key}", {f"{where}.{name}": values.get(name) for name in names})
+    missing = [name for name in names if name not in values]
+    if missing:
+        raise ConfigError(f"{where}.{missing[0]}: is missing")
+    return kind(**{name: _typed(values[name], str(values[name]), hints[name], f"{where}.{name}") for name in names})
+
+
+def refuse_unknown_setting(key: str, known: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless a dotted key is a known setting; the nearest is named.
+
+    Args:
+        key: as the user wrote it.
+        known: dotted key -> value of every setting.
+
+    Example:
+        >>> refuse_unknown_setting("lr", {"optimizer.lr": 0.1})
+        Traceback (most recent call last):
+        treadle.errors.ConfigError: unknown setting 'lr'; did you mean 'optimizer.lr'?
+    """
     if key in known:
         return
     inside = [name for name in known if name.startswith(f"{key}.")]
@@ -138,7 +177,8 @@ def _fits(value: Any, option: Any) -> bool:
         return isinstance(value, (int, float))
     if option is Path:
         return False  # plain text is taken where str is allowed too
-    return isinstance(option, type) and isinstance(value, option)
+    kind = typing.get_origin(option) or option
+    return isinstance(kind, type) and isinstance(value, kind)
 
 
 def _kind(value: Any) -> str:

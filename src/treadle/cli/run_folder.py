@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.errors import CheckpointError, ConfigError
+from treadle.hooks.files import next_free
 
 _log = logging.getLogger("treadle.cli")
 
@@ -29,6 +30,23 @@ def stored_json(path: Path) -> dict[str, Any] | None:
         _log.warning("%s is damaged (%s) and will be written anew", path, error)
         return None
     return values if isinstance(values, dict) else None
+
+
+@contextmanager
+def usable_config(run: Path) -> Iterator[dict[str, Any]]:
+    """Gives the settings in the folder of a pack's run, and turns what does not fit into a ConfigError.
+
+    Raises:
+        ConfigError: there are none, or the block cannot use them.
+    """
+    path = run / "config.json"
+    try:
+        yield dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"RUN={str(run)!r}: {path.name} cannot be used ({type(error).__name__}: {error}); give the folder of a run "
+            "of 'treadle train', or your own script with --script"
+        ) from error
 
 
 @contextmanager
@@ -62,6 +80,14 @@ def _cause(error: Exception) -> str:
     return cause.strerror or str(cause) if isinstance(cause, OSError) else str(error)
 
 
+def set_aside(folder: Path) -> None:
+    """Renames a folder of an earlier run, if it is there."""
+    if folder.exists():
+        aside = next_free(folder)
+        folder.rename(aside)
+        _log.info("%s belonged to an earlier run and is now %s", folder.name, aside.name)
+
+
 def explain_changes(differences: Mapping[str, tuple[Any, Any]], folder: str, *, free: Collection[str]) -> list[str]:
     """Says in words what a rerun changes.
 
@@ -90,7 +116,7 @@ def explain_changes(differences: Mapping[str, tuple[Any, Any]], folder: str, *, 
     sentences = []
     for key, (before, now) in differences.items():
         sentence = f"{key} was {before!r} and is now {now!r}"
-        if key == "epochs" or key.startswith("schedule."):
+        if key.endswith("epochs") or "schedule" in key:
             sentence += ": the learning rate follows the new schedule from here on"
         sentences.append(sentence)
     return sentences

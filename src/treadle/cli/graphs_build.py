@@ -1,0 +1,127 @@
+"""What graph runs are built of: data, model, loaders and trainer, the same for training and for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from treadle.cli.graphs_config import GraphsConfig, given
+from treadle.errors import ConfigError, refuse_unknown
+from treadle.graphs import (
+    GraphDataset,
+    GraphTrainer,
+    GraphTransformer,
+    get_dataset,
+    get_loss_fn,
+    get_model,
+    get_optimizer_from_config,
+    get_scheduler,
+)
+from treadle.hooks.base import BaseHook
+from treadle.seed import set_seed
+
+_SCHEDULER_KEYS = ("type", "warmup_epochs", "min_lr", "step_size", "gamma")
+
+
+def prepare_data(config: GraphsConfig, messages: Console) -> GraphDataset:
+    """Loads the data set with its encodings; a bar shows how far the encodings are.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong, or the data are not there and cannot be downloaded.
+        ImportError: a package is missing; the message names what to install.
+    """
+    try:
+        with _encoding_bar(messages) as progress:
+            return get_dataset(**given(config.dataset), pe_config=config.pe, progress=progress)
+    except FileNotFoundError as error:
+        raise ConfigError(f"dataset={config.dataset.get('name')}: {error}") from error
+
+
+@contextmanager
+def _encoding_bar(console: Console) -> Iterator[Any]:
+    columns = (TextColumn("encodings"), BarColumn(24), MofNCompleteColumn(), TextColumn("graphs"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None, visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+
+
+def build_model(config: GraphsConfig, data: GraphDataset) -> GraphTransformer:
+    """Returns the model with its initial weights, for the widths and the level of the data.
+
+    Raises:
+        ConfigError: an option is unknown, out of range, or without effect.
+    """
+    options = given(config.model)
+    has_attention = options.get("use_global", options.get("name") != "mpnn")
+    if data.relative_pe_dim and not has_attention:
+        raise ConfigError(
+            "pe.relative.enabled=True: encodings of pairs of nodes bias the attention, and this model has none; set "
+            "pe.relative.enabled=false"
+        )
+    return get_model(
+        num_features=data.num_features,
+        num_classes=data.num_classes,
+        num_edge_features=data.num_edge_features if options.get("use_local", True) else None,
+        node_pe_dim=data.node_pe_dim,
+        relative_pe_dim=data.relative_pe_dim,
+        task=data.level,
+        **options,
+    )
+
+
+def loader(graphs: Sequence[Any], batch_size: int, *, shuffle: bool = False, num_workers: int = 0) -> Iterable[Any]:
+    """Returns a loader of torch_geometric over a split."""
+    from torch_geometric.loader import DataLoader
+
+    batches: Iterable[Any] = DataLoader(graphs, batch_size, shuffle=shuffle, num_workers=num_workers)
+    return batches
+
+
+def build_trainer(
+    config: GraphsConfig,
+    data: GraphDataset,
+    *,
+    device: torch.device,
+    name: str = "graphs",
+    checkpoint_dir: Path | None = None,
+    hooks: Sequence[BaseHook] = (),
+) -> GraphTrainer:
+    """Seeds, and returns the trainer with a new model, its optimizer and its schedule.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong.
+    """
+    training = config.training
+    set_seed(config.seed, deterministic=config.deterministic)
+    model = build_model(config, data).to(device)
+    optimizer = get_optimizer_from_config(model, given(training.optimizer))
+    schedule = given(training.scheduler)
+    refuse_unknown("training.scheduler", schedule, _SCHEDULER_KEYS)
+    scheduler = get_scheduler(
+        optimizer, schedule.pop("type", "cosine_warmup"), total_epochs=training.epochs, **schedule
+    )
+    weights = None if training.class_weights is None else torch.tensor(training.class_weights)
+    trainer = GraphTrainer(
+        model,
+        optimizer,
+        scheduler,
+        get_loss_fn(data.task_type, training.loss, num_classes=data.num_classes, class_weights=weights),
+        device=device,
+        task_type=data.task_type,
+        num_classes=data.num_classes,
+        grad_clip=training.grad_clip,
+        mixed_precision=training.mixed_precision,
+        log_every=config.log_every,
+        checkpoint_dir=checkpoint_dir,
+        experiment_name=name,
+        accumulation_steps=training.accumulation_steps,
+        hooks=hooks,
+    )
+    trainer.config["run"] = config.to_dict()
+    return trainer

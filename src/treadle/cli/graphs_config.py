@@ -1,0 +1,195 @@
+"""The settings of graph runs: composed by Hydra from the groups of the pack, checked, and what a rerun may change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from treadle.cli.overrides import from_mapping, refuse_unknown_setting
+from treadle.cli.settings import flat
+from treadle.errors import ConfigError, nearest
+
+CONF = "treadle.graphs.conf"
+GROUPS = ("dataset", "model", "pe", "train")
+FLAGS = {
+    "device": "--device",
+    "resume": "--resume or --no-resume",
+    "log_dir": "--out",
+    "experiment_name": "--out",
+    "checkpoint": "--out, the folder of the run to go on with",
+}  # fmt: skip
+"""Settings of scripts/train.py that the command takes as options."""
+
+FREE = (
+    "threads", "log_every", "training.epochs", "training.num_workers", "training.grad_clip",
+    "training.mixed_precision", "training.early_stopping", "training.scheduler.warmup_epochs",
+    "training.scheduler.min_lr", "dataset.root", "dataset.pe_cache_dir", "dataset.use_preprocessed_pe",
+    "dataset.num_workers",
+)  # fmt: skip
+"""What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
+
+_OPEN = ("dataset.graph_params", "dataset.task_params")  # their keys are for the data set to know
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The section ``training``; `train/default.yaml` says what each key means."""
+
+    epochs: int
+    batch_size: int
+    accumulation_steps: int
+    num_workers: int
+    grad_clip: float | None
+    mixed_precision: bool | str | None
+    loss: str | None
+    class_weights: list[float] | None
+    metric_for_best: str
+    minimize_metric: bool | None
+    early_stopping: int | None
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"training.{name}={getattr(self, name)!r}: must be at least 1")
+        if self.num_workers < 0:
+            raise ConfigError(f"training.num_workers={self.num_workers!r}: must be at least 0")
+
+
+@dataclass(frozen=True)
+class GraphsConfig:
+    """All settings of a graph run, as plain values.
+
+    `dataset`, `pe` and `model` go to `get_dataset` and `get_model`, which use or refuse each key; a null in `dataset`,
+    `model`, `training.optimizer` or `training.scheduler` leaves the value to them.
+
+    Example:
+        >>> read_settings(["model.hidden_dim=32"]).model["hidden_dim"]
+        32
+    """
+
+    training: TrainingConfig
+    model: dict[str, Any]
+    dataset: dict[str, Any]
+    pe: dict[str, Any]
+    seed: int
+    deterministic: bool
+    threads: int | None
+    log_every: int
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads={self.threads!r}: must be at least 1, or null")
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> GraphsConfig:
+        """Builds the settings from nested plain values, as a configuration or a checkpoint has them.
+
+        Raises:
+            ConfigError: a key is unknown or missing, or a value is wrong.
+        """
+        training = from_mapping(TrainingConfig, _section(values, "training"), where="training")
+        return from_mapping(cls, {**values, "training": training}, where="settings")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings as nested plain values."""
+        return {**vars(self), "training": dict(vars(self.training))}
+
+
+def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = values.get(name)
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{name}={section!r}: must be a section of settings")
+    return section
+
+
+def given(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a section without its nulls, which leave a value to the code.
+
+    Example:
+        >>> given({"lr": 0.1, "eps": None})
+        {'lr': 0.1}
+    """
+    return {key: value for key, value in section.items() if value is not None}
+
+
+# -- texts of the command line ------------------------------------------------------------------------------------
+
+
+def read_settings(settings: Sequence[str], device: str | None = None) -> GraphsConfig:
+    """Returns the settings of ``treadle train graphs`` with texts ``key=value`` applied; the later of two counts.
+
+    Args:
+        settings: ``model=gps`` chooses from a group, ``model.hidden_dim=64`` sets a value.
+        device: has no influence on the defaults.
+
+    Raises:
+        ConfigError: a group, a choice or a key is unknown, or a value is wrong.
+        ImportError: Hydra is not installed; the message names the extra.
+    """
+    choices: dict[str, str] = {}
+    assignments: list[tuple[str, str]] = []
+    for text in settings:
+        key, equals, value = (part.strip() for part in text.partition("="))
+        key = key.lstrip("+")
+        if not equals or not key:
+            raise ConfigError(f"{text!r}: settings are written key=value, for example model=gps or training.epochs=5")
+        if key in FLAGS:
+            raise ConfigError(f"{key}: is not set this way; use {FLAGS[key]}")
+        if key in GROUPS:
+            choices[key] = _choice(key, value.strip("'\""))
+        else:
+            assignments.append((key, "null" if value.lower() == "none" else value))
+    chosen = [f"{key}={value}" for key, value in choices.items()]
+    with _composer() as compose:
+        known = flat(compose(chosen))
+        for key, _ in assignments:
+            if not key.startswith(_OPEN):
+                refuse_unknown_setting(key, known)
+        return GraphsConfig.from_values(compose([*chosen, *(f"++{key}={value}" for key, value in assignments)]))
+
+
+def _choice(group: str, value: str) -> str:
+    root = files(CONF).joinpath(group)
+    options = _options(root)
+    if value not in options:
+        raise ConfigError(f"{group}={value}: {nearest(value, options)}")
+    return value
+
+
+def _options(folder: Any, prefix: str = "") -> list[str]:
+    found = []
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found += _options(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(".yaml") and not entry.name.startswith("_"):
+            found.append(f"{prefix}{entry.name.removesuffix('.yaml')}")
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def _composer() -> Iterator[Callable[[list[str]], dict[str, Any]]]:
+    """Gives a function from overrides, as Hydra reads them, to plain values."""
+    try:
+        from hydra import compose, initialize_config_module
+        from hydra.errors import HydraException
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+    except ImportError as error:
+        raise ImportError(f"graph runs need Hydra ({error}): pip install 'treadle[graphs]'") from error
+
+    def plain(overrides: list[str]) -> dict[str, Any]:
+        try:
+            composed = OmegaConf.to_container(compose("quick", overrides), resolve=True)
+        except (HydraException, OmegaConfBaseException) as error:
+            reason = str(error).strip().splitlines()[0].replace("++", "")
+            raise ConfigError(f"{reason}; values are written as Hydra reads them: lists as [1,2]") from error
+        assert isinstance(composed, dict)
+        return {str(key): value for key, value in composed.items()}
+
+    with initialize_config_module(CONF, version_base="1.3"):
+        yield plain

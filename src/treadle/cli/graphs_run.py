@@ -1,0 +1,222 @@
+"""The steps of a graph run: data, model, training; what follows is in ``graphs_report``.
+
+``treadle train graphs`` and ``scripts/train.py`` are the same run with other defaults.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from treadle.checkpoint.lock import check_free
+from treadle.checkpoint.store import find_latest, load_weights, write_text
+from treadle.cli.graphs_build import build_trainer, loader, prepare_data
+from treadle.cli.graphs_config import FREE, GraphsConfig, read_settings
+from treadle.cli.graphs_report import finish_run, print_results, print_start
+from treadle.cli.run_folder import explain_changes, readable, set_aside, stored_json, writable
+from treadle.cli.settings import changes, flat
+from treadle.cli.start_block import cpu_threads
+from treadle.device import get_device
+from treadle.graphs import GraphDataset, GraphTrainer
+from treadle.hooks import SignalHook, StepLogHook
+from treadle.hooks.bar import ProgressBarHook
+from treadle.naming import load_model_state
+
+__all__ = ["GraphRun", "read_settings", "run_graphs", "show_settings", "train_graphs"]
+
+_log = logging.getLogger("treadle.cli")
+
+
+@dataclass(frozen=True)
+class GraphRun:
+    """What is asked of a run beside its settings.
+
+    Attributes:
+        out: the run folder.
+        device: None takes CUDA, then MPS, then the CPU.
+        resume: go on from the folder's checkpoint; else an earlier run's checkpoints are set aside.
+        checkpoint: a file to start from where the folder has none.
+        results: where the summary goes.
+        messages: where progress goes.
+    """
+
+    out: Path
+    device: str | None
+    resume: bool
+    results: Console
+    messages: Console
+    checkpoint: Path | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the trainer."""
+        return self.out / "checkpoints"
+
+
+def run_graphs(
+    settings: Sequence[str], *, out: Path, device: str | None, resume: bool, results: Console, messages: Console
+) -> dict[str, Any]:
+    """Reads settings and runs :func:`train_graphs`.
+
+    Args:
+        settings: texts ``key=value``.
+        out: the run folder.
+        device: None takes CUDA, then MPS, then the CPU.
+        resume: go on from the folder's checkpoint.
+        results: where the summary goes.
+        messages: where progress goes.
+    """
+    return train_graphs(read_settings(settings, device), GraphRun(out, device, resume, results, messages))
+
+
+def show_settings(settings: Sequence[str], device: str | None, console: Console) -> None:
+    """Prints every setting with its value, one ``key=value`` a line."""
+    for key, value in flat(read_settings(settings, device).to_dict()).items():
+        console.print(f"{key}={'null' if value is None else value}", markup=False, soft_wrap=True)
+
+
+def train_graphs(config: GraphsConfig, run: GraphRun) -> dict[str, Any]:
+    """Trains, or goes on training, tests and writes the run folder; a finished run shows its results.
+
+    Returns:
+        What ``metrics.json`` holds.
+
+    Raises:
+        ConfigError: a setting is wrong, or not that of the run in this folder.
+        CheckpointError: no checkpoint of the folder is intact, or a file cannot be written.
+        NonFiniteError: training diverged.
+        ImportError: a package is missing; the message names what to install.
+    """
+    device = get_device(run.device)
+    finished = stored_json(run.out / "metrics.json") if run.resume else None
+    if finished is not None and finished.get("config") == config.to_dict() and (run.checkpoints / "best.pt").exists():
+        _log.info("%s is finished; --no-resume, or resume=false of the script, would start it afresh", run.out)
+        print_results(finished, run.out, run.results)
+        return finished
+    with cpu_threads(config.threads):
+        metrics = _train(config, run, device)
+    print_results(metrics, run.out, run.results)
+    return metrics
+
+
+def _train(config: GraphsConfig, run: GraphRun, device: torch.device) -> dict[str, Any]:
+    data = prepare_data(config, run.messages)
+    trainer = _build(config, run, data, device)
+    start = _open_folder(config, run, trainer)
+    print_start(config, data, trainer, start=start, explicit=run.device is not None, console=run.messages)
+    _fit(trainer, config, data)
+    load_model_state(trainer.model, load_weights(run.checkpoints / "best.pt"))
+    return finish_run(config, data, trainer, run.out)
+
+
+def _build(config: GraphsConfig, run: GraphRun, data: GraphDataset, device: torch.device) -> GraphTrainer:
+    trainer = build_trainer(
+        config,
+        data,
+        device=device,
+        name=run.out.name,
+        checkpoint_dir=run.checkpoints,
+        hooks=[
+            StepLogHook((run.out / "steps.jsonl").absolute()),
+            ProgressBarHook(status=lambda: _status(trainer, config.training.metric_for_best), console=run.messages),
+            SignalHook(lambda: trainer.save_checkpoint("last.pt")),
+        ],
+    )
+    return trainer
+
+
+def _status(trainer: GraphTrainer, metric: str) -> str:
+    records = trainer.history["val"]
+    if not records or trainer.best_metric is None:
+        return ""
+    return f"val {metric} {records[-1][metric]:.4f} (best {trainer.best_metric:.4f})"
+
+
+def _fit(trainer: GraphTrainer, config: GraphsConfig, data: GraphDataset) -> None:
+    training = config.training
+    started, first_epoch = time.perf_counter(), trainer.epoch
+    try:
+        with _without_epoch_lines():
+            trainer.fit(
+                loader(data.train, training.batch_size, shuffle=True, num_workers=training.num_workers),
+                loader(data.val, training.batch_size, num_workers=training.num_workers),
+                training.epochs,
+                training.metric_for_best,
+                training.minimize_metric,
+                training.early_stopping,
+            )
+    except SystemExit:
+        _log.info("saved at step %d; the same command goes on from here", trainer.global_step)
+        raise
+    if trainer.epoch > first_epoch:
+        seconds = timedelta(seconds=round(time.perf_counter() - started))
+        early = "" if trainer.epoch == training.epochs else ", stopped early"
+        _log.info("trained %d epochs in %s%s; now the test", trainer.epoch - first_epoch, seconds, early)
+
+
+@contextmanager
+def _without_epoch_lines() -> Iterator[None]:
+    """Leaves out what the trainer says of every epoch: the bar says the same."""
+    logger = logging.getLogger("treadle.graphs")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+# -- the run folder -----------------------------------------------------------------------------------------------
+
+
+def _open_folder(config: GraphsConfig, run: GraphRun, trainer: GraphTrainer) -> str:
+    """Loads the folder's checkpoint, if there is one and it is of these settings, and writes ``config.yaml``.
+
+    Returns:
+        Where the run starts, in words.
+    """
+    check_free(run.checkpoints)  # before config.yaml is written: it may be that of a run that is going on
+    last = run.checkpoints / "last.pt"
+    with readable(run.out):
+        found = [path for path in (last, run.checkpoints / "best.pt") if path.is_symlink() or path.exists()]
+    start = "fresh"
+    # A damaged last.pt is named, and best.pt taken in its place.
+    latest = find_latest(found, prefer=last) if run.resume and found else None
+    if latest is not None:
+        _take_up_changes(latest[1].get("config", {}).get("run"), config, run)
+        trainer.load_checkpoint(latest[0])
+        start = f"goes on from {latest[0]}: epoch {trainer.epoch} of {config.training.epochs}, step " + (
+            f"{trainer.global_step:,}"
+        )
+    elif run.checkpoint is not None:
+        trainer.load_checkpoint(run.checkpoint)
+        start = f"from {run.checkpoint}: epoch {trainer.epoch} of {config.training.epochs}"
+    with writable(run.out):
+        if latest is None:
+            # Else a killed fresh start would be taken for the run that was here before.
+            for name in ("metrics.json", "test_results.json"):
+                (run.out / name).unlink(missing_ok=True)
+            set_aside(run.checkpoints)
+        write_text(_as_yaml(config), run.out / "config.yaml")
+    return start
+
+
+def _take_up_changes(stored: Any, config: GraphsConfig, run: GraphRun) -> None:
+    if stored is not None:
+        for sentence in explain_changes(changes(stored, config.to_dict()), str(run.out), free=FREE):
+            _log.warning("%s", sentence)
+
+
+def _as_yaml(config: GraphsConfig) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(config.to_dict()))
