@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from torch.optim import Optimizer
@@ -68,39 +69,47 @@ def get_scheduler(
         return None
     if scheduler_type == "step":
         return StepLR(optimizer, step_size, gamma)
+    warmup = 0 if scheduler_type == "cosine" else warmup_epochs
+    curve = _Curve(warmup, total_epochs, start=warmup_start_lr, end=min_lr)
+    return _follow(curve, scheduler_type, optimizer)
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """Factors of a base rate b in an epoch; W, T, s and m as in `get_scheduler`."""
+
+    warmup: int
+    total: int
+    start: float
+    end: float
+
+    def warm(self, base: float, epoch: int) -> float:
+        if epoch >= self.warmup or base == 0:
+            return 1.0
+        return (self.start + epoch / self.warmup * (base - self.start)) / base
+
+    def cosine(self, base: float, epoch: int) -> float:
+        if epoch < self.warmup or base == 0:
+            return self.warm(base, epoch)
+        length = self.total - self.warmup
+        return warmup_cosine_factor(epoch - self.warmup, warmup_steps=0, total_steps=length, min_scale=self.end / base)
+
+    def line(self, base: float, epoch: int) -> float:
+        return 1.0 if base == 0 else 1.0 + min(1.0, epoch / self.total) * (self.end / base - 1.0)
+
+
+def _follow(curve: _Curve, scheduler_type: str, optimizer: Optimizer) -> LambdaLR:
     bases = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
-    if scheduler_type != "warmup" and min_lr > min(bases):
-        raise ConfigError(f"min_lr={min_lr!r}: lies above the learning rate {min(bases)!r}; lower it, or raise lr")
+    if scheduler_type != "warmup" and curve.end > min(bases):
+        raise ConfigError(f"min_lr={curve.end!r}: lies above the learning rate {min(bases)!r}; lower it, or raise lr")
     if scheduler_type == "cosine_warmup":
-        check_warmup(warmup_epochs, total_steps=total_epochs, min_scale=0.0)  # warns
-    shape = {"cosine_warmup": _cosine, "cosine": _cosine, "linear": _linear, "warmup": _warmup}[scheduler_type]
-    warmup_epochs = 0 if scheduler_type == "cosine" else warmup_epochs
+        check_warmup(curve.warmup, total_steps=curve.total, min_scale=0.0)  # warns
+    factor = {"cosine_warmup": curve.cosine, "cosine": curve.cosine, "linear": curve.line, "warmup": curve.warm}
     # A partial has an empty __dict__, so LambdaLR.state_dict() stores {} for it and nothing to unpickle.
-    factors: list[Callable[[int], float]] = [
-        partial(shape, base=b, warmup=warmup_epochs, total=total_epochs, start=warmup_start_lr, end=min_lr)
-        for b in bases
-    ]
-    return LambdaLR(optimizer, factors)
+    return LambdaLR(optimizer, [partial(factor[scheduler_type], base) for base in bases])
 
 
 def _check_numbers(numbers: Mapping[str, tuple[float, float]]) -> None:
     for name, (value, least) in numbers.items():
         if not value >= least:
             raise ConfigError(f"{name}={value!r}: must be >= {least}")
-
-
-def _warmup(epoch: int, *, base: float, warmup: int, total: int, start: float, end: float) -> float:
-    """Returns the factor of the base rate in an epoch that may belong to the warm-up; 1 afterwards."""
-    if epoch >= warmup or base == 0:
-        return 1.0
-    return (start + epoch / warmup * (base - start)) / base
-
-
-def _cosine(epoch: int, *, base: float, warmup: int, total: int, start: float, end: float) -> float:
-    if epoch < warmup or base == 0:
-        return _warmup(epoch, base=base, warmup=warmup, total=total, start=start, end=end)
-    return warmup_cosine_factor(epoch - warmup, warmup_steps=0, total_steps=total - warmup, min_scale=end / base)
-
-
-def _linear(epoch: int, *, base: float, warmup: int, total: int, start: float, end: float) -> float:
-    return 1.0 if base == 0 else 1.0 + min(1.0, epoch / total) * (end / base - 1.0)
