@@ -219,10 +219,12 @@ def test_the_options_of_a_packs_command_are_keys_of_the_file_and_settings(tmp_pa
         read_target(file, ["resume=3"])
 
 
+# torch_geometric, which the graphs pack imports, compiles functions with torch.jit.script.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("face", PACKS)
 def test_every_pack_can_be_the_face_of_a_file(tmp_path, face):
     run = read_target(pack_file(tmp_path, f"face: {face}"), ["nonsense=1"])
-    with pytest.raises(ConfigError, match="unknown setting 'nonsense'"):
+    with pytest.raises(ConfigError, match="nonsense"):
         pack_commands(run.face).check(run.settings, "cpu")
 
 
