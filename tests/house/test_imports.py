@@ -44,6 +44,7 @@ STANDALONE = {
     "model", "encoder", "losses", "metrics", "masks", "vocab", "codebooks", "tokenizers", "layers", "encodings",
     "clustering", "arrays", "augment", "preprocessing", "attention", "buckets", "heads", "inputs", "model_options",
     "padded", "corpus", "ngrams", "tokenizer", "task_types",
+    "sequences", "sampling", "loss_inputs", "loss_terms", "hidden_losses",
 }  # fmt: skip
 
 
@@ -208,11 +209,11 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("cwd")
 
 
-@pytest.mark.parametrize("module", ["treadle", "treadle.spectra", "treadle.graphs", "treadle.text"])
+@pytest.mark.parametrize("module", ["treadle", "treadle.spectra", "treadle.graphs", "treadle.astro", "treadle.text"])
 def test_importing_loads_nothing_heavy(module, folder):
     assert [name for name in sorted(OPTIONAL_PACKAGES) if name in after_import(module, folder)["all"]] == []
 
 
-@pytest.mark.parametrize("module", ["treadle", "treadle.spectra", "treadle.graphs", "treadle.text"])
+@pytest.mark.parametrize("module", ["treadle", "treadle.spectra", "treadle.graphs", "treadle.astro", "treadle.text"])
 def test_importing_touches_no_generator_flag_handler_or_file(module, folder):
     assert after_import(module, folder)["changed"] == []

@@ -25,8 +25,8 @@ PROMISED = {
 @pytest.mark.parametrize(
     "name",
     [
-        "treadle", "treadle.spectra", "treadle.graphs", "treadle.text", "treadle.hooks", "treadle.checkpoint",
-        "treadle.data", "treadle.exchange", "treadle.functional", "treadle.functional", "treadle.builder", "treadle.config",
+        "treadle", "treadle.spectra", "treadle.graphs", "treadle.astro", "treadle.text", "treadle.hooks",
+        "treadle.checkpoint", "treadle.data", "treadle.exchange", "treadle.functional", "treadle.builder", "treadle.config",
     ],
 )  # fmt: skip
 def test_all_is_complete_and_every_name_is_there(name):
@@ -41,7 +41,7 @@ def test_all_is_complete_and_every_name_is_there(name):
     assert present - set(module.__all__) == set()
 
 
-@pytest.mark.parametrize("name", ["treadle", "treadle.spectra", "treadle.graphs", "treadle.text"])
+@pytest.mark.parametrize("name", ["treadle", "treadle.spectra", "treadle.graphs", "treadle.astro", "treadle.text"])
 def test_all_is_sorted(name):
     names = importlib.import_module(name).__all__
     assert names == sorted(names)

@@ -1,0 +1,231 @@
+"""The vocabulary: which ids belong to images, scalars and each spectrum group, and the type of every id."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treadle.errors import ConfigError, nearest
+
+logger = logging.getLogger("treadle.astro")
+
+SPECTRUM_GROUPS = ("gaiaxp_bp", "gaiaxp_rp", "desi_b", "desi_r", "desi_z")
+NUM_SPECIAL = 5
+IMAGE_TYPE, FIRST_SPECTRUM_TYPE = 5, 7
+
+
+@dataclass(frozen=True)
+class VocabSpec:
+    """Five special ids, then the image ids, the scalar ids by column, and the ids of each spectrum group.
+
+    Equal settings are equal specifications; nothing can be changed afterwards. `build_vocab_spec` has the defaults.
+
+    Attributes:
+        v_image: ids of the image codebook.
+        v_scalar: ids of all scalar columns together.
+        v_spectra: ids of each spectrum group.
+        spectrum_groups: names of the groups; their order is that of the ids and of the types.
+        scalar_bins: ids of one scalar column.
+
+    Raises:
+        ConfigError: a size is below 1, a group is named twice, or the columns do not fill ``v_scalar``.
+
+    Example:
+        >>> vocab = VocabSpec(2, 4, 2, ("a", "b"), 2)
+        >>> vocab.base_image, vocab.base_scalar, vocab.base_spectrum, vocab.vocab_size
+        (5, 7, {'a': 11, 'b': 13}, 15)
+    """
+
+    v_image: int
+    v_scalar: int
+    v_spectra: int
+    spectrum_groups: tuple[str, ...]
+    scalar_bins: int
+
+    def __post_init__(self) -> None:
+        for name in ("v_image", "v_scalar", "v_spectra", "scalar_bins"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name}={value!r}: a number of ids must be a whole number >= 1")
+        if self.v_scalar % self.scalar_bins:
+            raise ConfigError(
+                f"scalar_bins={self.scalar_bins} does not divide v_scalar={self.v_scalar}: "
+                "every scalar column has the same number of bins; give columns x bins as v_scalar"
+            )
+        groups = self.spectrum_groups
+        twice = sorted({group for group in groups if groups.count(group) > 1})
+        if twice:
+            raise ConfigError(
+                f"spectrum_groups={list(groups)}: {', '.join(twice)} occurs more than once; name each once"
+            )
+
+    @property
+    def pad_id(self) -> int:
+        """Fills a batch up; never a target."""
+        return 0
+
+    @property
+    def bos_id(self) -> int:
+        """Begins a sequence."""
+        return 1
+
+    @property
+    def eos_id(self) -> int:
+        """Ends a sequence."""
+        return 2
+
+    @property
+    def sep_id(self) -> int:
+        """Ends a modality."""
+        return 3
+
+    @property
+    def miss_id(self) -> int:
+        """Stands for an absent modality, spectrum group or scalar column."""
+        return 4
+
+    @property
+    def base_image(self) -> int:
+        """The first image id."""
+        return NUM_SPECIAL
+
+    @property
+    def base_scalar(self) -> int:
+        """The first scalar id."""
+        return self.base_image + self.v_image
+
+    @property
+    def first_spectrum_id(self) -> int:
+        """The first id of the first spectrum group."""
+        return self.base_scalar + self.v_scalar
+
+    @property
+    def base_spectrum(self) -> dict[str, int]:
+        """The first id of each spectrum group; a new dict each time."""
+        return {
+            group: self.first_spectrum_id + number * self.v_spectra for number, group in enumerate(self.spectrum_groups)
+        }
+
+    @property
+    def vocab_size(self) -> int:
+        """All ids."""
+        return self.first_spectrum_id + len(self.spectrum_groups) * self.v_spectra
+
+    @property
+    def n_columns(self) -> int:
+        """Scalar columns."""
+        return self.v_scalar // self.scalar_bins
+
+    @property
+    def n_types(self) -> int:
+        """The smallest type table that fits: 7 and one for each spectrum group."""
+        return FIRST_SPECTRUM_TYPE + len(self.spectrum_groups)
+
+    def image_token_to_id(self, token: int) -> int:
+        """Returns the id of an index into the image codebook.
+
+        Raises:
+            ValueError: the index is not in [0, v_image).
+        """
+        return self.base_image + _inside("image token", token, self.v_image)
+
+    def scalar_token_to_id(self, token: int) -> int:
+        """Returns the id of an index into all scalar bins, column after column.
+
+        Raises:
+            ValueError: the index is not in [0, v_scalar).
+        """
+        return self.base_scalar + _inside("scalar token", token, self.v_scalar)
+
+    def scalar_id(self, column: int, bin: int) -> int:
+        """Returns the id of a bin of a scalar column.
+
+        Raises:
+            ValueError: the column or the bin is out of range.
+
+        Example:
+            >>> VocabSpec(2, 4, 2, ("a", "b"), 2).scalar_id(1, 0)
+            9
+        """
+        _inside("column", column, self.n_columns)
+        return self.base_scalar + column * self.scalar_bins + _inside("bin", bin, self.scalar_bins)
+
+    def spectrum_token_to_id(self, group: str, token: int) -> int:
+        """Returns the id of an index into the codebook of a spectrum group.
+
+        Raises:
+            ValueError: the group is unknown or the index is not in [0, v_spectra).
+        """
+        if group not in self.spectrum_groups:
+            raise ConfigError(f"group={group!r} is no spectrum group; {nearest(group, self.spectrum_groups)}")
+        return self.base_spectrum[group] + _inside(f"token of {group}", token, self.v_spectra)
+
+    def type_of(self, id: int) -> int:
+        """Returns the type of an id: special ids are their own type, 5 image, 6 scalar, 7 + the group's number.
+
+        Raises:
+            ValueError: the id is not in [0, vocab_size).
+
+        Example:
+            >>> vocab = build_vocab_spec()
+            >>> [vocab.type_of(id) for id in (0, 4, 5, 2053, 3077, 13316)]
+            [0, 4, 5, 6, 7, 11]
+        """
+        return int(self.types_of(torch.tensor(_inside("id", id, self.vocab_size))))
+
+    def types_of(self, ids: Tensor) -> Tensor:
+        """Returns the types of ids, a long tensor of their shape and device.
+
+        Ids outside the vocabulary are not looked for, since that would make the host wait for the device.
+        """
+        special_or_image = ids.clamp(max=IMAGE_TYPE)
+        group = torch.div(ids - self.first_spectrum_id, self.v_spectra, rounding_mode="floor")
+        return special_or_image + (ids >= self.base_scalar) + (group + 1).clamp(min=0)
+
+
+def build_vocab_spec(
+    v_image: int = 2048,
+    v_scalar: int = 1024,
+    v_spectra: int = 2048,
+    spectrum_groups: Sequence[str] | None = None,
+    *,
+    scalar_bins: int | None = None,
+) -> VocabSpec:
+    """Builds the vocabulary of images, scalars and spectra, and logs how the scalar ids are laid out.
+
+    Args:
+        v_image: ids of the image codebook.
+        v_scalar: ids of all scalar columns together.
+        v_spectra: ids of each spectrum group.
+        spectrum_groups: their names, in the order of their ids; None takes Gaia XP (BP, RP) and DESI (B, R, Z).
+        scalar_bins: ids of one column; None takes 1024 where that divides ``v_scalar``, else one column of all.
+
+    Raises:
+        ConfigError: a size is below 1, a group is named twice, or the columns do not fill ``v_scalar``.
+
+    Example:
+        >>> vocab = build_vocab_spec()
+        >>> vocab.vocab_size, vocab.base_spectrum["desi_z"]
+        (13317, 11269)
+        >>> build_vocab_spec(v_scalar=56320).n_columns
+        55
+    """
+    groups = SPECTRUM_GROUPS if spectrum_groups is None else tuple(spectrum_groups)
+    if scalar_bins is None:
+        scalar_bins = 1024 if isinstance(v_scalar, int) and v_scalar % 1024 == 0 and v_scalar > 0 else v_scalar
+    vocab = VocabSpec(v_image, v_scalar, v_spectra, groups, scalar_bins)
+    logger.info(
+        "vocabulary of %d ids: %d image, %d scalar (%d columns of %d bins), %d spectrum groups of %d",
+        vocab.vocab_size, v_image, v_scalar, vocab.n_columns, scalar_bins, len(groups), v_spectra,
+    )  # fmt: skip
+    return vocab
+
+
+def _inside(what: str, value: int, size: int) -> int:
+    if isinstance(value, bool) or not 0 <= value < size:
+        raise ConfigError(f"{what} {value!r} is out of range: it must lie in [0, {size})")
+    return int(value)
