@@ -12,6 +12,7 @@ from treadle.best import BestRule
 from treadle.checkpoint.store import write_text
 from treadle.engine import Engine
 from treadle.errors import ConfigError
+from treadle.graphs.task import GraphTask
 from treadle.graphs.train_outputs import TrainOutputsHook
 from treadle.hooks.files import to_json
 from treadle.hooks.history import HistoryHook
@@ -50,14 +51,16 @@ class GraphEpochs(SelectingEpochs):
 
     Args:
         engine: runs the steps.
+        task: turns batches into losses.
         outputs: keeps the outputs of the training steps.
 
     Example:
-        >>> # epochs = GraphEpochs(engine, TrainOutputsHook(task))
+        >>> # epochs = GraphEpochs(engine, task, TrainOutputsHook(task))
     """
 
-    def __init__(self, engine: Engine, outputs: TrainOutputsHook):
+    def __init__(self, engine: Engine, task: GraphTask, outputs: TrainOutputsHook):
         super().__init__(engine, prefix=VAL)
+        self._task = task
         self._outputs = outputs
         self._opened = time.perf_counter()
 
@@ -99,12 +102,13 @@ class GraphEpochs(SelectingEpochs):
         return value
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, Any]:
-        """Returns the weighted mean loss and the metrics over a loader.
+        """Returns the weighted mean loss and the metrics over a loader, each graph counted once.
 
         Raises:
             ConfigError: the loader is empty.
         """
-        values = super().evaluate(loader)
+        with self._task.counting_once(loader):
+            values = super().evaluate(loader)
         if self.engine.eval_cursor.position == 0:
             raise ConfigError("val_loader: it gave no batch; there is nothing to take a mean over")
         return values

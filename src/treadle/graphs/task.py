@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from treadle import distributed
 from treadle.device import to_device
 from treadle.errors import ConfigError
-from treadle.graphs.losses import GraphLoss, get_loss_fn
-from treadle.graphs.task_types import aligned
+from treadle.graphs.duplicates import real_samples, rows_of_first
+from treadle.graphs.losses import GraphLoss
+from treadle.graphs.task_types import aligned, counted
 from treadle.nested import map_nested_tensor
 from treadle.precision import in_full_precision, widen
 from treadle.task import StepOutput
@@ -96,7 +98,6 @@ class GraphTask:
     Args:
         device: where batches are moved.
         task_type: the kind of task.
-        num_classes: of a classification.
         loss_fn: a `GraphLoss`, or any function (prediction, target) -> mean loss.
         metrics: of an evaluation.
 
@@ -104,24 +105,16 @@ class GraphTask:
         step_outputs: outputs of the training steps since they were last taken; see `TrainOutputsHook`.
 
     Example:
-        >>> # Engine(model, optimizer, GraphTask(device, "regression", loss_fn, counts=loss_fn, metrics=metrics))
+        >>> # Engine(model, optimizer, GraphTask(device, "regression", loss_fn=loss_fn, metrics=metrics))
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        task_type: str,
-        num_classes: int | None,
-        *,
-        loss_fn: LossFn,
-        metrics: EpochMetrics,
-    ):
+    def __init__(self, device: torch.device, task_type: str, *, loss_fn: LossFn, metrics: EpochMetrics):
         self.device = device
         self.task_type = task_type
         self.loss_fn = loss_fn
-        self._counts = loss_fn if isinstance(loss_fn, GraphLoss) else get_loss_fn(task_type, num_classes=num_classes)
         self.metrics = FedMetrics(metrics, device)
         self.step_outputs: list[Outputs] = []
+        self._graphs_left: int | None = None
 
     def step(
         self,
@@ -132,12 +125,15 @@ class GraphTask:
     ) -> StepOutput:
         """Returns the loss of a batch, weighted by the entries that count."""
         # Counted, and labels checked, before anything is moved: on the host that waits for no device.
-        weight = as_count(self._counts.count(target_of(batch), getattr(batch, "target_mask", None)))
+        kept = self._without_copies(batch)
+        weight = self._weight(target_of(batch), getattr(batch, "target_mask", None), kept)
         batch = to_device(batch, self.device)
         target, mask = target_of(batch), getattr(batch, "target_mask", None)
         pred = model(batch)
         if isinstance(pred, Tensor):
             pred, target = self._same_shape(pred, target)
+            if kept is not None:
+                pred, target, mask = pred[kept], target[kept], None if mask is None else mask[kept]
         loss = self._loss(pred, target, mask)
         outputs = None
         if isinstance(pred, Tensor):
@@ -149,6 +145,29 @@ class GraphTask:
         if getattr(self.loss_fn, "reduction", None) == "sum":
             return StepOutput(loss, reduction="sum", outputs=outputs, num_samples=samples)
         return StepOutput(without_empty(loss, weight), weight=weight, outputs=outputs, num_samples=samples)
+
+    @contextlib.contextmanager
+    def counting_once(self, loader: Any) -> Iterator[None]:
+        """Leaves out, inside the block, what a padding sampler of the loader repeats on this rank."""
+        self._graphs_left = real_samples(loader)
+        try:
+            yield
+        finally:
+            self._graphs_left = None
+
+    def _without_copies(self, batch: Any) -> Tensor | None:
+        """Returns the rows of the batch that are no copies; None for all."""
+        if self._graphs_left is None:
+            return None
+        real, self._graphs_left = self._graphs_left, max(0, self._graphs_left - batch.num_graphs)
+        return None if real >= batch.num_graphs else rows_of_first(batch, target_of(batch), real)
+
+    def _weight(self, target: Tensor, mask: Tensor | None, kept: Tensor | None) -> float | Tensor:
+        if kept is not None:
+            target, mask = target[kept], None if mask is None else mask[kept]
+        if isinstance(self.loss_fn, GraphLoss):
+            return as_count(self.loss_fn.count(target, mask))
+        return as_count(counted(target, mask).sum())
 
     def _same_shape(self, pred: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Gives a 1-D target of a regression its last axis; classes are left to the loss."""

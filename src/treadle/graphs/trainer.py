@@ -116,7 +116,7 @@ class GraphTrainer:
         self.num_classes, self.loss_fn, self.metrics = loss_and_metrics(
             self.model, task_type, num_classes, loss_fn, metrics
         )
-        task = GraphTask(self.device, task_type, self.num_classes, loss_fn=self.loss_fn, metrics=self.metrics)
+        task = GraphTask(self.device, task_type, loss_fn=self.loss_fn, metrics=self.metrics)
         self._outputs, self._log_hooks = TrainOutputsHook(task), LogHooks(log_every)
         self._engine = Engine(
             self.model,
@@ -134,12 +134,13 @@ class GraphTrainer:
             logger=_log,
         )
         self._engine.face = "graphs"
-        self._engine.config = self.config = {
+        self.config: dict[str, Any] = {
             "experiment_name": experiment_name, "task_type": task_type, "num_classes": self.num_classes,
             "loss": repr(self.loss_fn), "grad_clip": grad_clip, "mixed_precision": mixed_precision,
             "accumulation_steps": accumulation_steps, "scheduler_interval": scheduler_interval, "eval_seed": eval_seed,
         }  # fmt: skip
-        self._epochs = GraphEpochs(self._engine, self._outputs)
+        self._engine.config = self.config
+        self._epochs = GraphEpochs(self._engine, task, self._outputs)
         self._folder = BestAndLast(self._engine, "checkpoint_dir")
         self._folder.use(checkpoint_dir)
 

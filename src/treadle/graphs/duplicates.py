@@ -1,0 +1,48 @@
+"""Which graphs of an evaluation are copies: a DistributedSampler repeats the first until all ranks have as many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+
+def real_samples(loader: Any) -> int | None:
+    """Returns how many samples of this rank are no copies, which come last; None where a loader has no copies.
+
+    Args:
+        loader: any iterable; a ``DataLoader`` with a ``DistributedSampler`` that drops nothing has copies.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> sampler = DistributedSampler(range(5), num_replicas=2, rank=1, shuffle=False)
+        >>> real_samples(DataLoader(range(5), sampler=sampler)), real_samples([1, 2])
+        (2, None)
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        return None
+    length: int = len(sampler.dataset)  # type: ignore[arg-type]  # a map-style data set has a length
+    return len(range(sampler.rank, length, sampler.num_replicas))
+
+
+def rows_of_first(batch: Any, target: Tensor, num_graphs: int) -> Tensor:
+    """Returns which rows of a target belong to the first graphs of a batch, (rows,) bool.
+
+    Args:
+        batch: with ``num_graphs``, and ``batch`` and ``pair_index`` where rows are nodes or pairs.
+        target: one row for each graph, node or pair.
+        num_graphs: how many graphs.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> batch = SimpleNamespace(num_graphs=2, batch=torch.tensor([0, 0, 1]))
+        >>> rows_of_first(batch, torch.zeros(3), 1)
+        tensor([ True,  True, False])
+    """
+    if len(target) == batch.num_graphs:
+        return torch.arange(len(target)) < num_graphs
+    graph_of_row: Tensor = batch.batch if len(target) == len(batch.batch) else batch.batch[batch.pair_index[0]]
+    return graph_of_row.cpu() < num_graphs
