@@ -26,7 +26,8 @@ PROMISED = {
     "name",
     [
         "treadle", "treadle.spectra", "treadle.graphs", "treadle.astro", "treadle.text", "treadle.hooks",
-        "treadle.checkpoint", "treadle.data", "treadle.exchange", "treadle.functional", "treadle.builder", "treadle.config",
+        "treadle.checkpoint", "treadle.data", "treadle.exchange", "treadle.functional", "treadle.builder",
+        "treadle.config",
     ],
 )  # fmt: skip
 def test_all_is_complete_and_every_name_is_there(name):
