@@ -16,6 +16,7 @@ from treadle.checkpoint.schema import versions
 from treadle.cli.config_target import PackRun, resolve
 from treadle.cli.replay_run import Replayed, replay_config, replay_script, save_batch
 from treadle.cli.replay_spectra import replay_spectra
+from treadle.cli.replay_text import is_text_run, replay_text
 from treadle.cli.run_record import recorded_config
 from treadle.errors import ConfigError
 from treadle.hooks.files import to_json
@@ -57,7 +58,8 @@ def replay_and_report(
     elif script is not None:
         replayed = replay_script(run, step, script=script, arguments=arguments, debug=debug)
     else:
-        replayed = replay_spectra(run, step, device=device, debug=debug, messages=messages)
+        replay = replay_text if is_text_run(run) else replay_spectra
+        replayed = replay(run, step, device=device, debug=debug, messages=messages)
     if save is not None:
         save_batch(replayed.batches, save)
     saved = None if save is None else str(save)

@@ -173,7 +173,8 @@ def _quiet_about_left_out_hooks() -> Iterator[None]:
     def passes(record: logging.LogRecord) -> bool:
         return "this run has no such hook" not in str(record.msg)
 
-    loggers = [logging.getLogger(name) for name in ("treadle.trainer", "treadle.spectra", "treadle.engine")]
+    faces = ("trainer", "functional", "spectra", "engine")
+    loggers = [logging.getLogger(f"treadle.{face}") for face in faces]
     for logger in loggers:
         logger.addFilter(passes)
     try:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import tempfile
 from pathlib import Path
 
 from rich.console import Console
 
 from treadle.cli.replay_run import Replayed, Stage, Witness, checkpoints_of, run_to_step
-from treadle.cli.spectra_config import DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig, SpectraConfig
+from treadle.cli.run_folder import usable_config
+from treadle.cli.settings import with_values
+from treadle.cli.spectra_config import SpectraConfig
 from treadle.cli.spectra_data import prepare_data
 from treadle.cli.spectra_run import build_model, build_trainer
 from treadle.cli.start_block import cpu_threads
 from treadle.device import get_device
-from treadle.errors import ConfigError
 from treadle.observers import observing
 from treadle.seed import set_seed
-from treadle.spectra.config import TrainerConfig
 
 
 def replay_spectra(run: Path, step: int, *, device: str | None, debug: bool, messages: Console) -> Replayed:
@@ -47,17 +45,5 @@ def stored_config(run: Path) -> SpectraConfig:
     Raises:
         ConfigError: there are none, or they are of another version.
     """
-    path = run / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        sections = {
-            "data": DataConfig, "model": ModelConfig, "optimizer": OptimizerConfig, "schedule": ScheduleConfig,
-            "trainer": TrainerConfig,
-        }  # fmt: skip
-        made = {name: kind(**values.pop(name)) for name, kind in sections.items()}
-        return dataclasses.replace(SpectraConfig(), **values, **made)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"RUN={str(run)!r}: {path.name} cannot be used ({type(error).__name__}: {error}); give the folder of a run "
-            "of 'treadle train spectra', or your own script with --script"
-        ) from error
+    with usable_config(run) as values:
+        return with_values(SpectraConfig(), values)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+Config = TypeVar("Config")
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -27,3 +30,28 @@ def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, 
     before, now = flat(stored), flat(current)
     keys = [*now, *(key for key in before if key not in now)]
     return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Returns a copy of a tree of dataclasses with stored settings in it; what is not stored stays.
+
+    Args:
+        config: a dataclass whose fields are values or further dataclasses.
+        values: nested settings, as ``dataclasses.asdict`` makes them.
+
+    Raises:
+        TypeError: there is no such field.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Settings:
+        ...     lr: float = 0.1
+        >>> with_values(Settings(), {"lr": 0.2})
+        Settings(lr=0.2)
+    """
+    made = dict(values)
+    for name, value in values.items():
+        section = getattr(config, name, None)
+        if isinstance(value, Mapping) and dataclasses.is_dataclass(section):
+            made[name] = with_values(section, value)
+    return dataclasses.replace(config, **made)  # type: ignore[type-var]

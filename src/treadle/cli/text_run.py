@@ -18,7 +18,7 @@ from treadle.checkpoint.lock import check_free, run_lock
 from treadle.checkpoint.store import load_weights, write_text
 from treadle.cli.console import as_settings
 from treadle.cli.overrides import apply_overrides, leaves
-from treadle.cli.run_folder import explain_changes, readable, stored_json, writable
+from treadle.cli.run_folder import explain_changes, readable, set_aside, stored_json, writable
 from treadle.cli.settings import changes
 from treadle.cli.start_block import cpu_threads
 from treadle.cli.text_config import FREE, TextConfig, needs_new_lora
@@ -29,7 +29,6 @@ from treadle.device import get_device
 from treadle.functional import Trainer
 from treadle.hooks import CheckpointingHook, StepLogHook
 from treadle.hooks.bar import ProgressBarHook
-from treadle.hooks.files import next_free
 from treadle.naming import load_model_state, model_state
 from treadle.seed import set_seed
 from treadle.spectra.optim import build_optimizer, build_warmup_cosine
@@ -38,7 +37,7 @@ from treadle.text.model import add_lora, build_gpt2
 from treadle.text.tokenizer import as_transformers
 
 _log = logging.getLogger("treadle.cli")
-_BEST = "best_model.pt"
+BEST = "best_model.pt"
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def _run(run: TextRun, *, resume: bool, explicit: bool) -> dict[str, Any]:
     with run_lock(run.out):
         print_start(run.config, run.data, trainer, start=_start_line(run.out), explicit=explicit, console=run.messages)
         fit(trainer, run.data.train, run.data.val, run.config.epochs, run.config, run.out)
-        load_model_state(model, load_weights(run.out / _BEST))
+        load_model_state(model, load_weights(run.out / BEST))
         _add_tokenizer(run, run.out)
         scores = {
             "val": score(trainer, run.data.val),
@@ -216,7 +215,7 @@ def _fine_tune(model: Any, run: TextRun) -> Tuned:
     folder = run.out / "lora"
     fit(trainer, part, run.data.lora_val, run.config.lora.epochs, run.config, folder)
     # The file holds what was trained; the base is in the model already.
-    load_model_state(trainer.model, load_weights(folder / _BEST), kept=model_state(trainer.model))
+    load_model_state(trainer.model, load_weights(folder / BEST), kept=model_state(trainer.model))
     _add_tokenizer(run, folder)
     return Tuned(trainer, trained)
 
@@ -227,7 +226,7 @@ def _fine_tune(model: Any, run: TextRun) -> Tuned:
 def _open_folder(run: TextRun, *, resume: bool) -> None:
     """Checks that the folder's run is this one and readies the folder: settings, tokenizer, nothing of another run."""
     out = run.out
-    values = {**run.config.to_dict(), "corpus": run.data.fingerprint}
+    values = {"face": "text", **run.config.to_dict(), "corpus": run.data.fingerprint}
     check_free(out)  # before config.json is written: it may be that of a run that is going on
     with readable(out):
         stored = stored_json(out / "config.json")
@@ -241,7 +240,7 @@ def _open_folder(run: TextRun, *, resume: bool) -> None:
             # Else a killed fresh start would be taken for the finished run that was here before.
             (out / "metrics.json").unlink(missing_ok=True)
         for name in outdated:
-            _set_aside(out / name)
+            set_aside(out / name)
         if stored != values:
             write_text(json.dumps(values, indent=2) + "\n", out / "config.json")
         write_text(run.data.tokenizer.to_str(pretty=True) + "\n", out / "tokenizer.json")
@@ -257,13 +256,6 @@ def _take_up_changes(stored: Mapping[str, Any] | None, values: Mapping[str, Any]
         _log.warning("%s", sentence)
     check_same_text(stored, run.data, str(run.out))
     return ["lora"] if needs_new_lora(differences) else []
-
-
-def _set_aside(folder: Path) -> None:
-    if folder.exists():
-        aside = next_free(folder)
-        folder.rename(aside)
-        _log.info("%s belonged to an earlier run and is now %s", folder.name, aside.name)
 
 
 def _start_line(out: Path) -> str:

@@ -336,6 +336,21 @@ def test_another_model_or_text_is_refused_and_nothing_is_lost(
     assert files(copied) == before
 
 
+@pytest.mark.parametrize(("place", "steps"), [("", (3, 33)), ("lora", (2, 13))], ids=["training", "fine-tuning"])
+def test_a_step_run_again_is_its_record_to_the_bit(
+    place: str, steps: tuple[int, ...], finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(finished)
+    for step in steps:
+        with pytest.raises(SystemExit) as left:
+            main(["replay", str(finished / place), "--step", str(step), "--device", "cpu", "--json"])
+        assert left.value.code in (0, None)
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["equal"] is True
+        assert shown["start_step"] == max(at for at in (0, *((30,) if not place else (10,))) if at < step)
+    assert files(finished) == before
+
+
 # -- what is refused ----------------------------------------------------------------------------------------------
 
 

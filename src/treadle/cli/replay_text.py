@@ -1,0 +1,74 @@
+"""How a step of ``treadle train text`` or of its fine-tuning is run again, from what the run folder holds."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from treadle.checkpoint.store import load_weights
+from treadle.cli.replay_run import Replayed, Stage, Witness, checkpoints_of, run_to_step
+from treadle.cli.run_folder import stored_json, usable_config
+from treadle.cli.settings import with_values
+from treadle.cli.start_block import cpu_threads
+from treadle.cli.text_config import TextConfig
+from treadle.cli.text_data import check_same_text, prepare_data
+from treadle.cli.text_run import BEST, TextRun, build_base, build_lora, fit
+from treadle.device import get_device
+from treadle.naming import load_model_state
+from treadle.observers import observing
+from treadle.text.extras import without_progress_bars
+
+
+def is_text_run(run: Path) -> bool:
+    """Says whether a folder is one of ``treadle train text``, or the ``lora`` folder inside one.
+
+    Example:
+        >>> is_text_run(Path("no_such_run"))
+        False
+    """
+    stored = stored_json(_home(run) / "config.json")
+    return stored is not None and stored.get("face") == "text"
+
+
+def _home(run: Path) -> Path:
+    return run.parent if run.name == "lora" and not (run / "config.json").exists() else run
+
+
+def replay_text(run: Path, step: int, *, device: str | None, debug: bool, messages: Console) -> Replayed:
+    """Runs a step of ``treadle train text`` again; the folder is only read.
+
+    Args:
+        run: the run folder; its ``lora`` folder for a step of the fine-tuning.
+        step: 1-based.
+        device: None takes CUDA, then MPS, then the CPU.
+        debug: stop inside the step.
+        messages: where progress goes.
+
+    Raises:
+        ConfigError: the run was made on another text, or has no such step.
+        CheckpointError: the base of the fine-tuning is missing or damaged.
+    """
+    home = _home(run)
+    with usable_config(home) as stored:
+        settings = {key: value for key, value in stored.items() if key not in ("face", "corpus")}
+        config = with_values(TextConfig(), settings)
+    witness = Witness(checkpoints_of(run), step, debug=debug)
+    with (
+        tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch,
+        cpu_threads(config.threads),
+        without_progress_bars(),
+    ):
+        data = prepare_data(config)
+        check_same_text(stored, data, str(home))
+        again = TextRun(config, data, Path(scratch), get_device(device), messages)
+        model, trainer = build_base(again)
+        train, val, epochs = data.train, data.val, config.epochs
+        if run != home:
+            load_model_state(model, load_weights(home / BEST))
+            trainer = build_lora(model, again)
+            train, val, epochs = data.lora_train, data.lora_val, config.lora.epochs
+        with observing(Stage(witness, Path(scratch), only_mini=False)):
+            run_to_step(lambda: fit(trainer, train, val, epochs, config, Path(scratch)), witness)
+    return witness.seen
