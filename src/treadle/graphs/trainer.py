@@ -38,6 +38,7 @@ from treadle.optim import check_scheduler, move_optimizer_state
 from treadle.run_folder import RunFolder, write_best_and_last
 
 _log = logging.getLogger("treadle.graphs")
+_epoch_log = logging.getLogger("treadle.graphs.epochs")  # of its own, for those who show epochs in another way
 
 
 class GraphTrainer:
@@ -238,10 +239,10 @@ class GraphTrainer:
         if self._folder.path is not None:
             self._folder.write_epoch(improved=self._epochs.improved)
         train, val = train_part(record), val_part(record)
-        _log.info("%s: epoch %d", self.experiment_name, self.epoch)
+        _epoch_log.info("%s: epoch %d", self.experiment_name, self.epoch)
         for prefix, part in (("train", train), ("val", val)):
             if part:
-                _log.info("  %-5s %s", prefix, described(part))
+                _epoch_log.info("  %-5s %s", prefix, described(part))
                 self._log_hooks.tell(part, self.global_step, prefix)
 
     def train_epoch(self, train_loader: Iterable[Any]) -> dict[str, Any]:
