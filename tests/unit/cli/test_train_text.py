@@ -434,6 +434,15 @@ def test_verify_takes_it_as_a_target_and_refuses_a_wrong_setting(capsys: pytest.
     assert "model.n_embd" in capsys.readouterr().err
 
 
+def test_a_configuration_file_may_name_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text("face: text\nepochs: 3\nmodel: {n_layer: 5}\nsamples: {top_k: null}\n")
+    with pytest.raises(SystemExit) as left:
+        main(["train", str(tmp_path / "run.yaml"), "lora.r=3", "--show-settings"])
+    assert left.value.code in (0, None)
+    shown = capsys.readouterr().out.splitlines()
+    assert {"epochs=3", "model.n_layer=5", "samples.top_k=None", "lora.r=3"} <= set(shown)
+
+
 @pytest.mark.slow
 def test_verify_says_exact(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "treadle", "verify", "text", *TINY, "--steps", "24", "--kills", "2", "--json"]
