@@ -1,0 +1,91 @@
+"""Continuing sequences one token at a time.
+
+Shapes: B = sequences, L = positions of the prompt, N = new positions, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from treadle.astro.grammar import SequenceGrammar
+from treadle.errors import ConfigError
+from treadle.evaluation import evaluation_mode
+
+if TYPE_CHECKING:
+    from treadle.astro.model import CausalTransformerLM
+    from treadle.astro.vocab import VocabSpec
+
+
+def generate(
+    model: CausalTransformerLM,
+    tokens: Tensor,
+    *,
+    types: Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    vocab: VocabSpec | None,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor]:
+    """Continues sequences; `CausalTransformerLM.generate` is the way to call this and says what it does."""
+    _check(model, tokens, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, vocab=vocab)
+    end = min(tokens.shape[1] + max_new_tokens, model.max_len)
+    grammar = None if vocab is None else SequenceGrammar(vocab, tokens.device)
+    with evaluation_mode(model):
+        states_B = None if grammar is None else grammar.read(tokens)
+        caches = model.new_caches(end)
+        all_tokens, all_types = [tokens], [types]
+        for _ in range(end - tokens.shape[1]):
+            logits_BV = model.head(model.extend(all_tokens[-1], all_types[-1], caches)[:, -1]).float()
+            if grammar is not None and states_B is not None:
+                logits_BV = logits_BV.masked_fill(~grammar.legal(states_B), -torch.inf)
+            ids_B = _choose(logits_BV, temperature=temperature, top_k=top_k, generator=generator)
+            all_tokens.append(ids_B[:, None].to(tokens.dtype))
+            all_types.append(all_types[-1][:, -1:] if vocab is None else vocab.types_of(all_tokens[-1]).to(types.dtype))
+            if grammar is not None and states_B is not None:
+                states_B = grammar.advance(states_B, ids_B)
+                if grammar.ended(states_B).all():
+                    break
+    return torch.cat(all_tokens, dim=1), torch.cat(all_types, dim=1)
+
+
+def _choose(logits_BV: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """Draws one id a row, (B,)."""
+    if temperature == 0:
+        return logits_BV.argmax(dim=-1)
+    ids_BK = None
+    if top_k is not None:
+        logits_BV, ids_BK = logits_BV.topk(min(top_k, logits_BV.shape[1]), dim=-1)
+    chances_BK = (logits_BV / temperature).softmax(dim=-1)
+    device = chances_BK.device if generator is None else generator.device
+    drawn_B1 = torch.multinomial(chances_BK.to(device), 1, generator=generator).to(chances_BK.device)
+    return (drawn_B1 if ids_BK is None else ids_BK.gather(1, drawn_B1))[:, 0]
+
+
+def _check(
+    model: CausalTransformerLM,
+    tokens: Tensor,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    vocab: VocabSpec | None,
+) -> None:
+    if tokens.dim() != 2 or tokens.shape[1] == 0:
+        raise ConfigError(f"tokens has shape {tuple(tokens.shape)}; a prompt is (B, L) with at least one position")
+    if tokens.shape[1] > model.max_len:
+        raise ConfigError(f"a prompt of {tokens.shape[1]} positions is longer than max_len={model.max_len}")
+    if max_new_tokens < 0:
+        raise ConfigError(f"max_new_tokens={max_new_tokens}: must be at least 0")
+    if not 0 <= temperature < float("inf"):
+        raise ConfigError(f"temperature={temperature}: must be finite and at least 0; 0 takes the likeliest id")
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k={top_k}: must be at least 1, or None for all ids")
+    if vocab is not None and (vocab.vocab_size != model.vocab_size or vocab.n_types > model.n_types):
+        raise ConfigError(
+            f"vocab has {vocab.vocab_size} ids and {vocab.n_types} types, the model vocab_size={model.vocab_size} and "
+            f"n_types={model.n_types}; give the vocabulary that the model was built for"
+        )

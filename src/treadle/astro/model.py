@@ -1,0 +1,272 @@
+"""The causal transformer over the tokens of one object.
+
+Shapes: B = sequences, L = positions, D = model width, V = vocabulary.
+
+Attention takes no mask. A position must see the valid positions up to itself and no other, which is what plain causal
+attention does once the padding of each row stands at its end; so the ids are put in that order before the first layer
+and the hidden states back after the last one. That holds for padding anywhere in a row, never makes the host wait for
+the device, keeps the fast attention kernels, which take no mask, and leaves no row without a key that would be NaN.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from treadle.astro.generation import generate
+from treadle.astro.layers import CausalLayer, LayerCache, padding_last
+from treadle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from treadle.astro.vocab import VocabSpec
+
+
+class CausalTransformerLM(nn.Module):
+    """Token, type and learned position embedding, pre-norm causal layers, LayerNorm, and an untied head without bias.
+
+    Matrices and embeddings start from N(0, 0.02), those that write into the residual stream from
+    N(0, 0.02 / sqrt(2 n_layers)), biases at 0 and norms at 1 (Radford et al. 2019, section 2.3, as in GPT-2).
+
+    Attributes:
+        head: (D -> V) linear layer; ``forward`` is ``head(hidden_states(...))``.
+        vocab_size, n_types, max_len: as given.
+
+    Args:
+        vocab_size: V, ids of the vocabulary.
+        n_types: rows of the type table; at least 7 + spectrum groups.
+        d_model: D.
+        n_layers: layers.
+        n_heads: heads; must divide ``d_model``.
+        d_ff: width of the feed-forward.
+        dropout: in [0, 1).
+        max_len: the longest sequence.
+
+    Raises:
+        ConfigError: a size is out of range.
+
+    Example:
+        >>> model = CausalTransformerLM(15, 12, 16, 1, 2, 32, 0.0, 32)
+        >>> tokens = torch.tensor([[1, 5, 3]])
+        >>> model(tokens, types=tokens, attn_mask=torch.ones(1, 3, dtype=torch.bool)).shape
+        torch.Size([1, 3, 15])
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        n_types: int,
+        d_model: int,
+        n_layers: int,
+        n_heads: int,
+        d_ff: int,
+        dropout: float,
+        max_len: int,
+    ):
+        super().__init__()
+        sizes = {"vocab_size": vocab_size, "n_types": n_types, "d_model": d_model, "n_layers": n_layers,
+                 "n_heads": n_heads, "d_ff": d_ff, "max_len": max_len}  # fmt: skip
+        _check_sizes(sizes, dropout)
+        self.vocab_size, self.n_types, self.max_len = vocab_size, n_types, max_len
+        self.token_embedding = nn.Embedding(vocab_size, d_model)
+        self.type_embedding = nn.Embedding(n_types, d_model)
+        self.position_embedding = nn.Embedding(max_len, d_model)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(
+            CausalLayer(d_model, n_heads=n_heads, d_ff=d_ff, dropout=dropout) for _ in range(n_layers)
+        )
+        self.norm = nn.LayerNorm(d_model)
+        self.head = nn.Linear(d_model, vocab_size, bias=False)
+        self._checkpointing = False
+        self._read_on_accelerator = False
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                if name.endswith("bias"):
+                    nn.init.zeros_(parameter)  # norms are at 1 and 0 already
+            elif name.endswith(("out_proj.weight", "linear2.weight")):
+                nn.init.normal_(parameter, std=0.02 / (2 * len(self.layers)) ** 0.5)
+            else:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor, types: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        """Returns the logits of the token that follows each position.
+
+        Args:
+            tokens: (B, L) integer ids.
+            types: (B, L) integer type ids.
+            attn_mask: (B, L) bool, True = valid; padding may stand anywhere. None: there is no padding.
+
+        Returns:
+            (B, L, V). A valid position depends on the valid positions up to itself and on nothing else: its position
+            is counted without padding. Positions of padding hold finite numbers without meaning.
+
+        Raises:
+            ValueError: L is above ``max_len``, or a shape or dtype is wrong, or an id is outside its table. On an
+                accelerator the ids of the first call alone are looked at: doing it each time would make the host wait.
+        """
+        logits_BLV: Tensor = self.head(self.hidden_states(tokens, types, attn_mask))
+        return logits_BLV
+
+    def hidden_states(self, tokens: Tensor, types: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        """Returns what the head makes logits of, (B, L, D); everything else is as in :meth:`forward`."""
+        self._check_input(tokens, types, attn_mask)
+        if attn_mask is None:
+            return self._transform(tokens, types)
+        order_BL, place_BL = padding_last(attn_mask)
+        hidden_BLD = self._transform(tokens.gather(1, order_BL), types.gather(1, order_BL))
+        return hidden_BLD.gather(1, place_BL[:, :, None].expand_as(hidden_BLD))
+
+    def extend(self, tokens: Tensor, types: Tensor, caches: list[LayerCache]) -> Tensor:
+        """Returns the hidden states of positions that follow those in the caches, and adds them there.
+
+        Args:
+            tokens: (B, L) ids without padding; L must be 1 unless the caches are empty.
+            types: (B, L) type ids.
+            caches: one for each layer, from :meth:`new_caches`.
+
+        Returns:
+            (B, L, D), equal to what :meth:`hidden_states` of the whole sequence has there.
+
+        Raises:
+            ValueError: as :meth:`forward`, with the positions in the caches counted; or L is above 1 behind others.
+
+        Example:
+            >>> model = CausalTransformerLM(15, 12, 16, 1, 2, 32, 0.0, 32).eval()
+            >>> caches, tokens = model.new_caches(), torch.tensor([[1, 5]])
+            >>> _ = model.extend(tokens, tokens, caches)
+            >>> model.extend(torch.tensor([[3]]), torch.tensor([[3]]), caches).shape
+            torch.Size([1, 1, 16])
+        """
+        start = caches[0].length
+        if start and tokens.shape[1] != 1:
+            raise ValueError(f"tokens has {tokens.shape[1]} positions behind {start} cached ones; give one at a time")
+        self._check_input(tokens, types, None, start=start)
+        return self._transform(tokens, types, caches=caches, start=start)
+
+    def new_caches(self, capacity: int | None = None) -> list[LayerCache]:
+        """Returns empty caches for :meth:`extend`, with room for ``capacity`` positions (None: ``max_len``)."""
+        return [LayerCache(capacity or self.max_len) for _ in self.layers]
+
+    def _transform(
+        self, tokens_BL: Tensor, types_BL: Tensor, *, caches: list[LayerCache] | None = None, start: int = 0
+    ) -> Tensor:
+        positions_L = torch.arange(start, start + tokens_BL.shape[1], device=tokens_BL.device)
+        embedded_BLD = self.token_embedding(tokens_BL) + self.type_embedding(types_BL)
+        hidden_BLD = self.dropout(embedded_BLD + self.position_embedding(positions_L))
+        for number, layer in enumerate(self.layers):
+            if self._checkpointing and torch.is_grad_enabled():
+                hidden_BLD = checkpoint(layer, hidden_BLD, use_reentrant=False)
+            else:
+                hidden_BLD = layer(hidden_BLD, None if caches is None else caches[number])
+        normed_BLD: Tensor = self.norm(hidden_BLD)
+        return normed_BLD
+
+    def gradient_checkpointing_enable(self) -> None:
+        """From now on keeps only the input of each layer for the backward pass, and computes the rest again there.
+
+        The numbers stay the same to the bit, dropout included; memory falls by about the number of tensors in a layer
+        and a step takes about a third longer.
+
+        Example:
+            >>> CausalTransformerLM(15, 12, 16, 1, 2, 32, 0.0, 32).gradient_checkpointing_enable()
+        """
+        self._checkpointing = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        """From now on keeps all that the backward pass needs."""
+        self._checkpointing = False
+
+    def generate(
+        self,
+        tokens: Tensor,
+        types: Tensor,
+        max_new_tokens: int = 100,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        *,
+        vocab: VocabSpec | None = None,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Continues sequences, with the keys and values of earlier positions kept.
+
+        Runs in eval mode without gradients; every module's own mode is restored.
+
+        Args:
+            tokens: (B, L) prompts of one length, without padding.
+            types: (B, L) type ids.
+            max_new_tokens: how many to add at most; a sequence never grows beyond ``max_len``.
+            temperature: divides the logits; 0 takes the likeliest id.
+            top_k: draw among the likeliest k ids only.
+            vocab: draw only ids that are legal at their position in the order of `encode_sequence`, and take each
+                type from its id. A row that has its EOS gets PAD, and all rows having it ends the generation.
+                None: any id, and the last type of the prompt for all.
+            generator: draws the ids, on any device; None takes the global one.
+
+        Returns:
+            ``tokens`` and ``types``, each the prompt and what was added, (B, at most L + max_new_tokens).
+
+        Raises:
+            ConfigError: an argument is out of its range, or a prompt is not legal under ``vocab``.
+
+        Example:
+            >>> model, tokens = CausalTransformerLM(15, 12, 16, 1, 2, 32, 0.0, 32), torch.tensor([[1, 5]])
+            >>> model.generate(tokens, tokens, 3, temperature=0)[0].shape
+            torch.Size([1, 5])
+        """
+        return generate(
+            self, tokens, types=types, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+            vocab=vocab, generator=generator,
+        )  # fmt: skip
+
+    def _check_input(self, tokens: Tensor, types: Tensor, attn_mask: Tensor | None, *, start: int = 0) -> None:
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens has shape {tuple(tokens.shape)} but must be (B, L)")
+        if types.shape != tokens.shape:
+            raise ValueError(f"types has shape {tuple(types.shape)} but must be {tuple(tokens.shape)}, that of tokens")
+        if attn_mask is not None and (attn_mask.shape != tokens.shape or attn_mask.dtype != torch.bool):
+            raise ValueError(
+                f"attn_mask has shape {tuple(attn_mask.shape)} and dtype {attn_mask.dtype} but must be bool of the "
+                f"shape {tuple(tokens.shape)} of tokens, True = valid; convert it with .bool()"
+            )
+        length = start + tokens.shape[1]
+        if length > self.max_len:
+            raise ValueError(f"a sequence of {length} positions is longer than max_len={self.max_len} of the model")
+        if self._may_read(tokens):
+            _check_ids("tokens", tokens, "vocab_size", self.vocab_size)
+            _check_ids("types", types, "n_types", self.n_types)
+
+    def _may_read(self, ids: Tensor) -> bool:
+        """Whether the host may look at ids: on the CPU always, on an accelerator once, never inside a graph."""
+        if torch.compiler.is_compiling() or (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return False
+        if ids.device.type == "cpu":
+            return True
+        first, self._read_on_accelerator = not self._read_on_accelerator, True
+        return first
+
+
+def _check_ids(name: str, ids: Tensor, table: str, size: int) -> None:
+    if ids.numel() == 0 or ids.device.type == "meta":
+        return
+    low, high = torch.stack(ids.aminmax()).tolist()
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"{name} holds the id {low if low < 0 else high}, but {table}={size} of the model allows 0 to {size - 1}; "
+            "build the model for the vocabulary that the sequences were made with"
+        )
+
+
+def _check_sizes(sizes: dict[str, int], dropout: float) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"{name}={size!r}: must be at least 1")
+    width, heads = sizes["d_model"], sizes["n_heads"]
+    if width % heads:
+        raise ConfigError(f"d_model={width} is not divisible by n_heads={heads}; every head takes an equal share")
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"dropout={dropout!r}: must lie in [0, 1)")
