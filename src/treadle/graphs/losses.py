@@ -155,7 +155,7 @@ def get_loss_fn(
     if loss_type not in allowed:
         outputs = "" if num_outputs is None else f" with num_classes={num_outputs}"
         raise ConfigError(
-            f"loss_type={loss_type!r}: {task_type}{outputs} does not have it; {nearest(loss_type, allowed)}"
+            f"loss_type={loss_type!r}: not a loss of {task_type}{outputs}; {nearest(str(loss_type), allowed)}"
         )
     return GraphLoss(task_type, loss_type, num_outputs, _checked(class_weights, task_type, num_outputs))
 
