@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
+from treadle.config.sections import typed
 from treadle.errors import ConfigError, nearest
 
 Config = TypeVar("Config")
@@ -101,7 +100,9 @@ def from_mapping(kind: type[Config], values: Mapping[str, Any], *, where: str) -
     missing = [name for name in names if name not in values]
     if missing:
         raise ConfigError(f"{where}.{missing[0]}: is missing")
-    return kind(**{name: _typed(values[name], str(values[name]), hints[name], f"{where}.{name}") for name in names})
+    return kind(
+        **{name: typed(values[name], hints[name], key=f"{where}.{name}", text=str(values[name])) for name in names}
+    )
 
 
 def refuse_unknown_setting(key: str, known: Mapping[str, Any]) -> None:
@@ -133,7 +134,7 @@ def _replaced(config: Any, path: Sequence[str], key: str, text: str) -> Any:
     if len(path) > 1:
         value = _replaced(getattr(config, name), path[1:], key, text)
     else:
-        value = _typed(read_value(text), text, typing.get_type_hints(type(config))[name], key)
+        value = typed(read_value(text), typing.get_type_hints(type(config))[name], key=key, text=text)
     return dataclasses.replace(config, **{name: value})
 
 
@@ -150,36 +151,3 @@ def read_value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
-
-
-def _typed(value: Any, text: str, hint: Any, key: str) -> Any:
-    """Returns the value as the field's type has it, or raises ConfigError."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) or _is_union(hint) else (hint,)
-    for option in options:
-        if _fits(value, option):
-            return float(value) if option is float else value
-    if str in options:  # a string that happens to look like a number, such as a folder named 2024
-        return text
-    names = [("None" if option is types.NoneType else getattr(option, "__name__", str(option))) for option in options]
-    raise ConfigError(f"{key}={text}: must be {' or '.join(names)}, but this is {_kind(value)}")
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) is typing.Union
-
-
-def _fits(value: Any, option: Any) -> bool:
-    if option is types.NoneType:
-        return value is None
-    if option is bool or isinstance(value, bool):
-        return option is bool and isinstance(value, bool)
-    if option is float:
-        return isinstance(value, (int, float))
-    if option is Path:
-        return False  # plain text is taken where str is allowed too
-    kind = typing.get_origin(option) or option
-    return isinstance(kind, type) and isinstance(value, kind)
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"the {type(value).__name__} {value!r}"
