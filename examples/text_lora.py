@@ -71,7 +71,7 @@ def main() -> None:
     print(f"loss on unseen statements: {before:.3f} before LoRA, {tuned.best_metric:.3f} after")
     generator = torch.Generator().manual_seed(0)
     settings = {"num_tokens": 80, "context": CONTEXT, "temperature": 0.7, "top_k": 40, "generator": generator}
-    print(sample_texts(tuned.model, tokenizer, 'The "', count=1, **settings)[0])
+    print(sample_texts(tuned.model, tokenizer, prompt='The "', count=1, **settings)[0])
 
 
 if __name__ == "__main__":

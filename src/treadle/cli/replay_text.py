@@ -61,7 +61,7 @@ def replay_text(run: Path, step: int, *, device: str | None, debug: bool, messag
         without_progress_bars(),
     ):
         data = prepare_data(config)
-        check_same_text(stored, data, str(home))
+        check_same_text(stored, data, folder=str(home))
         again = TextRun(config, data, Path(scratch), get_device(device), messages)
         model, trainer = build_base(again)
         train, val, epochs = data.train, data.val, config.epochs
@@ -70,5 +70,5 @@ def replay_text(run: Path, step: int, *, device: str | None, debug: bool, messag
             trainer = build_lora(model, again)
             train, val, epochs = data.lora_train, data.lora_val, config.lora.epochs
         with observing(Stage(witness, Path(scratch), only_mini=False)):
-            run_to_step(lambda: fit(trainer, train, val, epochs, config, Path(scratch)), witness)
+            run_to_step(lambda: fit(trainer, again, train=train, val=val, epochs=epochs, folder=again.out), witness)
     return witness.seen

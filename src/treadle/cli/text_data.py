@@ -90,7 +90,7 @@ def prepare_data(config: TextConfig) -> TextData:
     return TextData(tokenizer, part(train), part(val), part(lora_train), part(lora_val))
 
 
-def check_same_text(stored: Mapping[str, Any], data: TextData, folder: str) -> None:
+def check_same_text(stored: Mapping[str, Any], data: TextData, *, folder: str) -> None:
     """Refuses to go on with another text than the run began with.
 
     Raises:

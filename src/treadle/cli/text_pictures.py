@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _History = Mapping[str, Sequence[Any]]
 
 
-def plot_losses(base: _History, lora: _History, metrics: Mapping[str, Any], path: Path) -> Path:
+def plot_losses(base: _History, lora: _History, *, metrics: Mapping[str, Any], path: Path) -> Path:
     """Draws training and validation loss by epoch of both trainings, with the n-gram baselines as lines.
 
     Args:

@@ -23,8 +23,8 @@ from treadle.cli.text_pictures import plot_losses
 from treadle.data import steps_per_epoch
 from treadle.functional import Trainer
 from treadle.hooks.files import to_json
+from treadle.text.generation import sample_texts
 from treadle.text.ngrams import bits_per_byte, ngram_losses
-from treadle.text.sampling import sample_texts
 
 _EXCERPT_LINES = 14
 
@@ -91,10 +91,10 @@ def _score(loss: float, part: Part) -> dict[str, Any]:
     }
 
 
-def baselines(data: TextData, part: Part, seen: Sequence[Part]) -> dict[str, Any]:
+def baselines(data: TextData, part: Part, *, seen: Sequence[Part]) -> dict[str, Any]:
     """Returns the scores of n-gram models on the same tokens, counted on the parts a model has seen by then."""
     counted = torch.cat([other.tokens_N for other in seen])
-    losses = ngram_losses(counted, part.tokens_N, data.tokenizer.get_vocab_size())
+    losses = ngram_losses(counted, part.tokens_N, vocab_size=data.tokenizer.get_vocab_size())
     return {name: _score(loss, part) for name, loss in losses.items()}
 
 
@@ -102,7 +102,7 @@ def draw_samples(model: Any, tokenizer: Any, config: TextConfig) -> list[str]:
     """Draws texts by the settings; the same settings and weights give the same texts."""
     samples = config.samples
     return sample_texts(
-        model, tokenizer, samples.prompt, count=samples.count, num_tokens=samples.num_tokens,
+        model, tokenizer, prompt=samples.prompt, count=samples.count, num_tokens=samples.num_tokens,
         context=config.data.block_length, generator=torch.Generator().manual_seed(samples.seed),
         temperature=samples.temperature, top_k=samples.top_k,
     )  # fmt: skip
@@ -111,6 +111,7 @@ def draw_samples(model: Any, tokenizer: Any, config: TextConfig) -> list[str]:
 def finish_run(
     config: TextConfig,
     data: TextData,
+    *,
     trainer: Trainer,
     tuned: Tuned,
     scores: Mapping[str, dict[str, Any]],
@@ -136,14 +137,14 @@ def finish_run(
         "epochs": trainer.epoch,
         "best_epoch": trainer.best_epoch,
         "val": scores["val"],
-        "baselines": baselines(data, data.val, [data.train]),
+        "baselines": baselines(data, data.val, seen=[data.train]),
         "lora": {
             "epochs": tuned.trainer.epoch,
             "best_epoch": tuned.trainer.best_epoch,
             "trained_parameters": tuned.num_trained,
             "before": scores["before"],
             "after": scores["after"],
-            "baselines": baselines(data, data.lora_val, [data.train, data.lora_train]),
+            "baselines": baselines(data, data.lora_val, seen=[data.train, data.lora_train]),
             "val_after": scores["val_after"],
         },
         "excerpts": {name: texts[0] for name, texts in samples.items()},
@@ -153,7 +154,7 @@ def finish_run(
         "config": config.to_dict(),
     }
     write_text(_samples_file(config, samples), out / "samples.txt")
-    plot_losses(trainer.history, tuned.trainer.history, metrics, out / "pictures" / "loss.png")
+    plot_losses(trainer.history, tuned.trainer.history, metrics=metrics, path=out / "pictures" / "loss.png")
     # The last file of a run: where it is and has these settings, nothing is left to do.
     write_text(json.dumps(to_json(metrics), indent=2, allow_nan=False) + "\n", out / "metrics.json")
     return metrics

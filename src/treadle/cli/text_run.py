@@ -26,6 +26,7 @@ from treadle.cli.text_data import Part, TextData, check_same_text, prepare_data
 from treadle.cli.text_report import Tuned, draw_samples, finish_run, print_results, print_start, score
 from treadle.data import steps_per_epoch
 from treadle.device import get_device
+from treadle.errors import ConfigError
 from treadle.functional import Trainer
 from treadle.hooks import CheckpointingHook, StepLogHook
 from treadle.hooks.bar import ProgressBarHook
@@ -106,19 +107,18 @@ def _run(run: TextRun, *, resume: bool, explicit: bool) -> dict[str, Any]:
     _open_folder(run, resume=resume)
     with run_lock(run.out):
         print_start(run.config, run.data, trainer, start=_start_line(run.out), explicit=explicit, console=run.messages)
-        fit(trainer, run.data.train, run.data.val, run.config.epochs, run.config, run.out)
+        fit(trainer, run, train=run.data.train, val=run.data.val, epochs=run.config.epochs, folder=run.out)
         load_model_state(model, load_weights(run.out / BEST))
         _add_tokenizer(run, run.out)
-        scores = {
-            "val": score(trainer, run.data.val),
-            "before": score(trainer, run.data.lora_val),
-        }  # fmt: skip
+        scores = {"val": score(trainer, run.data.val), "before": score(trainer, run.data.lora_val)}
         samples = {"base": draw_samples(model, run.data.tokenizer, run.config)}
         tuned = _fine_tune(model, run)
         scores["after"] = score(tuned.trainer, run.data.lora_val)
         scores["val_after"] = score(tuned.trainer, run.data.val)
         samples["fine-tuned"] = draw_samples(tuned.trainer.model, run.data.tokenizer, run.config)
-        return finish_run(run.config, run.data, trainer, tuned, scores, samples, run.out)
+        return finish_run(
+            run.config, run.data, trainer=trainer, tuned=tuned, scores=scores, samples=samples, out=run.out
+        )
 
 
 # -- the two trainings --------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def build_base(run: TextRun) -> tuple[Any, Trainer]:
         scheduler = build_warmup_cosine(
             optimizer, warmup_steps=schedule.warmup_steps, total_steps=steps, min_lr_scale=schedule.min_lr_scale
         )
-    return model, _build_trainer(model, optimizer, scheduler, run)
+    return model, _build_trainer(model, optimizer, scheduler=scheduler, run=run)
 
 
 def build_lora(model: Any, run: TextRun) -> Trainer:
@@ -156,14 +156,14 @@ def build_lora(model: Any, run: TextRun) -> Trainer:
     scheduler = build_warmup_cosine(
         optimizer, warmup_steps=0, total_steps=steps, min_lr_scale=config.schedule.min_lr_scale
     )
-    return _build_trainer(adapted, optimizer, scheduler, run)
+    return _build_trainer(adapted, optimizer, scheduler=scheduler, run=run)
 
 
 def _steps_per_epoch(part: Part, config: TextConfig) -> int:
     return steps_per_epoch(part.loader(config.batch_size), config.training.accumulation_steps)
 
 
-def _build_trainer(model: Any, optimizer: Any, scheduler: Any, run: TextRun) -> Trainer:
+def _build_trainer(model: Any, optimizer: Any, *, scheduler: Any, run: TextRun) -> Trainer:
     training = run.config.training
     trainer = Trainer(
         model,
@@ -195,10 +195,10 @@ def _status(trainer: Trainer) -> str:
     return f"val {losses[-1]:.3f} (best {trainer.best_metric:.3f})"
 
 
-def fit(trainer: Trainer, train: Part, val: Part, epochs: int, config: TextConfig, folder: Path) -> None:
+def fit(trainer: Trainer, run: TextRun, *, train: Part, val: Part, epochs: int, folder: Path) -> None:
     """Trains to the number of epochs, from where the checkpoints in the folder are; at the end it does nothing."""
     try:
-        trainer.train(train.loader(config.batch_size), epochs, val.loader(), folder, save_freq=None)
+        trainer.train(train.loader(run.config.batch_size), epochs, val.loader(), folder, save_freq=None)
     except SystemExit:
         _log.info("saved at step %d; the same command goes on from here", trainer.step)
         raise
@@ -213,7 +213,7 @@ def _fine_tune(model: Any, run: TextRun) -> Tuned:
         f"{trained:,}", len(part.topics), f"{part.blocks.num_targets:,}",
     )  # fmt: skip
     folder = run.out / "lora"
-    fit(trainer, part, run.data.lora_val, run.config.lora.epochs, run.config, folder)
+    fit(trainer, run, train=part, val=run.data.lora_val, epochs=run.config.lora.epochs, folder=folder)
     # The file holds what was trained; the base is in the model already.
     load_model_state(trainer.model, load_weights(folder / BEST), kept=model_state(trainer.model))
     _add_tokenizer(run, folder)
@@ -231,9 +231,9 @@ def _open_folder(run: TextRun, *, resume: bool) -> None:
     with readable(out):
         stored = stored_json(out / "config.json")
         begun = (out / "checkpoints").is_dir()
-    outdated = ["checkpoints", "lora"]
+    outdated = ["checkpoints", BEST, "pretrained", "lora"]
     if resume and begun:
-        outdated = _take_up_changes(stored, values, run)
+        outdated = _take_up_changes(stored, values, run=run)
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
         if not resume or outdated:
@@ -246,7 +246,7 @@ def _open_folder(run: TextRun, *, resume: bool) -> None:
         write_text(run.data.tokenizer.to_str(pretty=True) + "\n", out / "tokenizer.json")
 
 
-def _take_up_changes(stored: Mapping[str, Any] | None, values: Mapping[str, Any], run: TextRun) -> list[str]:
+def _take_up_changes(stored: Mapping[str, Any] | None, values: Mapping[str, Any], *, run: TextRun) -> list[str]:
     """Says what a rerun changes, and returns the folders that its changes make useless."""
     if stored is None:
         return []
@@ -254,8 +254,22 @@ def _take_up_changes(stored: Mapping[str, Any] | None, values: Mapping[str, Any]
     differences.pop("corpus", None)
     for sentence in explain_changes(differences, str(run.out), free=FREE):
         _log.warning("%s", sentence)
-    check_same_text(stored, run.data, str(run.out))
-    return ["lora"] if needs_new_lora(differences) else []
+    check_same_text(stored, run.data, folder=str(run.out))
+    outdated = ["lora"] if needs_new_lora(differences) else []
+    _refuse_fewer_epochs("epochs", run.config.epochs, folder=run.out)
+    if not outdated:
+        _refuse_fewer_epochs("lora.epochs", run.config.lora.epochs, folder=run.out / "lora")
+    return outdated
+
+
+def _refuse_fewer_epochs(name: str, epochs: int, *, folder: Path) -> None:
+    """Raises where a run has gone beyond its new end: its best epoch may be one that must not have happened."""
+    done = len((stored_json(folder / "history.json") or {}).get("epoch", ()))
+    if epochs < done:
+        raise ConfigError(
+            f"{name}={epochs}: the run in {folder} has completed {done} epochs already; give as many or more, another "
+            "folder with --out, or --no-resume to start afresh in this one"
+        )
 
 
 def _start_line(out: Path) -> str:

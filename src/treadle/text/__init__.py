@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from treadle.text.corpus import is_statement, load_manual, split_topics, without_repeats
 from treadle.text.data import TokenBlocks, token_stream
+from treadle.text.generation import sample_texts, sample_tokens
 from treadle.text.model import add_lora, build_gpt2
 from treadle.text.ngrams import bits_per_byte, ngram_losses
-from treadle.text.sampling import sample_texts, sample_tokens
 from treadle.text.tokenizer import as_transformers, train_tokenizer
 
 __all__ = [

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 
-def ngram_losses(train_N: Tensor, val_N: Tensor, vocab_size: int) -> dict[str, float]:
+def ngram_losses(train_N: Tensor, val_N: Tensor, *, vocab_size: int) -> dict[str, float]:
     """Returns the mean negative log-likelihood in nats of every token of a stream but the first.
 
     Counted on the training stream, with the interpolation of Witten and Bell (1991; method C of Chen & Goodman 1999)::
@@ -29,7 +29,7 @@ def ngram_losses(train_N: Tensor, val_N: Tensor, vocab_size: int) -> dict[str, f
 
     Example:
         >>> import torch
-        >>> losses = ngram_losses(torch.tensor([0, 1, 0, 1, 0]), torch.tensor([0, 1, 0, 1]), 2)
+        >>> losses = ngram_losses(torch.tensor([0, 1, 0, 1, 0]), torch.tensor([0, 1, 0, 1]), vocab_size=2)
         >>> round(losses["unigram"], 4), round(losses["bigram"], 4)
         (0.6931, 0.1823)
     """

@@ -61,7 +61,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the slow picture out, which the full run draws."""
-    monkeypatch.setattr(text_report, "plot_losses", lambda *args: None)
+    monkeypatch.setattr(text_report, "plot_losses", lambda *args, **kwargs: None)
 
 
 @pytest.fixture
@@ -317,6 +317,7 @@ def test_no_resume_starts_afresh_and_sets_the_old_run_aside(copied: Path, capsys
     assert "start     fresh" in capsys.readouterr().err
     assert (copied / "checkpoints.1").is_dir()
     assert (copied / "lora.1").is_dir()
+    assert differences(load_weights(copied / "best_model.1.pt"), old) == []
     assert run(copied, "seed=1") == 0  # the killed fresh start, not the finished run that was here before
     assert any(not torch.equal(old[name], value) for name, value in load_weights(copied / "best_model.pt").items())
 
@@ -329,6 +330,10 @@ def test_another_model_or_text_is_refused_and_nothing_is_lost(
     error = capsys.readouterr().err
     for words in ("model.n_embd was 8 and is now 16", "optimizer.lr was", "--out", "--no-resume"):
         assert words in error
+    assert run(copied, "epochs=1") == 2
+    assert "epochs=1: the run in" in capsys.readouterr().err
+    assert run(copied, "lora.epochs=1") == 2
+    assert "has completed 2 epochs already" in capsys.readouterr().err
     manual = text_data.load_manual()
     monkeypatch.setattr(text_data, "load_manual", lambda: {**manual, "await": manual["await"] + " And more."})
     assert run(copied, "epochs=3") == 2

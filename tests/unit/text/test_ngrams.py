@@ -35,7 +35,7 @@ def bigram(train, before, token):
 def test_losses_are_those_of_the_formula(seed):
     train, val = streams(seed)
     pairs = list(zip(val.tolist(), val.tolist()[1:], strict=False))
-    losses = ngram_losses(train, val, VOCAB)
+    losses = ngram_losses(train, val, vocab_size=VOCAB)
     assert losses["unigram"] == pytest.approx(-sum(math.log(unigram(train, b)) for _, b in pairs) / len(pairs))
     assert losses["bigram"] == pytest.approx(-sum(math.log(bigram(train, a, b)) for a, b in pairs) / len(pairs))
 
@@ -43,7 +43,7 @@ def test_losses_are_those_of_the_formula(seed):
 @pytest.mark.parametrize("before", range(VOCAB))
 def test_probabilities_sum_to_one_after_every_token_also_one_never_seen(before):
     train, _ = streams(0)
-    losses = [ngram_losses(train, torch.tensor([before, token]), VOCAB) for token in range(VOCAB)]
+    losses = [ngram_losses(train, torch.tensor([before, token]), vocab_size=VOCAB) for token in range(VOCAB)]
     for name in ("unigram", "bigram"):
         assert sum(math.exp(-loss[name]) for loss in losses) == pytest.approx(1)
 

@@ -81,8 +81,8 @@ def _drawn(logits_BV: Tensor, temperature: float, top_k: int | None, generator: 
 def sample_texts(
     model: Any,
     tokenizer: Any,
-    prompt: str,
     *,
+    prompt: str = "",
     count: int,
     num_tokens: int,
     context: int,
@@ -106,7 +106,7 @@ def sample_texts(
         end_id: id of the token between documents.
 
     Example:
-        >>> # sample_texts(model, tokenizer, "The", count=3, num_tokens=50, context=128, generator=torch.Generator())
+        >>> # sample_texts(model, tokenizer, count=3, num_tokens=50, context=64, generator=torch.Generator())
     """
     prompt_BT = torch.tensor([[end_id, *tokenizer.encode(prompt).ids]]).repeat(count, 1)
     drawn_BT = sample_tokens(

@@ -98,10 +98,10 @@ def test_a_text_ends_where_the_model_ends_its_document():
     logits = torch.full((258, 258), -99.0)
     logits[a, b] = logits[b, 0] = logits[0, a] = 99.0  # a, b, end, a, b, end, ...
     texts = sample_texts(
-        Table(logits), tokenizer, "", count=2, num_tokens=7, context=4, generator=generator(), temperature=1.0
+        Table(logits), tokenizer, count=2, num_tokens=7, context=4, generator=generator(), temperature=1.0
     )
     assert texts == ["ab", "ab"]
-    short = sample_texts(Table(logits), tokenizer, "ba", count=1, num_tokens=1, context=4, generator=generator())
+    short = sample_texts(Table(logits), tokenizer, prompt="ba", count=1, num_tokens=1, context=4, generator=generator())
     assert short == ["bab"]
 
 
