@@ -1,0 +1,260 @@
+"""The settings of an astronomy run, as nested dataclasses and as YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.resources import as_file, files
+from typing import Any, TypeVar
+
+from treadle import config as config_files
+from treadle.astro.vocab import FIRST_SPECTRUM_TYPE, SPECTRUM_GROUPS
+from treadle.config.sections import from_nested
+from treadle.errors import ConfigError
+
+DEFAULTS = "defaults.yaml"
+"""The packaged file with every setting and what it means; a test holds it equal to the defaults below."""
+
+
+@dataclass
+class VocabConfig:
+    """Sizes of the vocabulary, as `build_vocab_spec` takes them."""
+
+    image: int = 2048
+    """Ids of the image codebook."""
+    scalar: int = 56320
+    """Ids of all scalar columns together: columns x bins."""
+    scalar_bins: int | None = 1024
+    """Ids of one column."""
+    spectrum: int = 2048
+    """Ids of each spectrum group."""
+    spectrum_groups: list[str] = field(default_factory=lambda: list(SPECTRUM_GROUPS))
+    """Names of the groups, in the order of their ids."""
+
+    def __post_init__(self) -> None:
+        for name in ("image", "scalar", "spectrum"):
+            _require(getattr(self, name) >= 1, f"vocab.{name}", getattr(self, name), "must be at least 1")
+        bins = self.scalar_bins
+        whole = bins is None or (bins >= 1 and self.scalar % bins == 0)
+        _require(whole, "vocab.scalar_bins", bins, f"must divide vocab.scalar={self.scalar}")
+        names = self.spectrum_groups
+        distinct = all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
+        _require(distinct, "vocab.spectrum_groups", names, "must be names, each of them once")
+
+
+@dataclass
+class SequencesConfig:
+    """How sequences are made."""
+
+    max_seq_len: int = 2048
+    """The longest sequence, and the positions of the model."""
+
+    def __post_init__(self) -> None:
+        _require(self.max_seq_len >= 1, "sequences.max_seq_len", self.max_seq_len, "must be at least 1")
+
+
+@dataclass
+class ModelConfig:
+    """Sizes of `CausalTransformerLM`, which checks them."""
+
+    n_types: int = 20
+    """Rows of the type table; at least 7 + spectrum groups."""
+    d_model: int = 768
+    """Width."""
+    n_layers: int = 12
+    """Layers."""
+    n_heads: int = 12
+    """Attention heads; must divide the width."""
+    d_ff: int = 3072
+    """Width of the feed-forward."""
+    dropout: float = 0.1
+    """In [0, 1)."""
+
+    def __post_init__(self) -> None:
+        for name in ("n_types", "d_model", "n_layers", "n_heads", "d_ff"):
+            _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be at least 1")
+        _require(self.d_model % self.n_heads == 0, "model.n_heads", self.n_heads, f"must divide {self.d_model}")
+        _require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must lie in [0, 1)")
+
+
+@dataclass
+class MeaningfulLossConfig:
+    """The expected-value terms of the loss."""
+
+    enabled: bool = True
+    """False: cross-entropy alone."""
+    sample_k_per_modality: int = 4096
+    """Positions of each modality that the terms are computed at, at most."""
+    weight_image: float = 0.1
+    """Weight of the image term; 0 leaves it out."""
+    weight_scalar: float = 0.1
+    """Weight of the scalar term."""
+    weight_spectrum: float = 0.1
+    """Weight of the spectrum term."""
+
+    def __post_init__(self) -> None:
+        where, k = "training.meaningful_loss", self.sample_k_per_modality
+        _require(k >= 1, f"{where}.sample_k_per_modality", k, "must be at least 1")
+        for name in ("weight_image", "weight_scalar", "weight_spectrum"):
+            value = getattr(self, name)
+            _require(0 <= value < float("inf"), f"{where}.{name}", value, "must be finite and at least 0")
+
+
+@dataclass
+class TrainingConfig:
+    """Settings of `AstroTrainer` and of the loader. Steps are optimizer steps throughout."""
+
+    seed: int = 0
+    """Seeds the choice of positions; the global generators are the caller's to seed."""
+    batch_size: int = 16
+    """Sequences of a micro-batch."""
+    epochs: int = 5
+    """Epochs in all, those before a resume included."""
+    learning_rate: float = 0.0002
+    """At the end of the warm-up."""
+    weight_decay: float = 0.05
+    """On matrices only."""
+    warmup_steps: int = 2000
+    """Steps of the linear warm-up."""
+    total_steps: int | None = None
+    """The last step of the schedule, warm-up included; None counts the steps of all epochs."""
+    min_lr_ratio: float = 0.1
+    """The rate at the last step, as a fraction of ``learning_rate``."""
+    grad_clip: float | None = 1.0
+    """Total gradient norm; None or 0 off."""
+    grad_accum_steps: int = 1
+    """Micro-batches of a step."""
+    max_non_finite_grad_retries: int | None = None
+    """Fresh groups to try before NonFiniteError; None: none."""
+    num_workers: int = 4
+    """Processes that load."""
+    pin_memory: bool = True
+    """Copies to a CUDA device from pinned memory; of no effect without one."""
+    persistent_workers: bool = True
+    """Workers live on from epoch to epoch; of no effect without workers."""
+    prefetch_factor: int = 2
+    """Batches that each worker loads ahead; of no effect without workers."""
+    log_every: int | None = 50
+    """Steps between lines of the log; None or 0 off."""
+    save_every_steps: int | None = 5000
+    """Steps between step checkpoints; None or 0 off."""
+    meaningful_loss: MeaningfulLossConfig = field(default_factory=MeaningfulLossConfig)
+    """The expected-value terms."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "epochs", "grad_accum_steps", "prefetch_factor", "total_steps"):
+            value = getattr(self, name)
+            may_be_none = name == "total_steps" and value is None
+            _require(may_be_none or value >= 1, f"training.{name}", value, "must be at least 1")
+        for name in ("weight_decay", "warmup_steps", "num_workers", "grad_clip", "max_non_finite_grad_retries",
+                     "log_every", "save_every_steps"):  # fmt: skip
+            value = getattr(self, name)
+            _require(value is None or value >= 0, f"training.{name}", value, "must be at least 0")
+        _require(self.learning_rate > 0, "training.learning_rate", self.learning_rate, "must be above 0")
+        _require(0 <= self.min_lr_ratio <= 1, "training.min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
+
+
+@dataclass
+class AstroConfig:
+    """All settings.
+
+    Example:
+        >>> AstroConfig().training.meaningful_loss.weight_image
+        0.1
+    """
+
+    vocab: VocabConfig = field(default_factory=VocabConfig)
+    sequences: SequencesConfig = field(default_factory=SequencesConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    def __post_init__(self) -> None:
+        least = FIRST_SPECTRUM_TYPE + len(self.vocab.spectrum_groups)
+        rule = f"must be at least {least}: {FIRST_SPECTRUM_TYPE} and one for each of vocab.spectrum_groups"
+        _require(self.model.n_types >= least, "model.n_types", self.model.n_types, rule)
+
+
+Section = TypeVar(
+    "Section", AstroConfig, VocabConfig, SequencesConfig, ModelConfig, TrainingConfig, MeaningfulLossConfig
+)
+
+
+def _require(ok: bool, name: str, value: Any, rule: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name}={value!r}: {rule}")
+
+
+def load_config(path: str | os.PathLike[str] | None = None) -> AstroConfig:
+    """Reads settings from a YAML file, merged key by key over the packaged defaults.
+
+    Args:
+        path: a ``.yaml`` file with what differs from the defaults (or whatever else `treadle.config.load_config`
+            reads); its ``${...}`` may refer to any setting. None: the defaults.
+
+    Raises:
+        ConfigError: the file is missing or no configuration, a key is unknown, or a value is wrong; the place is named.
+        ImportError: a file, and OmegaConf is not installed.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "mine.yaml"
+        >>> _ = file.write_text("training: {learning_rate: 1e-4}")
+        >>> config = load_config(file)
+        >>> config.training.learning_rate, config.training.epochs
+        (0.0001, 5)
+    """
+    if path is None:
+        return AstroConfig()
+    with as_file(files("treadle.astro") / DEFAULTS) as defaults:
+        return from_dict(config_files.load_config([defaults, path]))
+
+
+def save_config(config: AstroConfig, path: str | os.PathLike[str]) -> None:
+    """Writes all settings to a file that :func:`load_config` reads back equal, whole or not at all.
+
+    Args:
+        config: the settings.
+        path: a ``.yaml``, ``.yml`` or ``.py`` file; its folder is created.
+
+    Raises:
+        ConfigError: another kind of file.
+        CheckpointError: the file cannot be written; what was there before is intact.
+        ImportError: a YAML file, and OmegaConf is not installed.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "mine.yaml"
+        >>> save_config(AstroConfig(), file)
+        >>> load_config(file) == AstroConfig()
+        True
+    """
+    config_files.save_config(to_dict(config), path)
+
+
+def to_dict(config: Section) -> dict[str, Any]:
+    """Returns all settings, or those of a section, as nested plain values.
+
+    Example:
+        >>> to_dict(AstroConfig())["sequences"]
+        {'max_seq_len': 2048}
+    """
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: Mapping[str, Any], kind: type[Section] = AstroConfig) -> Section:  # type: ignore[assignment]
+    """Makes settings from nested plain values; what is not there keeps its default.
+
+    Args:
+        values: not changed.
+        kind: the class of the section that the values are of.
+
+    Raises:
+        ConfigError: a key is unknown (the nearest known one is named), or a value is of the wrong type or out of range.
+
+    Example:
+        >>> from_dict({"batch_size": 4}, TrainingConfig).batch_size
+        4
+    """
+    return from_nested(kind, values)
