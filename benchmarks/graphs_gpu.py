@@ -244,7 +244,7 @@ def table(results: Sequence[dict[str, Any]], what: str, parameters: dict[str, in
         "# Graphs per second of training, ten GPS layers of 64 channels", "",
         f"{what}; {', '.join(f'{name}: {count:,} parameters' for name, count in parameters.items())}. Median of the "
         "rounds (least – most). The batches lie on the device.", "",
-        "| batch | way | graphs/s | times the peer | ms a step |", "|---|---|---|---|---|",
+        "| batch | way | graphs/s | times the peer | ms a step | last loss |", "|---|---|---|---|---|---|",
     ]  # fmt: skip
     for result in results:
         base = median(result["rates"].get("peer", [float("nan")]))
@@ -253,9 +253,10 @@ def table(results: Sequence[dict[str, Any]], what: str, parameters: dict[str, in
             spread = f"{min(rates):,.0f} – {max(rates):,.0f}"
             lines.append(
                 f"| {result['batch']} | {name} | {rate:,.0f} ({spread}) | {rate / base:.1f} | "
-                f"{1e3 * result['batch'] / rate:.2f} |"
+                f"{1e3 * result['batch'] / rate:.2f} | {result['losses'][name]:.3f} |"
             )
-        lines += [f"| {result['batch']} | {name} | failed: {why[:200]} | | |" for name, why in result["failed"].items()]
+        failed = result["failed"].items()
+        lines += [f"| {result['batch']} | {name} | failed: {why[:200]} | | | |" for name, why in failed]
     lines.append("")
     for result in results:
         lines.append(
