@@ -1,0 +1,63 @@
+"""What two processes do in the tests of graph training over ranks; a module of its own, so that they can import it."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DistributedSampler
+
+from graph_kit import graphs, loader, make, records
+from helpers import Snapshots
+
+# Settings of the targets, of the model and of the trainer. 13 graphs are not to be shared evenly by two ranks.
+CASES = {
+    "regression": ({"width": 2, "unknown": 0.4}, {"num_classes": 2}, {}),
+    "classification": ({"level": "node", "classes": 3}, {"num_classes": 3, "task": "node"}, {}),
+    "edge_prediction": ({"level": "edge", "classes": 2}, {"task": "edge"}, {}),
+}
+EPOCHS, CUT = 2, 4
+
+
+def run(case, *, over_ranks, hooks=(), state=None):
+    """Trains a case, four graphs a step over all ranks; returns its history and weights."""
+    data, model, settings = CASES[case]
+    trainer = make(
+        model={**model, "dropout": 0.0}, kind="sgd", lr=0.1, task_type=case, hooks=hooks, log_every=2, **settings
+    )
+    if over_ranks:
+        # The trainer is made of the parts, wrapped as a user would; the optimizer holds the same parameters.
+        wrapped = nn.parallel.DistributedDataParallel(trainer.model)
+        trainer = make(
+            model=wrapped, optimizer=trainer.optimizer, task_type=case, hooks=hooks, log_every=2,
+            num_classes=model["num_classes"] if case == "classification" else None, **settings,
+        )  # fmt: skip
+    told = []
+    trainer.add_log_hook(lambda metrics, step, prefix: told.append((prefix, step)))
+    train, val = graphs(12, seed=1, **data), graphs(13, seed=2, **data)
+    parts = []
+    for part in (train, val):
+        sampler = DistributedSampler(part, shuffle=False) if over_ranks else None
+        parts.append(loader(part, 2 if over_ranks else 4, sampler=sampler))
+    if state is not None:
+        trainer._engine.load_state_dict(state)
+    history = records(trainer.fit(*parts, epochs=EPOCHS))
+    return history, [parameter.detach().tolist() for parameter in trainer.model.parameters()], told
+
+
+def work(rank, port, results):
+    """Runs every case straight and cut off inside an epoch; puts what came out into the queue."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    try:
+        for case in CASES:
+            snapshots = Snapshots()
+            straight = run(case, over_ranks=True, hooks=[snapshots])
+            resumed = run(case, over_ranks=True, hooks=[Snapshots()], state=snapshots.states[CUT])
+            results.put((case, rank, straight, resumed))
+    finally:
+        dist.destroy_process_group()
