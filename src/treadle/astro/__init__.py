@@ -5,12 +5,80 @@ Importing this needs torch and numpy only.
 
 from __future__ import annotations
 
+from treadle.astro.codebook_files import load_codebook, load_npz_key, load_scalar_centers, save_codebook
+from treadle.astro.codebooks import kmeans_codebook, quantile_bins
+from treadle.astro.config import (
+    AstroConfig,
+    MeaningfulLossConfig,
+    ModelConfig,
+    SequencesConfig,
+    TrainingConfig,
+    VocabConfig,
+    from_dict,
+    load_config,
+    save_config,
+    to_dict,
+)
+from treadle.astro.hidden_losses import combined_loss_from_hidden
+from treadle.astro.loader import build_loader
+from treadle.astro.loss_inputs import Codebook, Codebooks, LossConfig, prepare_codebooks
+from treadle.astro.losses import (
+    combined_loss,
+    cross_entropy_loss,
+    image_reconstruction_loss,
+    meaningful_loss,
+    scalar_reconstruction_loss,
+    spectrum_reconstruction_loss,
+)
+from treadle.astro.model import CausalTransformerLM
+from treadle.astro.sampling import LossPositions, choose_positions, sample_positions
+from treadle.astro.schedule import cosine_schedule_with_warmup
 from treadle.astro.sequences import collate_sequences, encode_sequence
+from treadle.astro.utilities import configure_cuda_performance, count_parameters, format_time, log_gradient_stats
 from treadle.astro.vocab import VocabSpec, build_vocab_spec
+from treadle.seed import set_seed
 
 __all__ = [
+    "AstroConfig",
+    "CausalTransformerLM",
+    "Codebook",
+    "Codebooks",
+    "LossConfig",
+    "LossPositions",
+    "MeaningfulLossConfig",
+    "ModelConfig",
+    "SequencesConfig",
+    "TrainingConfig",
+    "VocabConfig",
     "VocabSpec",
+    "build_loader",
     "build_vocab_spec",
+    "choose_positions",
     "collate_sequences",
+    "combined_loss",
+    "combined_loss_from_hidden",
+    "configure_cuda_performance",
+    "cosine_schedule_with_warmup",
+    "count_parameters",
+    "cross_entropy_loss",
     "encode_sequence",
+    "format_time",
+    "from_dict",
+    "image_reconstruction_loss",
+    "kmeans_codebook",
+    "load_codebook",
+    "load_config",
+    "load_npz_key",
+    "load_scalar_centers",
+    "log_gradient_stats",
+    "meaningful_loss",
+    "prepare_codebooks",
+    "quantile_bins",
+    "sample_positions",
+    "save_codebook",
+    "save_config",
+    "scalar_reconstruction_loss",
+    "set_seed",
+    "spectrum_reconstruction_loss",
+    "to_dict",
 ]

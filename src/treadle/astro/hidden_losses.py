@@ -1,0 +1,244 @@
+"""The same losses from hidden states and the head's weight: the (N, V) logits never exist.
+
+Logits are made in pieces, and each piece is turned into its gradient in place and multiplied into the gradients of the
+hidden states and of the head before the next piece is made. So the forward pass does all the work, since what the loss
+is multiplied with later is one number. The products run in the type of autocast; sums over pieces are float32.
+
+Shapes: N = positions (B·L), E = width of the hidden states, V = vocabulary, R = rows of a piece, G = groups of a block,
+M = slots of each, K = ids of one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from treadle.astro.loss_inputs import Codebooks, LossConfig, needed_codebooks
+from treadle.astro.loss_terms import LossValues, Rows, require_codebooks, sum_terms, term_scales
+from treadle.astro.losses import Stats, check_rows, check_shapes, weighted
+from treadle.astro.sampling import Block, LossPositions, choose_positions
+from treadle.astro.vocab import VocabSpec
+from treadle.errors import ConfigError
+
+# Logits of a piece: 96 MiB in bfloat16. More rows make larger products and fewer additions to the head's gradient,
+# fewer take less memory.
+_PIECE_LOGITS = 3 << 24
+# Numbers of the head's gradient that exist beside their sum at one time: 32 MiB in bfloat16.
+_PRODUCT = 1 << 24
+# In float16 a sum over the rows of a piece could leave the range; hidden states this much smaller keep it inside.
+_FLOAT16_SHRINK = 2.0**-5
+
+
+def combined_loss_from_hidden(
+    hidden: Tensor,
+    head: nn.Linear | Tensor,
+    targets: Tensor,
+    vocab: VocabSpec,
+    image_codebook: Any,
+    spectrum_codebook: Any,
+    scalar_centers: Any,
+    config: Any = None,
+    use_ce: bool = True,
+    *,
+    generator: torch.Generator | None = None,
+    positions: LossPositions | None = None,
+    totals: Mapping[str, float] | None = None,
+) -> tuple[Tensor, Stats]:
+    """`combined_loss` of ``hidden @ head.T`` without ever making those logits.
+
+    Equal to it up to rounding, in value and in the gradients of ``hidden`` and the head.
+
+    Args:
+        hidden: (B, L, E) or (N, E), what the head is applied to.
+        head: a linear layer without bias, or its weight (V, E).
+        targets: and everything after them as in `combined_loss`.
+
+    Raises:
+        ConfigError: the head has a bias or another width or type than the hidden states, or as `combined_loss`.
+
+    Example:
+        >>> from treadle.astro.vocab import build_vocab_spec
+        >>> vocab = build_vocab_spec(2, 4, 2, ["a"], scalar_bins=2)
+        >>> hidden, head = torch.randn(1, 3, 8, requires_grad=True), nn.Linear(8, 13, bias=False)
+        >>> loss, stats = combined_loss_from_hidden(
+        ...     hidden, head, torch.tensor([[5, 8, 0]]), vocab, [[0.0], [2.0]], None, [1.0, 3.0, 10.0, 30.0],
+        ...     {"weight_spectrum": 0},
+        ... )
+        >>> loss.backward()
+        >>> hidden.grad[0, 2].abs().sum(), stats["n_ce"]
+        (tensor(0.), 2)
+    """
+    weight = _weight_of(head)
+    codebooks = image_codebook, spectrum_codebook, scalar_centers
+    config = LossConfig.read(config)
+    if positions is None:
+        check_shapes("hidden", hidden, len(weight), targets, vocab)
+        positions = choose_positions(targets, vocab, config, use_ce=use_ce, generator=generator)
+    weights = config.term_weights(vocab)
+    needed = needed_codebooks(vocab, codebooks, weights, hidden.device)
+    values = loss_of_hidden(hidden, weight, positions, needed, weights, totals=totals)
+    return values.loss, values.stats()
+
+
+def loss_of_hidden(
+    hidden: Tensor,
+    head: nn.Linear | Tensor,
+    positions: LossPositions,
+    codebooks: Codebooks,
+    weights: Mapping[str, float],
+    *,
+    totals: Mapping[str, float] | None = None,
+) -> LossValues:
+    """The loss at chosen positions, with its terms and counts; what a training step calls.
+
+    Args:
+        hidden: (B, L, E) or (N, E).
+        head: a linear layer without bias, or its weight (V, E).
+        positions: of the targets of these hidden states.
+        codebooks: prepared for the vocabulary.
+        weights: of ``img``, ``sca`` and ``spec``.
+        totals: positions of each term in the whole step; None: this batch is the step.
+
+    Raises:
+        ConfigError: the head does not fit, the positions are of another batch, a codebook is absent, or a total is
+            too small.
+    """
+    weight = _weight_of(head)
+    require_codebooks(positions, codebooks)
+    check_rows("hidden", hidden, positions)
+    scales = term_scales(positions.counts, weights, totals)
+    dtype = _product_type(hidden, weight)
+    moved = Codebooks(*(book and book.to(hidden.device) for book in codebooks))
+    records = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    loss, *sums = _LossOfHidden.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, dtype, records, positions.to(hidden.device), moved, scales
+    )
+    means = {term: total / positions.counts[term] for term, total in zip(positions.terms, sums, strict=True)}
+    return LossValues(loss, means, positions.counts)
+
+
+def _weight_of(head: nn.Linear | Tensor) -> Tensor:
+    if isinstance(head, Tensor):
+        return head
+    if head.bias is not None:
+        raise ConfigError("head has a bias, which the losses do not add; make it with bias=False")
+    return head.weight
+
+
+def _product_type(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ConfigError(f"head of shape {tuple(weight.shape)} does not fit hidden of shape {tuple(hidden.shape)}")
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
+        return torch.get_autocast_dtype(kind)
+    if hidden.dtype != weight.dtype:
+        raise ConfigError(f"hidden is {hidden.dtype} and the head {weight.dtype}; use one type, or autocast")
+    return hidden.dtype
+
+
+class _HeadLogits:
+    """Logits made from hidden states where they are asked for; their gradients go on to hidden states and head."""
+
+    def __init__(self, hidden: Tensor, weight_VE: Tensor, dtype: torch.dtype, *, wanted: tuple[bool, bool]) -> None:
+        hidden_NE = hidden.reshape(-1, hidden.shape[-1])
+        self.hidden_NE, self.weight_VE = hidden_NE.to(dtype), weight_VE.to(dtype)
+        self.vocab_size = len(weight_VE)
+        self.device = hidden.device
+        self.piece_logits = _PIECE_LOGITS
+        self.shrink = _FLOAT16_SHRINK if dtype == torch.float16 else 1.0
+        sums = torch.float64 if dtype == torch.float64 else torch.float32
+        self.hidden_grad_NE = torch.zeros_like(hidden_NE, dtype=sums) if wanted[0] else None
+        self.weight_grad_VE = torch.zeros_like(weight_VE, dtype=sums) if wanted[1] else None
+
+    def at(self, rows: Rows) -> Tensor:
+        return self.hidden_NE[rows] @ self.weight_VE.T
+
+    def of(self, block: Block) -> Tensor:
+        return torch.bmm(self.hidden_NE[block.rows_GM], self._groups(self.weight_VE, block).mT)
+
+    def add_at(self, rows: Rows, gradient_RV: Tensor, *, scale: float) -> None:
+        if self.hidden_grad_NE is not None:
+            product_RE = gradient_RV @ self.weight_VE
+            self.hidden_grad_NE[rows] += product_RE.to(self.hidden_grad_NE.dtype).mul_(scale)
+        if self.weight_grad_VE is not None:
+            hidden_RE = self._shrunk(self.hidden_NE[rows])
+            step = max(1, _PRODUCT // hidden_RE.shape[1])
+            for start in range(0, self.vocab_size, step):
+                product_KE = gradient_RV[:, start : start + step].T @ hidden_RE
+                self.weight_grad_VE[start : start + step].add_(product_KE, alpha=scale / self.shrink)
+
+    def add_of(self, block: Block, gradient_GMK: Tensor, *, scale: float) -> None:
+        size = None
+        if self.shrink != 1.0:  # large codebook values must not leave the range of float16
+            size = gradient_GMK.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+            gradient_GMK = gradient_GMK / size
+        gradient_GMK = gradient_GMK.to(self.hidden_NE.dtype)
+        if self.hidden_grad_NE is not None:
+            product_SE = torch.bmm(gradient_GMK, self._groups(self.weight_VE, block)).flatten(0, 1)[block.filled]
+            product_SE = product_SE.to(self.hidden_grad_NE.dtype).mul_(scale)
+            if size is not None:
+                product_SE *= size
+            # A position is in one slot at most, so nothing is added twice and the order cannot matter.
+            self.hidden_grad_NE[block.rows_GM.flatten()[block.filled]] += product_SE
+        if self.weight_grad_VE is not None:
+            hidden_GME = self._shrunk(self.hidden_NE[block.rows_GM])
+            sum_GKE = self._groups(self.weight_grad_VE, block)
+            step = max(1, _PRODUCT // sum_GKE[0].numel())
+            for start in range(0, len(sum_GKE), step):
+                groups = slice(start, start + step)
+                product_GKE = torch.bmm(gradient_GMK[groups].mT, hidden_GME[groups])
+                if size is None:
+                    sum_GKE[groups].add_(product_GKE, alpha=scale / self.shrink)
+                else:
+                    sum_GKE[groups].addcmul_(product_GKE, size, value=scale / self.shrink)
+
+    def _shrunk(self, states: Tensor) -> Tensor:
+        return states if self.shrink == 1.0 else states * self.shrink
+
+    @staticmethod
+    def _groups(table_VE: Tensor, block: Block) -> Tensor:
+        num_groups = len(block.rows_GM)
+        ids = table_VE[block.first_id : block.first_id + num_groups * block.num_ids]
+        return torch.unflatten(ids, 0, (num_groups, block.num_ids))
+
+
+class _LossOfHidden(torch.autograd.Function):
+    """Takes the gradients in the forward pass, while the pieces of logits exist."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype, records: bool, *rest: Any
+    ) -> tuple[Tensor, ...]:
+        wanted = (records and hidden.requires_grad, records and weight.requires_grad)
+        source = _HeadLogits(hidden, weight, dtype, wanted=wanted)
+        positions, codebooks, scales = rest
+        sums = sum_terms(source, positions, codebooks, scales, with_gradient=records)
+        ctx.save_for_backward(hidden, weight)
+        ctx.settings = dtype, wanted, rest
+        ctx.source = source if records else None
+        return weighted(source.hidden_NE, positions, sums, scales, ctx)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Any, ...]:
+        hidden, weight = ctx.saved_tensors
+        source, ctx.source = ctx.source, None
+        if source is None:  # a second backward pass: the first one has given the sums away
+            dtype, wanted, rest = ctx.settings
+            source = _HeadLogits(hidden, weight, dtype, wanted=wanted)
+            sum_terms(source, *rest, with_gradient=True)
+        hidden_grad = _times(source.hidden_grad_NE, upstream, like=hidden)
+        weight_grad = _times(source.weight_grad_VE, upstream, like=weight)
+        return hidden_grad, weight_grad, None, None, None, None, None
+
+
+def _times(sums: Tensor | None, upstream: Tensor, *, like: Tensor) -> Tensor | None:
+    """Returns the sums times a number in the type and shape of a tensor, in their own memory where they fit."""
+    if sums is None:
+        return None
+    result = sums if sums.dtype == like.dtype else torch.empty_like(sums, dtype=like.dtype)
+    return torch.mul(sums, upstream, out=result).view(like.shape)

@@ -1,0 +1,254 @@
+"""What the losses are given besides logits and targets: their settings and the checked codebooks.
+
+Shapes: G = groups of one modality, K = ids of one group, D = dimensions of a codebook's values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treadle.astro.vocab import VocabSpec
+from treadle.errors import ConfigError, refuse_unknown
+
+logger = logging.getLogger("treadle.astro")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """How the reconstruction terms are weighted and sampled.
+
+    Attributes:
+        enabled: whether there are reconstruction terms at all.
+        sample_k: positions of a modality that a term is taken over at most; a spectrum group has its share.
+        weight_image: weight of the image term; a term of weight 0 is not computed.
+        weight_scalar: weight of the scalar term.
+        weight_spectrum: weight of the spectrum term.
+
+    Raises:
+        ConfigError: a value is outside its range.
+
+    Example:
+        >>> LossConfig.read({"sample_k_per_modality": 64, "weight_image": 0.5}).sample_k
+        64
+    """
+
+    enabled: bool = True
+    sample_k: int = 4096
+    weight_image: float = 0.1
+    weight_scalar: float = 0.1
+    weight_spectrum: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enabled, bool):
+            raise ConfigError(f"enabled={self.enabled!r}: must be True or False")
+        check_sample_k(self.sample_k)
+        for name in ("weight_image", "weight_scalar", "weight_spectrum"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ConfigError(f"{name}={value!r}: a weight must be a finite number >= 0; 0 leaves the term out")
+
+    @classmethod
+    def read(cls, config: Any) -> LossConfig:
+        """Reads a mapping or a dataclass with these fields; ``sample_k_per_modality`` is ``sample_k``.
+
+        Raises:
+            ConfigError: an unknown key, ``sample_k`` given twice and differently, or a value outside its range.
+        """
+        if config is None or isinstance(config, LossConfig):
+            return config or cls()
+        if dataclasses.is_dataclass(config) and not isinstance(config, type):
+            config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"config: a {type(config).__name__} is no mapping; give a dict of loss settings or None")
+        fields = [field.name for field in dataclasses.fields(cls)]
+        refuse_unknown("loss config", config, [*fields, "sample_k_per_modality"])
+        settings = dict(config)
+        if "sample_k_per_modality" in settings:
+            same = settings.pop("sample_k_per_modality")
+            if settings.setdefault("sample_k", same) != same:
+                raise ConfigError(
+                    f"sample_k={settings['sample_k']!r} and sample_k_per_modality={same!r} are one setting; give one"
+                )
+        return cls(**settings)
+
+    def term_weights(self, vocab: VocabSpec) -> dict[str, float]:
+        """Returns the weights of ``img``, ``sca`` and ``spec``; 0 for a term that is off or has no ids."""
+        spectrum = self.weight_spectrum if vocab.spectrum_groups else 0.0
+        weights = {"img": self.weight_image, "sca": self.weight_scalar, "spec": spectrum}
+        return {term: float(weight) if self.enabled else 0.0 for term, weight in weights.items()}
+
+
+def check_sample_k(k: int) -> int:
+    """Returns k if it is a whole number >= 1.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ConfigError(f"sample_k={k!r}: at least one position must be drawn; give a whole number >= 1")
+    return k
+
+
+@dataclasses.dataclass(frozen=True)
+class Codebook:
+    """The values of one modality's ids, checked and ready for the losses; `prepare_codebooks` makes them.
+
+    Attributes:
+        values_GKD: float32, each group less its mean: a difference of expected and true value is the same, and keeps
+            more digits. Groups with fewer dimensions than the widest are filled up with zeros.
+        num_dims: the dimensions of each group before that.
+    """
+
+    values_GKD: Tensor
+    num_dims: tuple[int, ...]
+
+    def to(self, device: torch.device | str) -> Codebook:
+        """Returns the codebook on a device."""
+        return Codebook(self.values_GKD.to(device), self.num_dims)
+
+
+class Codebooks(NamedTuple):
+    """The codebooks of the three modalities; None where there is none."""
+
+    image: Codebook | None = None
+    spectrum: Codebook | None = None
+    scalar: Codebook | None = None
+
+
+def prepare_codebooks(
+    vocab: VocabSpec,
+    *,
+    image: Any = None,
+    spectrum: Any = None,
+    scalar: Any = None,
+    device: torch.device | str | None = None,
+) -> Codebooks:
+    """Checks codebooks against the vocabulary once, so that no step has to look at their values again.
+
+    The losses accept the results wherever they accept arrays.
+
+    Args:
+        vocab: the vocabulary.
+        image: (v_image, D), a NumPy array or tensor.
+        spectrum: a mapping from every group to (v_spectra, D of that group), or (groups, v_spectra, D) in the order of
+            the vocabulary, or (v_spectra, D) for one group; with several groups that one is shared, with a warning.
+        scalar: bin centres (v_scalar,) or (n_columns, n_bins).
+        device: where they go; None leaves them on the CPU or where they are.
+
+    Raises:
+        ConfigError: a codebook has another size than its modality, another number of dimensions, or a value that is
+            not finite.
+
+    Example:
+        >>> from treadle.astro.vocab import build_vocab_spec
+        >>> vocab = build_vocab_spec(2, 4, 2, ["a"], scalar_bins=2)
+        >>> books = prepare_codebooks(vocab, image=[[0.0, 0.0], [2.0, 4.0]], scalar=[1.0, 3.0, 10.0, 30.0])
+        >>> books.image.values_GKD.tolist(), books.scalar.values_GKD.shape
+        ([[[-1.0, -2.0], [1.0, 2.0]]], torch.Size([2, 2, 1]))
+    """
+
+    def ready(given: Any, check: Any) -> Codebook | None:
+        if given is None:
+            return None
+        codebook: Codebook = given if isinstance(given, Codebook) else check(vocab, given)
+        return codebook if device is None else codebook.to(device)
+
+    return Codebooks(ready(image, _image), ready(spectrum, _spectrum), ready(scalar, _scalar))
+
+
+def needed_codebooks(
+    vocab: VocabSpec, given: tuple[Any, Any, Any], weights: Mapping[str, float], device: torch.device
+) -> Codebooks:
+    """Prepares those of the image, spectrum and scalar codebooks whose terms have a weight."""
+    image, spectrum, scalar = (
+        codebook if weights[term] else None for codebook, term in zip(given, ("img", "spec", "sca"), strict=True)
+    )
+    return prepare_codebooks(vocab, image=image, spectrum=spectrum, scalar=scalar, device=device)
+
+
+def _image(vocab: VocabSpec, given: Any) -> Codebook:
+    return _codebook([_table("image_codebook", given, vocab.v_image)])
+
+
+def _scalar(vocab: VocabSpec, given: Any) -> Codebook:
+    centers = _finite("scalar_centers", given)
+    layout = (vocab.n_columns, vocab.scalar_bins)
+    if tuple(centers.shape) not in ((vocab.v_scalar,), layout):
+        raise ConfigError(
+            f"scalar_centers of shape {tuple(centers.shape)} disagrees with the vocabulary: give one centre for each "
+            f"bin, ({vocab.v_scalar},) column after column, or {layout}"
+        )
+    return _codebook(list(centers.reshape(*layout, 1)))
+
+
+def _spectrum(vocab: VocabSpec, given: Any) -> Codebook:
+    groups = vocab.spectrum_groups
+    if isinstance(given, Mapping):
+        refuse_unknown("spectrum_codebook", given, groups)
+        absent = [group for group in groups if group not in given]
+        if absent:
+            raise ConfigError(f"spectrum_codebook: no codebook for {', '.join(absent)}; every group needs its own")
+        return _codebook([_table(f"spectrum_codebook[{group!r}]", given[group], vocab.v_spectra) for group in groups])
+    tables = _finite("spectrum_codebook", given)
+    if tables.dim() == 2:
+        if len(groups) > 1:
+            _warn_shared(groups)
+        return _codebook([_table("spectrum_codebook", tables, vocab.v_spectra)] * len(groups))
+    if tables.dim() != 3 or len(tables) != len(groups):
+        raise ConfigError(
+            f"spectrum_codebook of shape {tuple(tables.shape)}: give a mapping from each group to a table, or "
+            f"(groups, ids, D) with the {len(groups)} groups of the vocabulary"
+        )
+    return _codebook(
+        [
+            _table(f"spectrum_codebook[{group!r}]", table, vocab.v_spectra)
+            for group, table in zip(groups, tables, strict=True)
+        ]
+    )
+
+
+@functools.cache  # a loop that passes the array with every batch is told once
+def _warn_shared(groups: tuple[str, ...]) -> None:
+    logger.warning(
+        "spectrum_codebook: one codebook is shared by the groups %s; expected spectra are only right if each group's "
+        "tokens were made with it, else give one codebook for each group",
+        ", ".join(groups),
+    )
+
+
+def _table(name: str, given: Any, num_ids: int) -> Tensor:
+    values = _finite(name, given)
+    if values.dim() != 2 or len(values) != num_ids or values.shape[1] == 0:
+        raise ConfigError(f"{name} of shape {tuple(values.shape)}: it must be 2-D with the {num_ids} ids as rows")
+    return values
+
+
+def _finite(name: str, given: Any) -> Tensor:
+    try:
+        values = given if isinstance(given, Tensor) else torch.tensor(np.asarray(given))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: a {type(given).__name__} cannot be read as an array of numbers: {error}") from error
+    if not (values.dtype.is_floating_point or values.dtype in (torch.int32, torch.int64)):
+        raise ConfigError(f"{name} has dtype {values.dtype}; give floating-point values")
+    if not bool(values.isfinite().all()):
+        raise ConfigError(f"{name} has values that are not finite; refit or repair it before training")
+    return values.detach()
+
+
+def _codebook(tables_KD: list[Tensor]) -> Codebook:
+    num_dims = tuple(table.shape[1] for table in tables_KD)
+    values_GKD = torch.zeros(len(tables_KD), len(tables_KD[0]), max(num_dims), device=tables_KD[0].device)
+    for values_KD, table_KD, width in zip(values_GKD, tables_KD, num_dims, strict=True):
+        # In float64 where there is: the mean of large values must not cost the small differences.
+        exact = table_KD if table_KD.device.type == "mps" else table_KD.double()
+        values_KD[:, :width] = exact - exact.mean(0)
+    return Codebook(values_GKD, num_dims)

@@ -1,0 +1,246 @@
+"""At which positions each term of the loss is taken, decided on the host so that no step waits for the device.
+
+How many positions a modality has depends on the data. The targets of a training batch lie on the CPU before they are
+moved, so positions are chosen there, laid out for the device, and sent along.
+
+Shapes: N = positions of a batch (B·L), G = neighbouring groups of one modality (spectrum groups, scalar columns),
+M = slots of each group, K = ids of one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treadle.astro.loss_inputs import LossConfig, check_sample_k
+from treadle.astro.vocab import VocabSpec
+from treadle.errors import ConfigError
+
+# Logits of a block, at most: its float32 copies are a few times 32 MiB, however many positions were asked for.
+_MAX_LOGITS = 1 << 23
+# Groups share a block as long as at most half of its slots are empty; so few empty ones always go.
+_FREE_SLOTS = 256
+
+
+def sample_positions(mask: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
+    """Draws up to k True positions of a mask, uniformly and without replacement.
+
+    The draw is made on the CPU, so it is the same whatever device the mask is on; a mask on an accelerator is read.
+
+    Args:
+        mask: (B, L) bool, True = may be drawn.
+        k: how many at most; when there are no more than k, all are returned and nothing is drawn.
+        generator: a CPU generator; None uses torch's global one.
+
+    Returns:
+        Indices into the flattened mask, long, ascending, on the mask's device.
+
+    Raises:
+        ConfigError: k is below 1, the mask is not bool, or the generator is not on the CPU.
+
+    Example:
+        >>> sample_positions(torch.tensor([[True, False], [True, True]]), 4)
+        tensor([0, 2, 3])
+    """
+    check_sample_k(k)
+    if mask.dtype != torch.bool:
+        raise ConfigError(f"mask has dtype {mask.dtype} but must be bool, True = may be drawn")
+    if generator is not None and generator.device.type != "cpu":
+        raise ConfigError(f"generator is on {generator.device}: positions are drawn on the CPU; give torch.Generator()")
+    positions = mask.flatten().nonzero().squeeze(1)
+    if len(positions) <= k:
+        return positions
+    drawn = torch.randperm(len(positions), generator=generator)[:k].sort().values
+    return positions[drawn.to(positions.device)]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Positions of G neighbouring groups, M slots for each, so that one batched product serves all of them.
+
+    Attributes:
+        terms: the term of each group, or one for all.
+        first_group: number of the first group within its modality.
+        first_id: first id of the first group.
+        num_ids: ids of each group.
+        rows_GM: long, the flat position in each slot; an empty one repeats another.
+        codes_GM: long, the target within its group; -1 in an empty slot.
+        filled: long (n,), the flat slots that are not empty, ascending.
+    """
+
+    terms: tuple[str, ...]
+    first_group: int
+    first_id: int
+    num_ids: int
+    rows_GM: Tensor
+    codes_GM: Tensor
+    filled: Tensor
+
+
+@dataclass(frozen=True)
+class LossPositions:
+    """What `choose_positions` decided for one batch; numbers on the host, indices on any device.
+
+    Attributes:
+        counts: how many positions each term is a mean over: ``ce``, ``img``, ``sca`` and ``spec/<group>``.
+        num_rows: positions of the batch, N.
+        ce_rows: long, the flat positions that count in the cross-entropy; None when all do.
+        ce_targets: long, their targets.
+        blocks: the positions of the reconstruction terms.
+    """
+
+    counts: Mapping[str, int]
+    num_rows: int
+    ce_rows: Tensor | None
+    ce_targets: Tensor
+    blocks: tuple[Block, ...]
+
+    @property
+    def terms(self) -> list[str]:
+        """The terms that have positions."""
+        return [term for term, count in self.counts.items() if count]
+
+    def to(self, device: torch.device | str) -> LossPositions:
+        """Returns the positions on a device, sent in one transfer that nothing waits for."""
+        device = torch.device(device)
+        if self.ce_targets.device == device or (device.index is None and self.ce_targets.device.type == device.type):
+            return self
+        tensors = [self.ce_targets, *([] if self.ce_rows is None else [self.ce_rows])]
+        for block in self.blocks:
+            tensors += [block.rows_GM, block.codes_GM, block.filled]
+        packed = torch.cat([tensor.flatten() for tensor in tensors])
+        if device.type == "cuda" and packed.device.type == "cpu":
+            packed = packed.pin_memory()
+        parts = torch.split(packed.to(device, non_blocking=True), [tensor.numel() for tensor in tensors])
+        moved = iter(part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True))
+        return replace(
+            self,
+            ce_targets=next(moved),
+            ce_rows=None if self.ce_rows is None else next(moved),
+            blocks=tuple(
+                replace(block, rows_GM=next(moved), codes_GM=next(moved), filled=next(moved)) for block in self.blocks
+            ),
+        )
+
+
+def choose_positions(
+    targets: Tensor,
+    vocab: VocabSpec,
+    config: Any = None,
+    *,
+    use_ce: bool = True,
+    generator: torch.Generator | None = None,
+) -> LossPositions:
+    """Chooses the positions of every term for one batch of targets.
+
+    Drawn in the order image, scalars, spectrum groups as in the vocabulary; a term of weight 0 draws nothing.
+
+    Args:
+        targets: ids of any shape, as a rule ``tokens[:, 1:]`` (B, L) on the CPU; on an accelerator they are read,
+            which waits for it.
+        vocab: the vocabulary.
+        config: a `LossConfig`, or a mapping or dataclass that it reads.
+        use_ce: whether the cross-entropy is wanted.
+        generator: a CPU generator; None uses torch's global one.
+
+    Raises:
+        ConfigError: a target is no id of the vocabulary, or a setting is wrong.
+
+    Example:
+        >>> from treadle.astro.vocab import build_vocab_spec
+        >>> vocab = build_vocab_spec(2, 4, 2, ["a", "b"], scalar_bins=2)
+        >>> choose_positions(torch.tensor([[5, 8, 10], [12, 13, 0]]), vocab).counts
+        {'ce': 5, 'img': 1, 'sca': 2, 'spec/a': 1, 'spec/b': 1}
+    """
+    config = LossConfig.read(config)
+    flat = _ids(targets, vocab.vocab_size)
+    weights = config.term_weights(vocab)
+    counts = dict.fromkeys(["ce", "img", "sca", *(f"spec/{group}" for group in vocab.spectrum_groups)], 0)
+    ce_rows, ce_targets = valid_positions(flat, vocab.pad_id) if use_ce else (None, flat[:0])
+    counts["ce"] = len(ce_targets)
+    blocks: list[Block] = []
+    if weights["img"]:
+        rows = _drawn(flat, vocab.base_image, vocab.v_image, config.sample_k, generator)
+        blocks += _blocks(("img",), flat, rows, vocab.base_image, 1, vocab.v_image)
+    if weights["sca"]:
+        rows = _drawn(flat, vocab.base_scalar, vocab.v_scalar, config.sample_k, generator)
+        blocks += _blocks(("sca",), flat, rows, vocab.base_scalar, vocab.n_columns, vocab.scalar_bins)
+    if weights["spec"]:
+        share = max(1, config.sample_k // len(vocab.spectrum_groups))
+        drawn = [_drawn(flat, base, vocab.v_spectra, share, generator) for base in vocab.base_spectrum.values()]
+        terms = tuple(f"spec/{group}" for group in vocab.spectrum_groups)
+        blocks += _blocks(terms, flat, torch.cat(drawn), vocab.first_spectrum_id, len(terms), vocab.v_spectra)
+    for block in blocks:
+        for group, count in enumerate((block.codes_GM >= 0).sum(1).tolist()):
+            counts[block.terms[group % len(block.terms)]] += count
+    return LossPositions(counts, flat.numel(), ce_rows, ce_targets, tuple(blocks))
+
+
+def valid_positions(flat: Tensor, pad_id: int) -> tuple[Tensor | None, Tensor]:
+    """Returns the positions whose target is not padding, None standing for all, and their targets."""
+    rows = (flat != pad_id).nonzero().squeeze(1)
+    return (None, flat) if len(rows) == len(flat) else (rows, flat[rows])
+
+
+def _ids(targets: Tensor, vocab_size: int) -> Tensor:
+    flat = targets.detach().cpu().reshape(-1)
+    if flat.dtype.is_floating_point or flat.dtype == torch.bool:
+        raise ConfigError(f"targets have dtype {flat.dtype}; they are ids, so give a tensor of whole numbers")
+    flat = flat.long()
+    if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < vocab_size:
+        raise ConfigError(
+            f"targets from {int(flat.min())} to {int(flat.max())}: every id must lie in [0, {vocab_size}); "
+            "were they made with this vocabulary?"
+        )
+    return flat
+
+
+def _drawn(flat: Tensor, first_id: int, num_ids: int, k: int, generator: torch.Generator | None) -> Tensor:
+    return sample_positions((flat >= first_id) & (flat < first_id + num_ids), k, generator)
+
+
+def _blocks(
+    terms: tuple[str, ...], flat: Tensor, rows: Tensor, first_id: int, num_groups: int, num_ids: int
+) -> list[Block]:
+    """Lays the positions of one modality out in blocks of bounded size with few empty slots."""
+    rows = rows[(flat[rows] - first_id).div(num_ids, rounding_mode="floor").argsort(stable=True)]
+    codes = flat[rows] - first_id
+    group = codes.div(num_ids, rounding_mode="floor")
+    counts = torch.bincount(group, minlength=num_groups)
+    place = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[group]  # the number of a position in its group
+    found = []
+    for start, stop in _ranges(counts.tolist()):
+        deepest = int(counts[start:stop].max())
+        depth = max(1, min(deepest, _MAX_LOGITS // ((stop - start) * num_ids)))
+        for first, last in pairwise([*range(0, deepest, depth), deepest]):
+            mine = (group >= start) & (group < stop) & (place >= first) & (place < last)
+            slots = (group[mine] - start) * (last - first) + place[mine] - first
+            # An empty slot repeats a position of the block: one that was not drawn might hold anything.
+            rows_GM = rows[mine][:1].repeat(stop - start, last - first)
+            codes_GM = torch.full_like(rows_GM, -1)
+            rows_GM.view(-1)[slots] = rows[mine]
+            codes_GM.view(-1)[slots] = codes[mine] - group[mine] * num_ids
+            own_terms = terms[start:stop] if len(terms) == num_groups else terms
+            found.append(Block(own_terms, start, first_id + start * num_ids, num_ids, rows_GM, codes_GM, slots))
+    return found
+
+
+def _ranges(counts: list[int]) -> list[tuple[int, int]]:
+    """Returns ranges of groups, none of them empty at an end, that waste at most half of a block's slots."""
+    found: list[tuple[int, int]] = []
+    for group, count in enumerate(counts):
+        if count == 0:
+            continue
+        if found:
+            start = found[-1][0]
+            together = counts[start : group + 1]
+            if len(together) * max(together) <= 2 * sum(together) + _FREE_SLOTS:
+                found[-1] = (start, group + 1)
+                continue
+        found.append((group, group + 1))
+    return found
