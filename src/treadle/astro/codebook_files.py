@@ -158,11 +158,9 @@ def _read(file: Path) -> Any:
         hint = "load_codebook with allow_pickle=True reads it" if suffix in _PICKLED else "convert it"
         raise ConfigError(f"{file}: the file must end in .npz, .npy or .safetensors; {hint}")
     try:
-        loaded = np.load(file, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return loaded
-        with loaded:
-            return {key: loaded[key] for key in loaded.files}
+        with open(file, "rb") as opened:  # NumPy leaves a damaged archive open
+            loaded = np.load(opened, allow_pickle=False)
+            return loaded if isinstance(loaded, np.ndarray) else {key: loaded[key] for key in loaded.files}
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     except ValueError as error:  # a damaged header, or objects, which only unpickling could make

@@ -10,6 +10,7 @@ from importlib.resources import as_file, files
 from typing import Any, TypeVar
 
 from treadle import config as config_files
+from treadle.astro.loss_inputs import LossConfig
 from treadle.astro.vocab import FIRST_SPECTRUM_TYPE, SPECTRUM_GROUPS
 from treadle.config.sections import from_nested
 from treadle.errors import ConfigError
@@ -95,11 +96,7 @@ class MeaningfulLossConfig:
     """Weight of the spectrum term."""
 
     def __post_init__(self) -> None:
-        where, k = "training.meaningful_loss", self.sample_k_per_modality
-        _require(k >= 1, f"{where}.sample_k_per_modality", k, "must be at least 1")
-        for name in ("weight_image", "weight_scalar", "weight_spectrum"):
-            value = getattr(self, name)
-            _require(0 <= value < float("inf"), f"{where}.{name}", value, "must be finite and at least 0")
+        LossConfig.read(self)  # the losses know which values make sense
 
 
 @dataclass
