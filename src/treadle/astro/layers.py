@@ -92,7 +92,8 @@ class CausalLayer(nn.Module):
         return out_BLD
 
     def _by_head(self, x_BLD: Tensor) -> Tensor:
-        return x_BLD.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        batch, length, width = x_BLD.shape
+        return x_BLD.view(batch, length, self.n_heads, width // self.n_heads).transpose(1, 2)
 
 
 def padding_last(valid_BL: Tensor) -> tuple[Tensor, Tensor]:
