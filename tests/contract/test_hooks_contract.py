@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import functional_kit
+import graph_kit
 import spectra_kit
 from helpers import Scalar, Slopes, differences, through_a_file
 from treadle import BaseTrainer, StepOutput, hooks
@@ -124,7 +125,18 @@ class OnFunctional:
         self.trainer.train(functional_kit.loader(8), steps, functional_kit.loader(5), save_dir=self.folder)
 
 
-FACES = {"engine": OnEngine, "mini": OnMini, "spectra": OnSpectra, "functional": OnFunctional}
+class OnGraphs:
+    """One epoch is one step."""
+
+    def __init__(self, given, folder):
+        self.trainer = graph_kit.make(folder / "run", hooks=given)
+        self.engine = self.trainer._engine
+
+    def train(self, steps):
+        self.trainer.fit(graph_kit.loader(graph_kit.graphs(4)), graph_kit.loader(graph_kit.graphs(3, seed=1)), steps)
+
+
+FACES = {"engine": OnEngine, "mini": OnMini, "spectra": OnSpectra, "functional": OnFunctional, "graphs": OnGraphs}
 
 
 def test_every_hook_is_in_the_list():

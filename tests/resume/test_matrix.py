@@ -9,6 +9,7 @@ import itertools
 import os
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,13 +21,14 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from helpers import MeanSquare, Snapshots, differences, small_model
 from treadle import BaseTrainer, BestRule, EmaHook, Engine, EpochTrainer, LoggingHook, TensorLoader, Trainer, set_seed
+from treadle.graphs import GraphTrainer, get_optimizer
 from treadle.spectra import ChemoMAE, SpectraTrainer, TrainerConfig
 
 # torchdata 0.11 calls what torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:.*prefetch.*")
 
 WIDTH, ROWS, EPOCHS = 8, 14, 3
-FACES = ("mini", "epochs", "spectra", "functional", "functional tied")
+FACES = ("mini", "epochs", "spectra", "functional", "functional tied", "graphs")
 LOADERS = ("map", "weighted", "batch_sampler", "stateful", "tensors", "iterable")
 WORKERS = ("0", "2", "2 persistent", "changed")
 EXTRAS = ("lambda", "plateau", "onecycle", "step", "cosine", "fp16", "early stop")
@@ -48,6 +50,8 @@ def all_cases():
     for number, (face, loader, workers, k) in enumerate(itertools.product(FACES, LOADERS, WORKERS, (1, 3))):
         if loader == "tensors" and workers != "0":
             continue  # it has no workers
+        if face == "graphs" and loader == "tensors":
+            continue  # its batches are no tuples of tensors
         if loader == "stateful" and workers == "changed":
             continue  # refused in words, see test_what_changes.py
         for extra in EXTRAS:
@@ -91,9 +95,15 @@ class Stream(IterableDataset):
             yield rows[index]
 
 
-def make_loader(kind, workers, resumed):
+def as_batch(rows):
+    """Joins rows into what the graph face reads; a module's own function, so that workers find it."""
+    x, y = zip(*rows)
+    return SimpleNamespace(x=torch.stack(x), y=torch.stack(y), num_graphs=len(x))
+
+
+def make_loader(kind, workers, resumed, collate=None):
     count = {"0": 0, "2": 2, "2 persistent": 2, "changed": 1 if resumed else 2}[workers]
-    shared = {"num_workers": count, "persistent_workers": workers == "2 persistent"}
+    shared = {"num_workers": count, "persistent_workers": workers == "2 persistent", "collate_fn": collate}
     if kind == "map":
         return DataLoader(Rows(), batch_size=4, shuffle=True, **shared)
     if kind == "weighted":
@@ -167,6 +177,17 @@ class Tied(nn.Module):
         return self.last(self.second(self.drop(self.first(x).relu())))
 
 
+class OfBatch(nn.Module):
+    """Reads the features of a whole batch, as graph models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = small_model(WIDTH)
+
+    def forward(self, batch):
+        return self.net(batch.x)
+
+
 class Run:
     """One run of a case: its engine, and how it is trained to the end."""
 
@@ -178,12 +199,14 @@ class Run:
             self.engine = Mini(case, [*hooks, EmaHook(0.9)], resumed)
             self.train = self.engine.train
             return
-        loader = make_loader(case.loader, case.workers, resumed)
+        loader = make_loader(case.loader, case.workers, resumed, as_batch if case.face == "graphs" else None)
         validation = DataLoader(Rows(), batch_size=7)
         if case.face == "spectra":
             self._spectra(case, hooks, loader, validation, folder)
         elif case.face.startswith("functional"):
             self._functional(case, hooks, loader, validation)
+        elif case.face == "graphs":
+            self._graphs(case, [*hooks, EmaHook(0.9)], loader, DataLoader(Rows(), batch_size=7, collate_fn=as_batch))
         else:
             self._epochs(case, [*hooks, EmaHook(0.9, use_buffers=True)], loader, validation)
 
@@ -214,6 +237,18 @@ class Run:
         patience = 1 if stops else None
         self.train = lambda: trainer.train(loader, EPOCHS, validation, early_stopping_patience=patience)
 
+    def _graphs(self, case, hooks, loader, validation):
+        model = OfBatch()
+        optimizer = get_optimizer(model, lr=0.02)
+        scheduler, interval = make_schedule(case.extra, optimizer)
+        trainer = GraphTrainer(
+            model, optimizer, scheduler, device="cpu", grad_clip=0.5, accumulation_steps=case.k, log_every=3,
+            mixed_precision="fp16" if case.extra == "fp16" else False, scheduler_interval=interval, hooks=hooks,
+        )  # fmt: skip
+        self.engine = trainer._engine
+        stop = {"early_stopping": 1, "min_delta": 9.0} if case.extra == "early stop" else {}
+        self.train = lambda: trainer.fit(loader, validation, EPOCHS, "mae", **stop)
+
     def _spectra(self, case, hooks, loader, validation, folder):
         model = ChemoMAE(
             seq_len=WIDTH, d_model=8, nhead=2, num_layers=1, dim_feedforward=16, latent_dim=4, n_blocks=4, n_mask=2
@@ -236,6 +271,8 @@ class Run:
         state = self.engine.state_dict()
         state.pop("config")
         state["data"].pop("num_workers")
+        for record in state["history"] or []:
+            record.pop("time", None)  # seconds, the one thing that no two runs share
         state["drawn after"] = [torch.rand(2), random.random(), float(np.random.rand())]
         return state
 
