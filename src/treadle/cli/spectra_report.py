@@ -172,7 +172,7 @@ def _draw(
 
 def _of_all_types(data: SpectraData) -> npt.NDArray[np.intp]:
     """Test spectra from the earliest to the latest type, evenly spaced in the order of types, none picked by hand."""
-    from treadle.spectra.spectral_types import spectral_type_number
+    from treadle.datasets.spectral_types import spectral_type_number
 
     numbers = spectral_type_number(data.spt[data.test])
     order = data.test[np.argsort(numbers, kind="stable")]  # unknown types, NaN, come last

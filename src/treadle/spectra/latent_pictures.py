@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from treadle.datasets.spectral_types import CLASS_START, spectral_class_letter, spectral_type_number
 from treadle.spectra.figures import (
     CATEGORIES,
     INK,
@@ -23,7 +24,6 @@ from treadle.spectra.figures import (
     spread_apart,
     style_axes,
 )
-from treadle.spectra.spectral_types import CLASS_START, spectral_class_letter, spectral_type_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from treadle.cli.spectra_config import DataConfig
-from treadle.cli.spectra_data import object_groups, prepare_data, split_by_group
+from treadle.cli.spectra_data import prepare_data
+from treadle.datasets.splits import object_groups, split_by_group
 from treadle.errors import ConfigError
 
 
@@ -36,8 +37,8 @@ def test_groups_join_over_names_and_copies() -> None:
 
 def test_the_seed_decides_the_split() -> None:
     groups = np.arange(100)
-    first, again = (split_by_group(groups, DataConfig(split_seed=3)) for _ in range(2))
-    other = split_by_group(groups, DataConfig(split_seed=4))
+    first, again = (split_by_group(groups, seed=3) for _ in range(2))
+    other = split_by_group(groups, seed=4)
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert not np.array_equal(first[1], other[1])
 
@@ -53,4 +54,4 @@ def test_fractions_out_of_range_are_refused(values: dict[str, float]) -> None:
 
 def test_too_few_objects_are_refused() -> None:
     with pytest.raises(ConfigError, match="leave none to train on"):
-        split_by_group(np.zeros(10, dtype=np.intp), DataConfig())
+        split_by_group(np.zeros(10, dtype=np.intp))

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from treadle.datasets.spectral_types import spectral_class_letter, spectral_type_number
 from treadle.spectra import figures
 from treadle.spectra.pictures import (
     plot_cluster_map,
@@ -15,7 +16,6 @@ from treadle.spectra.pictures import (
     plot_reconstructions,
     plot_training_curves,
 )
-from treadle.spectra.spectral_types import spectral_class_letter, spectral_type_number
 
 RNG = np.random.default_rng(0)
 GRID = np.linspace(0.9, 2.4, 32)
