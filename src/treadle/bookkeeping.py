@@ -93,9 +93,15 @@ def sum_term_counts(engine: Engine, batches: Sequence[Any]) -> Mapping[str, floa
 def note_output(engine: Engine, output: StepOutput) -> None:
     """Keeps a micro-batch's loss and records on the device, free of their graph."""
     weight = 1.0 if output.weight is None else output.weight
+    loss = None if output.loss is None else output.loss.detach()
+    if engine.term_totals is not None and loss is not None:
+        # It is one share of the step's loss. A mean of shares times their number is their sum, and weights of one over
+        # their number let every step count once.
+        shares = len(engine.group.batches) * distributed.world_size()
+        loss, weight = loss * shares, 1.0 / shares
     kept = replace(
         output,
-        loss=None if output.loss is None else output.loss.detach(),
+        loss=loss,
         records=map_nested_tensor(Tensor.detach, output.records),
         weight=weight.detach() if isinstance(weight, Tensor) else weight,
         outputs=None,

@@ -27,11 +27,14 @@ class EpochTrainer:
         history: list of records; each has ``epoch`` (1-based), ``train_loss``, the evaluation results and ``lr``.
         metrics: the last evaluation's results, without the prefix; None before.
         improved: whether the last epoch was an improvement.
+        loss_name: what records call the loss, after ``train_`` or the prefix; a face may have a name of its own.
 
     Example:
         >>> # trainer = EpochTrainer(engine, best=BestRule("val_loss"))
         >>> # trainer.fit(train_loader, val_loader, epochs=10)
     """
+
+    loss_name = "loss"
 
     def __init__(self, engine: Engine, *, best: BestRule | None = None, prefix: str = "val_"):
         self.engine = engine
@@ -124,12 +127,12 @@ class EpochTrainer:
             engine.scored = "ema" if engine.averages else "model"
             record.update({f"{self.prefix}{name}": value for name, value in self.metrics.items()})
         record["lr"] = _as_float(engine.last_lr[0]) if engine.last_lr else math.nan
-        value = float(record["train_loss"])
+        value = float(record[f"train_{self.loss_name}"])
         if self.best is not None:
             value = self.best.value_in(record)
             self.improved = self.best.update(record["epoch"], value)
         elif val_loader is not None:
-            value = float(record.get(f"{self.prefix}loss", record["train_loss"]))
+            value = float(record.get(f"{self.prefix}{self.loss_name}", value))
         self.history.append(record)
         return value
 

@@ -148,6 +148,21 @@ def test_terms_with_counts_of_their_own_give_the_gradient_of_one_big_batch(split
     assert engine.step_info["applied"]
 
 
+@pytest.mark.parametrize("split", [[4], [1, 3], [1, 1, 1, 1]])
+def test_the_reported_loss_of_a_sum_of_terms_is_that_of_the_whole_step(split):
+    values, batches = [1.0, -2.0, -3.0, 5.0], []
+    for size in split:
+        batches.append(values[sum(map(len, batches)) :][:size])
+    engine = scalar_engine(start=0.5, lr=0.0, task=TwoTerms(), accumulation_steps=4)
+    trainer = EpochTrainer(engine)
+    trainer.fit([*batches, *[[3.0]] * (4 - len(split)), [2.0]], None, 1)  # a short last step counts as a step
+    padded = [*values, *[3.0] * (4 - len(split))]
+    positive = [y for y in padded if y > 0]
+    first = sum((0.5 - y) ** 2 for y in padded) / len(padded) + 0.5 * sum(positive) / len(positive)
+    last = (0.5 - 2.0) ** 2 + 0.5 * 2.0
+    assert trainer.history[0]["train_loss"] == pytest.approx((first + last) / 2, abs=1e-6)
+
+
 def test_a_task_may_say_that_a_batch_has_no_terms():
     class NoTerms(TwoTerms):
         def weights(self, batch):
