@@ -244,3 +244,32 @@ def test_under_autocast_all_stays_finite_and_padding_still_does_not_matter(dtype
         other = model(torch.where(valid_BL, tokens, other_tokens), types, valid_BL)
     assert logits.isfinite().all()
     assert torch.equal(logits[valid_BL], other[valid_BL])
+
+
+def test_the_model_compiles_as_one_graph():
+    model, (tokens, types) = small_model(), some_ids()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(tokens, types, mask("inside")), model(tokens, types, mask("inside")))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("name", MASKS)
+def test_on_a_gpu_padded_batches_take_the_flash_kernel_and_the_host_never_waits(name):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    model = small_model().cuda()
+    tokens, types = (ids.cuda() for ids in some_ids())
+    valid_BL = mask(name).cuda()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.autocast("cuda", dtype=torch.bfloat16):
+        model(tokens, types, valid_BL)  # the first call looks at the ids
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(tokens, types, valid_BL).square().mean().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    on_the_cpu = small_model()(tokens.cpu(), types.cpu(), mask(name))
+    torch.testing.assert_close(
+        model(tokens, types, valid_BL).cpu()[mask(name)], on_the_cpu[mask(name)], rtol=1e-3, atol=1e-3
+    )
