@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from treadle.cli.evaluate import evaluate
 from treadle.cli.export import export
 from treadle.cli.inspect import inspect
 from treadle.cli.replay import replay
@@ -29,6 +30,7 @@ train.command()(spectra)
 train.command()(text)
 train.command()(graphs)
 train.command(NAME, cls=FileCommand)(config)
+app.command()(evaluate)
 app.command()(replay)
 app.command()(verify)
 app.command()(inspect)
@@ -56,6 +58,7 @@ def _root(
       treadle train spectra
       treadle train spectra --help
       treadle train digits.yaml optimizer.lr=1e-3
+      treadle evaluate runs/graphs --split val
       treadle replay runs/spectra --step 120
       treadle verify train.py
       treadle export runs/spectra --to safetensors

@@ -106,12 +106,11 @@ def build_trainer(
     scheduler = get_scheduler(
         optimizer, schedule.pop("type", "cosine_warmup"), total_epochs=training.epochs, **schedule
     )
-    weights = None if training.class_weights is None else torch.tensor(training.class_weights)
     trainer = GraphTrainer(
         model,
         optimizer,
         scheduler,
-        get_loss_fn(data.task_type, training.loss, num_classes=data.num_classes, class_weights=weights),
+        get_loss_fn(data.task_type, training.loss, num_classes=data.num_classes, class_weights=training.class_weights),
         device=device,
         task_type=data.task_type,
         num_classes=data.num_classes,
@@ -123,5 +122,5 @@ def build_trainer(
         accumulation_steps=training.accumulation_steps,
         hooks=hooks,
     )
-    trainer.config["run"] = config.to_dict()
+    trainer.config |= {"run": config.to_dict(), "threads": torch.get_num_threads()}
     return trainer

@@ -42,15 +42,17 @@ def print_start(
     lines = {
         "device": device_line(trainer.device, explicit=explicit),
         "precision": f"{training.mixed_precision} autocast" if training.mixed_precision else "fp32",
-        "data": f"{data.name}, {sum(map(len, data.get_splits())):,} graphs; {data.task_type} of each {data.level}",
+        "data": f"{data.name}, {sum(map(len, data.get_splits())):,} graphs; {data.task_type} of each "
+        f"{'pair of nodes' if data.level == 'edge' else data.level}",
         "split": ", ".join(f"{len(part):,} {name}" for part, name in parts),
         "encodings": _encodings_line(config),
         "model": f"{config.model['name']}, {weights:,} parameters, {config.model['num_layers']} layers of width "
         f"{config.model['hidden_dim']}",
-        "loss": f"{getattr(trainer.loss_fn, 'loss_type', trainer.loss_fn)}; best.pt is the epoch of the best validation "
-        f"{training.metric_for_best}",
+        "loss": f"{getattr(trainer.loss_fn, 'loss_type', trainer.loss_fn)}; the epoch of the best validation "
+        f"{training.metric_for_best} is kept",
         "schedule": f"{training.epochs} epochs of {steps} steps, batches of {training.batch_size}, "
-        f"{type(optimizer).__name__}, learning rate {rate:g}, {config.training.scheduler['type']}",
+        f"{type(optimizer).__name__}, learning rate {rate:g}, {config.training.scheduler['type']}, "
+        f"seed {config.seed}",
         "start": start,
     }  # fmt: skip
     print_block(lines, console)

@@ -44,7 +44,7 @@ class GraphRun:
         out: the run folder.
         device: None takes CUDA, then MPS, then the CPU.
         resume: go on from the folder's checkpoint; else an earlier run's checkpoints are set aside.
-        checkpoint: a file to start from where the folder has none.
+        checkpoint: a file whose weights a fresh start begins with.
         results: where the summary goes.
         messages: where progress goes.
     """
@@ -166,7 +166,7 @@ def _fit(trainer: GraphTrainer, config: GraphsConfig, data: GraphDataset) -> Non
 @contextmanager
 def _without_epoch_lines() -> Iterator[None]:
     """Leaves out what the trainer says of every epoch: the bar says the same."""
-    logger = logging.getLogger("treadle.graphs")
+    logger = logging.getLogger("treadle.graphs.epochs")
     before = logger.level
     logger.setLevel(logging.WARNING)
     try:
@@ -198,8 +198,8 @@ def _open_folder(config: GraphsConfig, run: GraphRun, trainer: GraphTrainer) -> 
             f"{trainer.global_step:,}"
         )
     elif run.checkpoint is not None:
-        trainer.load_checkpoint(run.checkpoint)
-        start = f"from {run.checkpoint}: epoch {trainer.epoch} of {config.training.epochs}"
+        trainer.load_checkpoint(run.checkpoint, load_optimizer=False)
+        start = f"fresh, with the weights of {run.checkpoint}"
     with writable(run.out):
         if latest is None:
             # Else a killed fresh start would be taken for the run that was here before.

@@ -1,0 +1,400 @@
+"""``treadle train graphs`` and ``treadle evaluate`` from the first line on the terminal to the files they leave."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rdkit import RDConfig
+
+import graph_data_kit  # noqa: F401  (lets the warnings of torch_geometric's import through)
+from helpers import differences
+from treadle import load_weights
+from treadle.checkpoint import load_checkpoint
+from treadle.cli import graphs_report
+from treadle.cli.graphs_config import GraphsConfig
+from treadle.cli.main import main
+from treadle.engine import Engine
+from treadle.graphs import get_dataset
+from treadle.hooks.base import BaseHook
+from treadle.observers import observing
+
+TINY = [
+    "training.epochs=2", "training.batch_size=16", "training.scheduler.warmup_epochs=1", "model.hidden_dim=8",
+    "model.num_layers=1", "model.num_heads=2", "model.dropout=0.1", "pe=light", "dataset.num_workers=0",
+]  # fmt: skip
+STEPS = 8
+PICTURES = {"encodings.png", "molecules.png", "predictions.png", "training_curves.png"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The first 80 molecules in place of RDKit's file, and the folder of what is made of them."""
+    folder = tmp_path_factory.mktemp("molecules")
+    (folder / "NCI").mkdir()
+    with (Path(RDConfig.RDDataDir) / "NCI" / "first_5K.smi").open() as file:
+        (folder / "NCI" / "first_5K.smi").write_text("".join(islice(file, 80)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RDConfig, "RDDataDir", str(folder))
+        yield folder / "data"
+
+
+def run(root: Path, out: Path, *arguments: str) -> int:
+    """Runs the command in this process and returns its exit code."""
+    with pytest.raises(SystemExit) as left:
+        main(["train", "graphs", *TINY, f"dataset.root={root}", "--out", str(out), "--device", "cpu", *arguments])
+    return left.value.code if isinstance(left.value.code, int) else 0
+
+
+def evaluate(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(["evaluate", *map(str, arguments), "--device", "cpu"])
+    return left.value.code if isinstance(left.value.code, int) else 0
+
+
+def read(*parts: object) -> dict:
+    return json.loads(Path(*map(str, parts)).read_text(encoding="utf-8"))
+
+
+def files(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run") / "graphs"
+    assert run(root, out) == 0
+    return out
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run", symlinks=True))
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the slow pictures out, which the full run draws."""
+    monkeypatch.setattr(graphs_report, "_draw", lambda *args: None)
+    monkeypatch.setattr(graphs_report, "plot_training_curves", lambda *args: None)
+
+
+# -- what a run leaves --------------------------------------------------------------------------------------------
+
+
+def test_the_run_folder_is_complete(finished: Path) -> None:
+    for name in ("config.yaml", "metrics.json", "test_results.json", "checkpoints/best.pt", "checkpoints/last.pt"):
+        assert (finished / name).stat().st_size > 0
+    for name in PICTURES:
+        assert (finished / "pictures" / name).read_bytes().startswith(b"\x89PNG")
+    history = read(finished, "checkpoints", "history.json")
+    assert [record["epoch"] for record in history["val"]] == [1, 2]
+    lines = (finished / "steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
+
+
+def test_metrics_are_of_the_scored_weights_with_baselines_beside_them(finished: Path, root: Path) -> None:
+    metrics, results = read(finished, "metrics.json"), read(finished, "test_results.json")
+    history = read(finished, "checkpoints", "history.json")
+    assert metrics["best_val_metric"] == min(record["mae"] for record in history["val"])
+    assert results == {
+        "test_metrics": metrics["test"], "best_epoch": metrics["best_epoch"],
+        "best_val_metric": metrics["best_val_metric"], "seed": 42,
+    }  # fmt: skip
+    data = get_dataset("nci", root)
+    train, test = (np.array([float(graph.y) for graph in part]) for part in (data.train, data.test))
+    assert metrics["graphs"] == {"train": 64, "val": 8, "test": 8}
+    assert metrics["baselines"]["mean"]["mae"] == pytest.approx(np.abs(test - train.mean()).mean())
+    assert list(metrics["baselines"]) == ["mean", "ridge_atom_counts", "ridge_atom_features"]
+    counts = metrics["baselines"]["ridge_atom_counts"]["num_features"]
+    assert counts < metrics["baselines"]["ridge_atom_features"]["num_features"]
+    elements = {atom for graph in data.train for atom in graph.x[:, :14].argmax(1).tolist()}
+    assert counts == len(elements)
+
+
+def test_the_checkpoint_says_how_to_build_the_run_again(finished: Path) -> None:
+    tree = load_checkpoint(finished / "checkpoints" / "best.pt")
+    config = GraphsConfig.from_values(tree["config"]["run"])
+    assert config.to_dict() == read(finished, "metrics.json")["config"]
+    assert config.model["hidden_dim"] == 8
+    assert tree["global_step"] == tree["epoch"] * STEPS / 2
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize(
+    ("task", "level"),
+    [
+        ("diffusion_source", "node"),
+        ("local_vs_global", "graph"),
+        ("pe_capacity", "pair"),
+        ("distance_regression", "pair"),
+    ],
+)
+def test_other_levels_and_tasks_train_and_are_evaluated(
+    task: str, level: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["dataset=synthetic/tree", "dataset.num_graphs=20", f"dataset.task={task}", "training.loss=null"]
+    assert run(root, tmp_path, *settings, "training.metric_for_best=loss") == 0
+    assert f"of each {level}" in capsys.readouterr().err
+    assert evaluate(tmp_path) == 0
+    assert "equal to the bit" in capsys.readouterr().out
+    assert read(tmp_path, "metrics.json")["baselines"] == {}
+
+
+# -- going on -----------------------------------------------------------------------------------------------------
+
+
+def the_end(out: Path) -> dict[str, object]:
+    """Everything a run leaves that says what it computed; durations are left out."""
+    history = read(out, "checkpoints", "history.json")
+    trees = {name: load_checkpoint(out / "checkpoints" / name) for name in ("best.pt", "last.pt")}
+    for records in (history["train"], *(tree["history"] for tree in trees.values())):
+        for record in records:
+            del record["time"]
+    steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    return {"history": history, "metrics": read(out, "metrics.json"), "steps": steps, **trees}
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing in the library may hold it up."""
+
+
+def kill() -> None:
+    raise Killed
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+class Stop(BaseHook):
+    """Does something at one event of one step."""
+
+    def __init__(self, event: str, step: int, act: Callable[[], None]):
+        self.step, self.act = step, act
+        setattr(self, event, self._happens)
+
+    def _happens(self, trainer: Engine, *rest: object) -> None:
+        if trainer.step == self.step:
+            self.act()
+
+    def before_building(self, engine: Engine) -> None:
+        """Of the step face only."""
+
+    def before_running(self, engine: Engine) -> None:
+        engine.hooks = [*engine.hooks, self]
+
+
+PLACES_TO_STOP = {
+    "first step, nothing saved": ("on_before_optimizer_step", 1),
+    "first epoch evaluated, not written": ("on_after_epoch", 4),
+    "inside the second epoch": ("on_before_optimizer_step", 6),
+    "trained, not reported": ("on_after_train", STEPS),
+}
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("place", PLACES_TO_STOP.values(), ids=PLACES_TO_STOP.keys())
+def test_killed_anywhere_the_same_command_ends_the_same(
+    place: tuple[str, int], finished: Path, root: Path, tmp_path: Path
+) -> None:
+    with observing(Stop(*place, kill)), pytest.raises(Killed):
+        run(root, tmp_path / "graphs")
+    assert not (tmp_path / "graphs" / "metrics.json").exists()
+    assert run(root, tmp_path / "graphs") == 0
+    assert differences(the_end(finished), the_end(tmp_path / "graphs")) == []
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_ctrl_c_saves_at_the_step_and_the_rerun_goes_on_from_it(
+    finished: Path, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with observing(Stop("on_before_step", 6, interrupt)):
+        assert run(root, tmp_path / "graphs") == 130
+    assert "saved at step 6; the same command goes on from here" in capsys.readouterr().err
+    assert run(root, tmp_path / "graphs") == 0
+    assert "last.pt: epoch 1 of 2, step 6" in capsys.readouterr().err
+    assert differences(the_end(finished), the_end(tmp_path / "graphs")) == []
+
+
+def test_a_rerun_of_a_finished_run_shows_the_table_and_touches_nothing(
+    copied: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(copied)
+    assert run(root, copied) == 0
+    shown = capsys.readouterr()
+    assert "ridge on the counts of atoms" in shown.out
+    assert "is finished" in shown.err
+    assert files(copied) == before
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_more_epochs_go_on_and_say_so(copied: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(root, copied, "training.epochs=3") == 0
+    shown = capsys.readouterr().err
+    assert "training.epochs was 2 and is now 3: the learning rate follows the new schedule" in shown
+    assert [record["epoch"] for record in read(copied, "checkpoints", "history.json")["val"]] == [1, 2, 3]
+
+
+def test_another_model_or_encoding_is_refused_and_nothing_is_lost(
+    copied: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(copied)
+    assert run(root, copied, "model.hidden_dim=16", "pe.node.rwse.scales=[1,2]") == 2
+    error = capsys.readouterr().err
+    for words in ("model.hidden_dim was 8 and is now 16", "pe.node.rwse.scales was", "--out", "--no-resume"):
+        assert words in error
+    assert files(copied) == before
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_no_resume_starts_afresh_and_sets_the_old_checkpoints_aside(
+    copied: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = load_weights(copied / "checkpoints" / "best.pt")
+    with observing(Stop("on_before_optimizer_step", 3, kill)), pytest.raises(Killed):
+        run(root, copied, "seed=1", "--no-resume")
+    assert "start     fresh" in capsys.readouterr().err
+    assert differences(load_weights(copied / "checkpoints.1" / "best.pt"), old) == []
+    assert run(root, copied, "seed=1") == 0  # the killed fresh start, not the finished run that was here before
+    assert differences(load_weights(copied / "checkpoints" / "best.pt"), old) != []
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_damaged_last_checkpoint_is_named_and_passed_over(
+    copied: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = copied / "checkpoints" / "last.pt"
+    content = last.read_bytes()
+    last.unlink()  # it may be the same file as best.pt
+    last.write_bytes(content[:-100])
+    assert run(root, copied, "training.epochs=3") == 0
+    assert "last.pt' cannot be used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["model.hiden_dim=8"], ["'model.hidden_dim'"]),
+        (["model.num_heads=3"], ["hidden_dim=8", "num_heads=3"]),
+        (["model.use_global=false"], ["pe.relative.enabled=false"]),
+        (["model.use_local=false", "model.mpnn_type=gcn"], ["mpnn_type='gcn' would be without effect"]),
+        (["training.loss=cross_entropy"], ["loss_type='cross_entropy'"]),
+        (["training.metric_for_best=auc"], ["auc", "mae"]),
+        (["training.optimizer.type=adamm"], ["'adamm'", "'adam'"]),
+        (["training.scheduler.type=cosin"], ["'cosin'", "'cosine'"]),
+        (["dataset.splits=official", "dataset.seed=3"], ["seed"]),
+        (["pe.node.dim=2"], ["node.dim=2"]),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_exit_code_2(
+    settings: list[str], words: list[str], root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert run(root, out, *settings) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    for word in words:
+        assert word in error
+    assert not (out / "checkpoints" / "last.pt").exists()
+
+
+def test_a_data_set_that_cannot_be_had_names_those_that_can(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("torch_geometric.datasets.zinc.download_url", unreachable)
+    assert run(root, tmp_path / "run", "dataset=zinc") == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    for word in ("dataset=zinc", "no network", "'nci'", "'zinc_clean_leads'"):
+        assert word in error
+
+
+def test_the_lines_of_epochs_are_back_after_the_run(finished: Path) -> None:
+    assert logging.getLogger("treadle.graphs.epochs").level == logging.NOTSET
+
+
+def test_help_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in {
+        ("train", "graphs", "--help"): ["--no-resume", "  treadle train graphs pe=none"],
+        ("evaluate", "--help"): ["--split", "  treadle evaluate runs/graphs"],
+        ("train", "graphs", "--show-settings", "pe=light"): [
+            "training.epochs=40", "pe.node.dim=16", "model.hidden_dim=64", "training.early_stopping=null",
+        ],
+    }.items():  # fmt: skip
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        assert left.value.code in (0, None)
+        shown = capsys.readouterr().out
+        for word in words:
+            assert word in shown
+
+
+# -- evaluation ---------------------------------------------------------------------------------------------------
+
+
+def test_the_evaluation_equals_the_results_of_the_run_to_the_bit(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(copied) == 0
+    assert "equal to the bit to" in capsys.readouterr().out
+    assert read(copied, "eval_results_test.json")["metrics"] == read(copied, "test_results.json")["test_metrics"]
+
+
+def test_other_splits_are_evaluated_as_in_training(copied: Path) -> None:
+    assert evaluate(copied / "checkpoints" / "last.pt", "--split", "val") == 0
+    found = read(copied, "eval_results_val.json")
+    record = read(copied, "checkpoints", "history.json")["val"][-1]
+    assert {**found["metrics"], "epoch": found["epoch"]} == record
+    assert evaluate(copied, "--split", "train", "--batch-size", "5") == 0
+    assert read(copied, "eval_results_train.json")["graphs"] == 64
+
+
+def test_results_that_are_not_those_of_the_run_are_called_so(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = read(copied, "test_results.json")
+    results["test_metrics"]["mae"] += 1e-7
+    (copied / "test_results.json").write_text(json.dumps(results))
+    assert evaluate(copied) == 0
+    assert "not equal to the bit to" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--split", "tset"], "did you mean 'test'"),
+        (["--batch-size", "0"], "batch_size=0"),
+        (["--num-workers", "-1"], "num_workers=-1"),
+    ],
+)
+def test_a_wrong_option_is_refused(
+    arguments: list[str], words: str, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(finished, *arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_what_is_no_run_of_graphs_is_refused(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from treadle.checkpoint import save_checkpoint
+
+    assert evaluate(tmp_path) == 2
+    assert "is no checkpoint, and no folder with one of" in capsys.readouterr().err
+    tree = load_checkpoint(finished / "checkpoints" / "best.pt")
+    save_checkpoint({**tree, "format": {**tree["format"], "face": "spectra"}}, tmp_path / "best.pt")
+    assert evaluate(tmp_path) == 2
+    assert "of the face spectra" in capsys.readouterr().err
+    del tree["config"]["run"]
+    save_checkpoint(tree, tmp_path / "best.pt")
+    assert evaluate(tmp_path) == 2
+    assert "call eval_epoch" in capsys.readouterr().err
