@@ -13,6 +13,7 @@ from treadle.best import BestRule
 from treadle.engine import Engine
 from treadle.evaluation import for_each_batch
 from treadle.predictions import joined, kept_outputs
+from treadle.target import Target
 
 
 class EpochTrainer:
@@ -82,6 +83,20 @@ class EpochTrainer:
 
         self.engine.run(loader, epochs=self.engine.epoch + 1, score_epoch=score)
         return means
+
+    def train_step(self, batch: Any) -> None:
+        """Runs one optimizer step on one micro-batch, with its hooks; between two epochs it belongs to neither.
+
+        Raises:
+            NonFiniteError: the gradient is not finite.
+        """
+        engine = self.engine
+        engine.target = Target(epochs=engine.epoch + 1)  # no step is the last one here
+        engine.model.train()
+        engine.step_group([batch])
+        if engine.cursor.position == 0:
+            engine.epoch_means.reset()
+            engine.epoch_applied_steps = 0
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, Any]:
         """Returns the weighted means over a loader: of the averaged weights if the engine keeps an average."""

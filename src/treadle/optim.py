@@ -27,6 +27,36 @@ def is_normalisation(module: nn.Module) -> bool:
     return isinstance(module, _NORM_TYPES)
 
 
+def decay_groups(
+    model: nn.Module, weight_decay: float, *, undecayed: tuple[type[nn.Module], ...] = ()
+) -> list[dict[str, Any]]:
+    """Returns two parameter groups, matrices that decay and the rest that does not; frozen parameters are left out.
+
+    The rest: parameters with fewer than two dimensions, and those of normalisation layers, whatever their names.
+
+    Args:
+        model: the model.
+        weight_decay: of the first group.
+        undecayed: kinds of modules whose own matrices belong to the rest too.
+
+    Raises:
+        ConfigError: no parameter requires a gradient.
+
+    Example:
+        >>> groups = decay_groups(nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3)), 0.1, undecayed=(nn.Embedding,))
+        >>> [(len(group["params"]), group["weight_decay"]) for group in groups]
+        [(1, 0.1), (2, 0.0)]
+    """
+    spared = [module for module in model.modules() if is_normalisation(module) or isinstance(module, undecayed)]
+    spared_ids = {id(parameter) for module in spared for parameter in module.parameters()}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ConfigError(f"model: {type(model).__name__} has no parameter that requires a gradient; unfreeze one")
+    decayed = [parameter for parameter in trainable if parameter.dim() >= 2 and id(parameter) not in spared_ids]
+    rest = [parameter for parameter in trainable if parameter.dim() < 2 or id(parameter) in spared_ids]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+
+
 def can_be_fused(parameters: Iterable[Tensor]) -> bool:
     """Returns whether torch's fused optimizers take all of these parameters."""
     return all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)

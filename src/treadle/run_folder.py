@@ -102,9 +102,9 @@ class RunFolder:
         engine.logger.info("resumed from %s at step %d, epoch %d", source, engine.step, engine.epoch)
 
 
-def write_best_and_last(tree: Mapping[str, Any], folder: Path, *, is_best: bool) -> None:
-    """Writes ``best.pt`` if it is the best, then ``last.pt``: killed in between, the run repeats this epoch."""
-    best, last = folder / "best.pt", folder / "last.pt"
+def write_best_and_last(tree: Mapping[str, Any], folder: Path, *, is_best: bool, last_name: str = "last.pt") -> None:
+    """Writes ``best.pt`` if it is the best, then the last: killed in between, the newest file knows of the best."""
+    best, last = folder / "best.pt", folder / last_name
     if is_best and save_checkpoint(tree, best) == best:
         link_checkpoint(best, last)
     else:

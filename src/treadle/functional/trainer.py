@@ -41,7 +41,6 @@ from treadle.hooks.ema import EmaHook
 from treadle.hooks.progress import ProgressHook
 from treadle.optim import check_scheduler
 from treadle.precision import in_full_precision
-from treadle.target import Target
 
 _log = logging.getLogger("treadle.functional")
 Callback = Callable[[Any, int, dict[str, Any]], object]
@@ -233,12 +232,7 @@ class Trainer:
         engine = self._engine
         if isinstance(engine, OwnStepEngine) and engine.inner_step(batch):
             return numbers_of(engine.step_info)
-        engine.target = Target(epochs=engine.epoch + 1)  # no step is the last one here
-        self.model.train()
-        engine.step_group([batch])
-        if engine.cursor.position == 0:  # between two epochs: it belongs to neither
-            engine.epoch_means.reset()
-            engine.epoch_applied_steps = 0
+        self._epochs.train_step(batch)
         return numbers_of(engine.step_info)
 
     def train_epoch(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from treadle.errors import ConfigError, nearest, refuse_unknown
-from treadle.optim import can_be_fused, is_normalisation
+from treadle.optim import can_be_fused, decay_groups
 
 _OPTIMIZERS = ("adamw", "adam", "sgd")
 _KEYS = ("type", "lr", "weight_decay", "betas", "eps", "momentum")
@@ -50,13 +50,8 @@ def get_optimizer(
     """
     if optimizer_type not in _OPTIMIZERS:
         raise ConfigError(f"optimizer_type={optimizer_type!r} is unknown; {nearest(str(optimizer_type), _OPTIMIZERS)}")
-    undecayed_ids = {id(p) for module in model.modules() if is_normalisation(module) for p in module.parameters()}
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    if not trainable:
-        raise ConfigError(f"model: {type(model).__name__} has no parameter that requires a gradient; unfreeze one")
-    decayed = [p for p in trainable if p.dim() >= 2 and id(p) not in undecayed_ids]
-    undecayed = [p for p in trainable if p.dim() < 2 or id(p) in undecayed_ids]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
+    groups = decay_groups(model, weight_decay)
+    trainable = [parameter for group in groups for parameter in group["params"]]
     shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "fused": can_be_fused(trainable) or None}
     if optimizer_type == "sgd":
         return torch.optim.SGD(groups, momentum=momentum, **shared)
