@@ -50,6 +50,7 @@ class FeatureEncoder(nn.Module):
         hidden_dim: D.
         what: names the features in messages, as in ``"x"``.
         argument: the argument that set ``num_features``, for messages.
+        takes_fewer: whether float features may have fewer columns, since nobody said how many there are.
 
     Example:
         >>> encode = FeatureEncoder(3, 8, what="x", argument="num_features")
@@ -58,8 +59,11 @@ class FeatureEncoder(nn.Module):
         True
     """
 
-    def __init__(self, num_features: int, hidden_dim: int, *, what: str, argument: str) -> None:
+    def __init__(
+        self, num_features: int, hidden_dim: int, *, what: str, argument: str, takes_fewer: bool = False
+    ) -> None:
         super().__init__()
+        self.takes_fewer = takes_fewer
         self.what = what
         self.argument = argument
         bound = 1 / math.sqrt(num_features)
@@ -75,12 +79,13 @@ class FeatureEncoder(nn.Module):
         """
         num_features = len(self.weight)
         if features.is_floating_point():
-            if features.dim() != 2 or features.shape[1] != num_features:
+            weight = self.weight[: features.shape[-1]] if self.takes_fewer else self.weight
+            if features.dim() != 2 or features.shape[1] != len(weight):
                 raise ValueError(
                     f"{self.what} has shape {tuple(features.shape)}, but the model was built for float features of "
                     f"{self.argument}={num_features} columns; pass {self.argument}={features.shape[-1]} to get_model"
                 )
-            return torch.addmm(self.bias, features.to(self.weight.dtype), self.weight)
+            return torch.addmm(self.bias, features.to(weight.dtype), weight)
         types_M = features.squeeze(-1) if features.dim() == 2 and features.shape[1] == 1 else features
         if types_M.dim() != 1:
             raise ValueError(

@@ -51,7 +51,10 @@ class GraphTransformer(nn.Module):
         self.edge_input = None
         if options.use_local:
             num_edge_features = options.num_edge_features or EDGE_TYPES
-            self.edge_input = FeatureEncoder(num_edge_features, width, what="edge_attr", argument="num_edge_features")
+            self.edge_input = FeatureEncoder(
+                num_edge_features, width, what="edge_attr", argument="num_edge_features",
+                takes_fewer=options.num_edge_features is None,
+            )  # fmt: skip
         self.node_pe = NodeEncodingInput(options.node_pe_dim, width) if options.node_pe_dim else None
         self.pair_bias = PairBias(options.relative_pe_dim, num_heads=num_heads) if options.relative_pe_dim else None
         self.has_attention = options.has_attention

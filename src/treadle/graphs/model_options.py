@@ -39,7 +39,7 @@ class ModelOptions:
     dropout: float = 0.1
     """Probability, 0 to below 1."""
     num_edge_features: int | None = None
-    """Types of edges, or columns of float features; None: 16 types."""
+    """Types of edges, or columns of float features; None: up to 16 of either."""
     node_pe_dim: int | None = None
     """Columns of ``batch.node_pe``; None or 0: none are used."""
     relative_pe_dim: int | None = None

@@ -154,6 +154,14 @@ def test_without_edge_features_every_edge_is_of_type_0(batch):
     assert len(build(num_edge_features=None).edge_input.weight) == 16
 
 
+def test_columns_of_edges_are_taken_as_they_come_where_nobody_said_how_many(batch):
+    model = build(num_edge_features=None).eval()
+    columns = torch.nn.functional.one_hot(batch.edge_attr, 3).float()
+    torch.testing.assert_close(model(with_changes(batch, edge_attr=columns)), model(batch), rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="num_edge_features=17"):
+        model(with_changes(batch, edge_attr=torch.zeros(len(columns), 17)))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
