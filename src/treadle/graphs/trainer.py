@@ -83,6 +83,8 @@ class GraphTrainer:
         ([1, 2], ['epoch', 'loss', 'mse', 'mae', 'rmse'])
     """
 
+    config: dict[str, Any]
+
     def __init__(
         self,
         model: nn.Module,
@@ -135,12 +137,11 @@ class GraphTrainer:
             logger=_log,
         )
         self._engine.face = "graphs"
-        self.config: dict[str, Any] = {
+        self._engine.config = self.config = {
             "experiment_name": experiment_name, "task_type": task_type, "num_classes": self.num_classes,
             "loss": repr(self.loss_fn), "grad_clip": grad_clip, "mixed_precision": mixed_precision,
             "accumulation_steps": accumulation_steps, "scheduler_interval": scheduler_interval, "eval_seed": eval_seed,
         }  # fmt: skip
-        self._engine.config = self.config
         self._epochs = GraphEpochs(self._engine, task, self._outputs)
         self._folder = BestAndLast(self._engine, "checkpoint_dir")
         self._folder.use(checkpoint_dir)
