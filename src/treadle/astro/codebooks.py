@@ -57,7 +57,7 @@ def kmeans_codebook(x: ArrayLike | Tensor, k: int, *, seed: int = 0, max_iter: i
     """Returns the centroids of k-means on vectors, started by k-means++ (Arthur & Vassilvitskii 2007).
 
     The same data and seed give the same centroids to the bit; scikit-learn runs on one thread for that, since the
-    order in which its threads add up is free.
+    order in which its threads add up is free. It warns where fewer than k vectors differ.
 
     Args:
         x: (N, D) finite vectors.

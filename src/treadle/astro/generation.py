@@ -33,23 +33,55 @@ def generate(
     """Continues sequences; `CausalTransformerLM.generate` is the way to call this and says what it does."""
     _check(model, tokens, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, vocab=vocab)
     end = min(tokens.shape[1] + max_new_tokens, model.max_len)
-    grammar = None if vocab is None else SequenceGrammar(vocab, tokens.device)
     with evaluation_mode(model):
-        states_B = None if grammar is None else grammar.read(tokens)
+        rule = _AnyId(types) if vocab is None else _LegalId(vocab, tokens)
         caches = model.new_caches(end)
         all_tokens, all_types = [tokens], [types]
         for _ in range(end - tokens.shape[1]):
-            logits_BV = model.head(model.extend(all_tokens[-1], all_types[-1], caches)[:, -1]).float()
-            if grammar is not None and states_B is not None:
-                logits_BV = logits_BV.masked_fill(~grammar.legal(states_B), -torch.inf)
+            if rule.all_ended():
+                break
+            hidden_BLD = model.extend(all_tokens[-1], all_types[-1], caches)
+            logits_BV = rule.restrict(model.head(hidden_BLD[:, -1]).float())
             ids_B = _choose(logits_BV, temperature=temperature, top_k=top_k, generator=generator)
             all_tokens.append(ids_B[:, None].to(tokens.dtype))
-            all_types.append(all_types[-1][:, -1:] if vocab is None else vocab.types_of(all_tokens[-1]).to(types.dtype))
-            if grammar is not None and states_B is not None:
-                states_B = grammar.advance(states_B, ids_B)
-                if grammar.ended(states_B).all():
-                    break
+            all_types.append(rule.follow(ids_B)[:, None].to(types.dtype))
     return torch.cat(all_tokens, dim=1), torch.cat(all_types, dim=1)
+
+
+class _AnyId:
+    """Any id may follow, and the last type of the prompt is that of all."""
+
+    def __init__(self, types_BL: Tensor):
+        self._types_B = types_BL[:, -1]
+
+    def all_ended(self) -> bool:
+        return False
+
+    def restrict(self, logits_BV: Tensor) -> Tensor:
+        return logits_BV
+
+    def follow(self, ids_B: Tensor) -> Tensor:
+        """Takes note of the ids that were drawn and returns their types."""
+        return self._types_B
+
+
+class _LegalId:
+    """Only ids that are legal at their position may follow, and each has the type of its id."""
+
+    def __init__(self, vocab: VocabSpec, tokens_BL: Tensor):
+        self._vocab = vocab
+        self._grammar = SequenceGrammar(vocab, tokens_BL.device)
+        self._states_B = self._grammar.read(tokens_BL)
+
+    def all_ended(self) -> bool:
+        return bool(self._grammar.ended(self._states_B).all())
+
+    def restrict(self, logits_BV: Tensor) -> Tensor:
+        return logits_BV.masked_fill(~self._grammar.legal(self._states_B), -torch.inf)
+
+    def follow(self, ids_B: Tensor) -> Tensor:
+        self._states_B = self._grammar.advance(self._states_B, ids_B)
+        return self._vocab.types_of(ids_B)
 
 
 def _choose(logits_BV: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

@@ -113,6 +113,11 @@ def test_vectors_or_numbers_that_make_no_codebook_are_refused(x, k, message):
         kmeans_codebook(x, k)
 
 
+def test_fewer_distinct_vectors_than_centroids_warn():
+    with pytest.warns(UserWarning, match="distinct clusters"):
+        assert kmeans_codebook([[1.0], [1.0], [2.0]], 3).shape == (3, 1)
+
+
 def test_without_scikit_learn_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.cluster", None)
     with pytest.raises(ImportError, match=r"treadle\[astro\]"):

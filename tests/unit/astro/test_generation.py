@@ -147,6 +147,18 @@ def test_generation_ends_when_every_row_has_its_eos():
     assert (tokens[:, -1] == EOS).any()
 
 
+def test_a_prompt_that_has_its_eos_stays_as_it_is():
+    tokens = encode_sequence(VOCAB, image=[0])["tokens"].expand(2, -1)
+    found, _ = small_model().generate(tokens, VOCAB.types_of(tokens), 5, vocab=VOCAB)
+    assert torch.equal(found, tokens)
+
+
+def test_the_dtype_of_the_ids_is_kept():
+    tokens, types = (ids.to(torch.int32) for ids in prompt(BOS))
+    found = small_model().generate(tokens, types, 3, vocab=VOCAB)
+    assert [ids.dtype for ids in found] == [torch.int32, torch.int32]
+
+
 def random_object(draw):
     image = [draw(2) for _ in range(draw(4))] or None
     scalars = None if draw(3) == 0 else [None if draw(3) == 0 else draw(2) for _ in range(2)]
