@@ -10,6 +10,7 @@ from treadle.best import BestRule
 from treadle.engine import Engine
 from treadle.epochs import EpochTrainer
 from treadle.errors import ConfigError
+from treadle.session import resume_from_hooks
 
 
 class SelectingEpochs(EpochTrainer):
@@ -40,6 +41,15 @@ class SelectingEpochs(EpochTrainer):
         self._make_rule = make_rule
         self.best = None if make_rule is None else self._informed(make_rule())
         self.improved = False
+
+    def prepare_alone(self) -> None:
+        """Makes ready for an epoch that is asked for by itself: nothing is selected, and nothing ends it early.
+
+        What hooks load is loaded here, before the target is set, which is one epoch beyond it.
+        """
+        self.select_by(None)
+        self.engine.prepare()
+        resume_from_hooks(self.engine)
 
     def _informed(self, rule: BestRule) -> BestRule:
         known = self._kept

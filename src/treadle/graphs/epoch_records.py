@@ -19,7 +19,6 @@ from treadle.hooks.history import HistoryHook
 from treadle.hooks.reporting import IntervalHook
 from treadle.means import read_scalars
 from treadle.selection import SelectingEpochs
-from treadle.session import resume_from_hooks
 
 LogHook = Callable[[dict[str, float], int, str], object]
 TRAIN, VAL = "train_", "val_"
@@ -71,9 +70,7 @@ class GraphEpochs(SelectingEpochs):
 
     def train_epoch(self, loader: Iterable[Any]) -> dict[str, Any]:
         """Trains one more epoch without evaluation and selection; returns its record."""
-        self.select_by(None)  # asked for by itself, nothing ends it early
-        self.engine.prepare()
-        resume_from_hooks(self.engine)  # before the target is set, which is one epoch beyond what it loads
+        self.prepare_alone()
         self._opened = time.perf_counter()
         record: dict[str, Any] = {}
 

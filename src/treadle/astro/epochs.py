@@ -1,0 +1,59 @@
+"""The epoch driver of the astronomy face: its records hold the terms of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from treadle.astro.step_records import numbers_of
+from treadle.engine import Engine
+from treadle.errors import ConfigError
+from treadle.means import RunningMeans
+from treadle.selection import SelectingEpochs
+from treadle.task import add_output
+
+
+class AstroEpochs(SelectingEpochs):
+    """Trains and evaluates by epochs; every mean of a record is over its own count.
+
+    Args:
+        engine: runs the steps.
+        weights: of the terms ``img``, ``sca`` and ``spec``.
+
+    Example:
+        >>> # epochs = AstroEpochs(engine, {"img": 0.1, "sca": 0.1, "spec": 0.1})
+    """
+
+    loss_name = "loss_total"
+
+    def __init__(self, engine: Engine, weights: Mapping[str, float]):
+        super().__init__(engine)
+        self._weights = weights
+
+    def train_epoch(self, loader: Iterable[Any]) -> dict[str, Any]:
+        """Trains one more epoch without evaluation and selection; returns its means."""
+        self.prepare_alone()
+        return numbers_of(super().train_epoch(loader), self._weights)
+
+    def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns ``train_loss_total``, the terms and their counts."""
+        return {f"train_{name}": value for name, value in numbers_of(means, self._weights).items()}
+
+    def evaluate(self, loader: Iterable[Any]) -> dict[str, Any]:
+        """Returns ``loss_total``, the terms and their counts over a loader.
+
+        Raises:
+            ConfigError: the loader is empty.
+        """
+        values = super().evaluate(loader)
+        if self.engine.eval_cursor.position == 0:
+            raise ConfigError("val_loader: it gave no batch; there is nothing to take a mean over")
+        loss = values.pop("loss")
+        return numbers_of({"loss": loss, "records": values}, self._weights)
+
+    def step_numbers(self) -> dict[str, Any]:
+        """Returns the numbers of the present step; reads the device."""
+        means = RunningMeans()
+        for output in self.engine.step_outputs:
+            add_output(means, output)
+        return numbers_of(means.compute(), self._weights)

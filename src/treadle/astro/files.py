@@ -1,0 +1,121 @@
+"""The files of a run: checkpoints by step and by epoch, and the best."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from treadle import distributed
+from treadle.astro.vocab import VocabSpec
+from treadle.checkpoint.store import link_checkpoint, save_checkpoint
+from treadle.errors import CheckpointError
+from treadle.hooks.base import BaseHook
+from treadle.run_folder import RunFolder, write_best_and_last
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+_ANY = re.compile(r"(ckpt_step_\d+|ckpt_epoch_\d+|best)(\.nonfinite)?\.pt")
+
+
+def layout_of(vocab: VocabSpec) -> dict[str, Any]:
+    """Returns what a checkpoint says about its vocabulary.
+
+    Example:
+        >>> layout_of(VocabSpec(2, 4, 2, ("a",), 2))["base_spectrum"]
+        {'a': 11}
+    """
+    names = ("vocab_size", "base_image", "base_scalar", "base_spectrum", "scalar_bins")
+    return {name: getattr(vocab, name) for name in names}
+
+
+class AstroFolder(RunFolder):
+    """The folder of ``ckpt_step_{step:08d}.pt``, ``ckpt_epoch_{epoch:03d}.pt`` and ``best.pt``.
+
+    Args:
+        engine: whose state they hold.
+        vocab: the vocabulary that a checkpoint must have.
+
+    Example:
+        >>> # folder = AstroFolder(engine, vocab)
+    """
+
+    def __init__(self, engine: Engine, vocab: VocabSpec):
+        super().__init__(engine, "output_dir")
+        self._layout = layout_of(vocab)
+
+    def candidates(self, folder: Path) -> Iterable[Path]:
+        """Returns every checkpoint, those that are not finite included."""
+        return [path for path in folder.glob("*.pt") if _ANY.fullmatch(path.name)]
+
+    def resume(self, source: str | Path | None) -> Path | None:
+        """Loads what ``resume_from`` names, and gives an epoch its file if a kill left only ``best.pt`` of it."""
+        found = super().resume(source)
+        if found is not None and found.name == "best.pt" and distributed.rank() == 0:
+            own = found.with_name(self._epoch_name())
+            if not own.exists():
+                link_checkpoint(found, own)
+        return found
+
+    def restore(self, tree: Mapping[str, Any], source: str | Path) -> None:
+        """Restores a checkpoint tree in place.
+
+        Raises:
+            CheckpointError: it is of another vocabulary, or the model or the optimizer does not fit.
+        """
+        saved = tree.get("config") or {}
+        wrong = [
+            f"{name} is {saved[name]} there and {own} here"
+            for name, own in self._layout.items()
+            if name in saved and saved[name] != own
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"{source} is of another vocabulary: {'; '.join(wrong)}. Build the vocabulary that it was trained "
+                "with, or start a new run in another output_dir"
+            )
+        super().restore(tree, source)
+
+    def _epoch_name(self) -> str:
+        return f"ckpt_epoch_{self.engine.epoch:03d}.pt"
+
+    def write_epoch(self, *, improved: bool) -> None:
+        """Writes the checkpoint of the epoch, and ``best.pt`` if it is the best; all ranks take part."""
+        if self.path is None:
+            return
+        tree = self.engine.state_dict()
+        if distributed.rank() == 0:
+            write_best_and_last(tree, self.path, is_best=improved, last_name=self._epoch_name())
+
+    def write_step(self) -> None:
+        """Writes the checkpoint of the present step; all ranks take part."""
+        if self.path is not None:
+            self.write(self.path / f"ckpt_step_{self.engine.step:08d}.pt")
+
+    def write(self, path: Path) -> Path:
+        """Writes the present state to a file; all ranks take part."""
+        tree = self.engine.state_dict()
+        return save_checkpoint(tree, path) if distributed.rank() == 0 else path
+
+
+class StepCheckpoints(BaseHook):
+    """Asks for a checkpoint every so many steps; all of them stay.
+
+    Args:
+        write: writes it.
+        interval: steps between two, >= 1.
+
+    Example:
+        >>> hook = StepCheckpoints(lambda: None, 5000)
+    """
+
+    def __init__(self, write: Callable[[], object], interval: int):
+        self._write = write
+        self._interval = interval
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Asks for it; it is written once every hook has seen the step."""
+        if trainer.step % self._interval == 0:
+            trainer.request_write(self._write)

@@ -1,0 +1,128 @@
+"""What `AstroTrainer` makes of its arguments before any work is done."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from treadle.astro.config import TrainingConfig, from_dict
+from treadle.astro.loss_inputs import Codebooks, LossConfig, needed_codebooks
+from treadle.astro.vocab import VocabSpec
+from treadle.data.cursor import steps_per_epoch
+from treadle.distributed import unwrap
+from treadle.errors import ConfigError
+from treadle.optim import can_be_fused, decay_groups
+from treadle.precision import PrecisionName
+
+
+def training_settings(config: TrainingConfig | Mapping[str, Any] | None) -> TrainingConfig:
+    """Returns the settings as a dataclass of their own.
+
+    Raises:
+        ConfigError: a key is unknown, a value is wrong, or it is something else, such as all settings of a run.
+
+    Example:
+        >>> training_settings({"epochs": 3}).epochs
+        3
+    """
+    if config is None:
+        return TrainingConfig()
+    if isinstance(config, TrainingConfig):
+        return from_dict(dataclasses.asdict(config), TrainingConfig)
+    if isinstance(config, Mapping):
+        return from_dict(config, TrainingConfig)
+    raise ConfigError(f"config: a {type(config).__name__}; give the training part, such as load_config().training")
+
+
+def precision_of(use_amp: bool | None, amp_dtype: str, device: torch.device) -> PrecisionName | None:
+    """Returns the autocast type; ``use_amp=None`` is on for CUDA.
+
+    Raises:
+        ConfigError: ``amp_dtype`` is unknown.
+
+    Example:
+        >>> precision_of(None, "fp16", torch.device("cuda", 1)), precision_of(None, "fp16", torch.device("cpu"))
+        ('fp16', None)
+    """
+    if amp_dtype not in get_args(PrecisionName):
+        raise ConfigError(f"amp_dtype={amp_dtype!r}: must be 'fp16' or 'bf16'")
+    on = device.type == "cuda" if use_amp is None else use_amp
+    return amp_dtype if on else None  # type: ignore[return-value]  # it is one of the names
+
+
+def codebooks_of(
+    vocab: VocabSpec, given: tuple[Any, Any, Any], config: LossConfig, *, use_ce: bool, device: torch.device
+) -> Codebooks:
+    """Checks the image, spectrum and scalar codebooks that have a weight, and moves them.
+
+    Raises:
+        ConfigError: one is missing or does not fit, or no term is left.
+    """
+    weights = config.term_weights(vocab)
+    if not use_ce and not any(weights.values()):
+        raise ConfigError(
+            "use_ce=False, and meaningful_loss is not enabled or has no weight: nothing would be trained; turn one on"
+        )
+    arguments = (
+        ("image_codebook", "weight_image", "img"),
+        ("spectrum_codebook", "weight_spectrum", "spec"),
+        ("scalar_centers", "weight_scalar", "sca"),
+    )
+    for (argument, setting, term), codebook in zip(arguments, given, strict=True):
+        if weights[term] and codebook is None:
+            raise ConfigError(
+                f"{argument}=None, but meaningful_loss.{setting}={weights[term]}: give the codebook that the tokens "
+                "were made with, or set the weight to 0"
+            )
+    return needed_codebooks(vocab, given, weights, device)
+
+
+def check_model(model: nn.Module, vocab: VocabSpec) -> None:
+    """Raises ConfigError if the model says that it is for another number of ids.
+
+    Example:
+        >>> check_model(nn.Linear(1, 1), VocabSpec(2, 4, 2, ("a",), 2))
+    """
+    size = getattr(unwrap(model), "vocab_size", None)
+    if isinstance(size, int) and size != vocab.vocab_size:
+        raise ConfigError(f"model has vocab_size={size} but the vocabulary has {vocab.vocab_size} ids; build it for it")
+
+
+def default_optimizer(model: nn.Module, settings: TrainingConfig) -> AdamW:
+    """Returns AdamW with betas (0.9, 0.95); matrices decay, embeddings, norms and biases do not.
+
+    Example:
+        >>> optimizer = default_optimizer(nn.Linear(2, 1), TrainingConfig())
+        >>> [group["weight_decay"] for group in optimizer.param_groups]
+        [0.05, 0.0]
+    """
+    groups = decay_groups(model, settings.weight_decay, undecayed=(nn.Embedding,))
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=can_be_fused(parameters) or None)
+
+
+def schedule_length(settings: TrainingConfig, loader: Iterable[Any], epochs: int) -> int:
+    """Returns the last step of the schedule: as it is set, else the steps of all epochs.
+
+    Raises:
+        ConfigError: it is not set and the loader has no length.
+
+    Example:
+        >>> schedule_length(TrainingConfig(grad_accum_steps=4), range(6), 5)
+        10
+    """
+    if settings.total_steps is not None:
+        return settings.total_steps
+    try:
+        steps = steps_per_epoch(loader, settings.grad_accum_steps)
+    except TypeError:
+        raise ConfigError(
+            "training.total_steps=None and the train_loader has no length: set total_steps, the last step of the "
+            "learning-rate schedule, or give a scheduler"
+        ) from None
+    return max(1, steps * max(1, epochs))

@@ -1,0 +1,372 @@
+"""The astronomy face: trains token models by epochs, keeps checkpoints by step and by epoch, returns records."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from treadle import distributed
+from treadle.astro.config import TrainingConfig
+from treadle.astro.epochs import AstroEpochs
+from treadle.astro.files import AstroFolder, StepCheckpoints, layout_of
+from treadle.astro.loss_inputs import LossConfig
+from treadle.astro.losses import Stats
+from treadle.astro.scheduler import WarmupCosine
+from treadle.astro.settings import (
+    check_model,
+    codebooks_of,
+    default_optimizer,
+    precision_of,
+    schedule_length,
+    training_settings,
+)
+from treadle.astro.task import AstroTask
+from treadle.astro.vocab import VocabSpec
+from treadle.best import BestRule
+from treadle.checkpoint.store import load_checkpoint
+from treadle.device import get_device
+from treadle.engine import Engine
+from treadle.errors import ConfigError
+from treadle.hooks.bar import ProgressBarHook
+from treadle.hooks.base import BaseHook
+from treadle.hooks.history import HistoryHook
+from treadle.hooks.progress import ProgressHook
+from treadle.means import read_scalars
+from treadle.optim import check_scheduler, move_optimizer_state
+from treadle.precision import PrecisionName
+from treadle.seed import mix_seed
+
+_log = logging.getLogger("treadle.astro")
+
+
+class AstroTrainer:
+    """Trains a model ``(tokens, types, attn_mask) -> logits`` on token sequences; the loop is ``treadle.hooks.base``.
+
+    The logits are never made where the model has ``hidden_states`` and a linear ``head`` without bias, as
+    `CausalTransformerLM` has, and :meth:`compute_loss` is not overridden: the same loss, in much less memory.
+
+    Args:
+        model: moved to the device in place.
+        vocab: the vocabulary of the sequences.
+        train_loader: batches as `collate_sequences` makes them.
+        config: the training part of the settings; None takes the defaults. It is not changed.
+        image_codebook: (v_image, D). This and the next two may be None where the weight of their term is 0.
+        spectrum_codebook: mapping from each group to (v_spectra, D), or (groups, v_spectra, D).
+        scalar_centers: (v_scalar,) or (n_columns, n_bins).
+        device: None takes CUDA, then MPS, then the CPU.
+        output_dir: folder of checkpoints and history; None writes nothing.
+        use_amp: autocast; None: on for CUDA.
+        use_ce: whether the cross-entropy is part of the loss.
+        compile_model: compiles what runs the model.
+        amp_dtype: ``"fp16"`` (with a gradient scaler) or ``"bf16"``.
+        optimizer: None builds AdamW with betas (0.9, 0.95); matrices decay, embeddings, norms and biases do not.
+        scheduler: None builds the warm-up and cosine of `cosine_schedule_with_warmup`.
+        scheduler_interval: ``"step"`` (applied steps) or ``"epoch"``, for a given scheduler.
+        hooks: further hooks.
+        eval_seed: seeds evaluations, and with the number of a batch its positions.
+
+    Attributes:
+        model, optimizer, scheduler, device, config: what the trainer works with.
+
+    Raises:
+        ConfigError: a setting or codebook is wrong or missing, nothing would be trained, the loader has no length and
+            ``config.total_steps`` is None, or a device is not available.
+
+    Example:
+        >>> from treadle.astro import CausalTransformerLM, build_vocab_spec, collate_sequences, encode_sequence
+        >>> vocab = build_vocab_spec(2, 4, 2, ["a"], scalar_bins=2)
+        >>> batch = collate_sequences([encode_sequence(vocab, image=[0, 1], scalars=[1, 0], spectra={"a": [1]})])
+        >>> model = CausalTransformerLM(vocab.vocab_size, 8, 16, 1, 2, 32, 0.0, 32)
+        >>> loss = {"weight_spectrum": 0.0}
+        >>> trainer = AstroTrainer(
+        ...     model, vocab, [batch] * 4, {"warmup_steps": 2, "grad_accum_steps": 3, "meaningful_loss": loss},
+        ...     image_codebook=[[0.0], [1.0]], scalar_centers=[1.0, 3.0, 10.0, 30.0], device="cpu",
+        ... )
+        >>> records = trainer.train(num_epochs=2)
+        >>> trainer.global_step, records[0]["epoch"], records[0]["train_n_img"]
+        (4, 1, 8)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        vocab: VocabSpec,
+        train_loader: Iterable[Any],
+        config: TrainingConfig | Mapping[str, Any] | None = None,
+        image_codebook: Any = None,
+        spectrum_codebook: Any = None,
+        scalar_centers: Any = None,
+        device: torch.device | str | int | None = None,
+        output_dir: str | Path | None = None,
+        use_amp: bool | None = None,
+        use_ce: bool = True,
+        compile_model: bool = False,
+        *,
+        amp_dtype: Literal["fp16", "bf16"] = "fp16",
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+        scheduler_interval: Literal["step", "epoch"] = "step",
+        hooks: Sequence[BaseHook] = (),
+        eval_seed: int = 0,
+    ):
+        self.config = training_settings(config)
+        self.vocab = vocab
+        self.train_loader = train_loader
+        self.device = get_device(device)
+        loss_config = LossConfig.read(self.config.meaningful_loss)
+        given = (image_codebook, spectrum_codebook, scalar_centers)
+        codebooks = codebooks_of(vocab, given, loss_config, use_ce=use_ce, device=self.device)
+        check_model(model, vocab)
+        precision = precision_of(use_amp, amp_dtype, self.device)
+        self.model = model.to(self.device)
+        self.optimizer = default_optimizer(self.model, self.config) if optimizer is None else optimizer
+        move_optimizer_state(self.optimizer)
+        self.scheduler = self._scheduler(scheduler, scheduler_interval)
+        overridden = type(self).compute_loss is not AstroTrainer.compute_loss
+        self._task = AstroTask(
+            self.device, vocab, codebooks=codebooks, config=loss_config, use_ce=use_ce, draw_seed=self._draw_seed,
+            own_loss=self.compute_loss if overridden else None, compiled=compile_model,
+        )  # fmt: skip
+        all_hooks = [*self._own_hooks(output_dir, hooks), *hooks]
+        self._engine = self._build_engine(
+            device, precision, interval=scheduler_interval, hooks=all_hooks, eval_seed=eval_seed
+        )
+        self._engine.config = {
+            **layout_of(vocab), "loss_config": dataclasses.asdict(loss_config),
+            "training": dataclasses.asdict(self.config), "use_ce": use_ce, "precision": precision,
+            "compile_model": compile_model, "scheduler_interval": scheduler_interval, "eval_seed": eval_seed,
+        }  # fmt: skip
+        self._epochs = AstroEpochs(self._engine, self._task.term_weights)
+        self._folder = AstroFolder(self._engine, vocab)
+        self._folder.use(output_dir)
+
+    def _build_engine(
+        self,
+        device: torch.device | str | int | None,
+        precision: PrecisionName | None,
+        *,
+        interval: Literal["step", "epoch"],
+        hooks: Sequence[BaseHook],
+        eval_seed: int,
+    ) -> Engine:
+        engine = Engine(
+            self.model,
+            self.optimizer,
+            self._task,
+            scheduler=self.scheduler,
+            scheduler_interval=interval,
+            device=device,
+            precision=precision,
+            grad_clip=self.config.grad_clip,
+            accumulation_steps=self.config.grad_accum_steps,
+            max_non_finite_grad_retries=self.config.max_non_finite_grad_retries,
+            hooks=hooks,
+            eval_seed=eval_seed,
+            logger=_log,
+        )
+        engine.face = "astro"
+        return engine
+
+    def _scheduler(self, given: LRScheduler | None, interval: str) -> LRScheduler:
+        if given is not None:
+            check_scheduler(given, self.optimizer)
+            return given
+        if interval == "epoch":
+            raise ConfigError(
+                "scheduler_interval='epoch' without a scheduler: the schedule of the settings counts steps; give a "
+                "scheduler, or use 'step'"
+            )
+        settings = self.config
+        return WarmupCosine(
+            self.optimizer,
+            warmup_steps=settings.warmup_steps,
+            total_steps=schedule_length(settings, self.train_loader, settings.epochs),
+            min_lr_ratio=settings.min_lr_ratio,
+        )
+
+    def _own_hooks(self, output_dir: str | Path | None, given: Sequence[BaseHook]) -> list[BaseHook]:
+        own: list[BaseHook] = []
+        if output_dir is not None:
+            own.append(HistoryHook(Path(output_dir) / "training_history.json", lambda: self.history))
+            if self.config.save_every_steps:
+                own.append(StepCheckpoints(lambda: self._folder.write_step(), self.config.save_every_steps))
+        if self.config.log_every and not any(isinstance(hook, (ProgressHook, ProgressBarHook)) for hook in given):
+            own.append(ProgressHook(self.config.log_every))
+        return own
+
+    def _draw_seed(self) -> int:
+        """Returns the seed of the positions of the present micro-batch: the same in a resumed run."""
+        engine = self._engine
+        if not torch.is_grad_enabled():
+            return mix_seed(engine.eval_seed, engine.eval_cursor.position)
+        number = engine.micro_steps - len(engine.group.batches) + len(engine.step_info.get("loss", ()))
+        return mix_seed(self.config.seed, number, distributed.rank())
+
+    # -- what happened so far -------------------------------------------------------------------------------------
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps attempted."""
+        return self._engine.step
+
+    @property
+    def applied_steps(self) -> int:
+        """Steps that changed the weights."""
+        return self._engine.applied_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches trained on."""
+        return self._engine.micro_steps
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed."""
+        return self._engine.epoch
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One record per epoch."""
+        return self._epochs.history
+
+    @property
+    def output_dir(self) -> Path | None:
+        """The folder of checkpoints, or None."""
+        return self._folder.path
+
+    def get_lr(self) -> float:
+        """Returns the learning rate of the coming step, of the first parameter group."""
+        return float(read_scalars([self.optimizer.param_groups[0]["lr"]])[0])
+
+    # -- to override ----------------------------------------------------------------------------------------------
+
+    def compute_loss(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
+        """Returns the loss of a batch and its statistics; may be overridden.
+
+        An override gets the logits of every micro-batch, in training and evaluation. Micro-batches are then weighted
+        by their valid tokens, a statistic ``loss_x`` by ``n_x``, and ``n_x`` is summed.
+
+        Args:
+            logits: (B, L, V).
+            targets: ids (B, L).
+
+        Returns:
+            The loss, 0-d, and ``loss_ce``, ``loss_img``, ``loss_sca``, ``loss_spec`` with ``n_ce``, …; see
+            `combined_loss`.
+        """
+        loss: Tensor
+        stats: Stats
+        loss, stats = self._task.loss_and_stats(logits, targets)
+        return loss, stats
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        num_epochs: int | None = None,
+        val_loader: Iterable[Any] | None = None,
+        *,
+        resume_from: str | Path | None = None,
+    ) -> list[dict[str, Any]]:
+        """Trains until ``num_epochs`` epochs are completed.
+
+        Args:
+            num_epochs: absolute target; None takes ``config.epochs``. A run that has reached it returns at once.
+            val_loader: batches to evaluate after each epoch; ``val_loss_total`` then selects ``best.pt``.
+            resume_from: None, ``"auto"`` (the newest intact checkpoint of ``output_dir``), or a path.
+
+        Returns:
+            A record for each epoch: ``epoch`` (1-based), ``train_loss_total``, ``train_loss_ce``, …, ``train_n_ce``,
+            …, the same with ``val_``, and ``lr``.
+
+        Raises:
+            ConfigError: ``num_epochs`` is not a whole number >= 0, or the evaluation loader is empty.
+            CheckpointError: another process trains in ``output_dir``, or no checkpoint is intact.
+        """
+        epochs = self.config.epochs if num_epochs is None else num_epochs
+        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
+            raise ConfigError(f"num_epochs={num_epochs!r}: must be a whole number of epochs >= 0, or None")
+        with self._folder.held():
+            self._folder.resume(resume_from)
+            self._epochs.select_by(None if val_loader is None else partial(BestRule, "val_loss_total", "min"))
+            if isinstance(self.scheduler, WarmupCosine) and self.epoch < epochs:
+                self.scheduler.use_total(schedule_length(self.config, self.train_loader, epochs))
+            return self._epochs.fit(self.train_loader, val_loader, epochs, after_epoch=self._end_epoch)
+
+    def _end_epoch(self, record: Mapping[str, Any]) -> None:
+        self._folder.write_epoch(improved=self._epochs.improved)
+        if distributed.rank() == 0:
+            numbers = {key: value for key, value in record.items() if isinstance(value, float)}
+            line = " ".join(f"{key} {value:.4g}" for key, value in numbers.items())
+            _log.info("epoch %d: %s", self.epoch, line)
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        """Runs one optimizer step on one micro-batch, with its hooks, and reads what it gave.
+
+        Returns:
+            ``loss_total``, the means and counts of `combined_loss` as numbers, and ``lr``; NaN where the batch has
+            nothing.
+
+        Raises:
+            NonFiniteError: the gradient is not finite.
+        """
+        self._epochs.train_step(batch)
+        return {**self._epochs.step_numbers(), "lr": float(read_scalars(self._engine.last_lr[:1])[0])}
+
+    def train_epoch(self) -> dict[str, Any]:
+        """Trains one more epoch: nothing is evaluated, selected or written at its end.
+
+        Returns:
+            ``loss_total``, ``loss_ce``, …, ``n_ce``, …: means over the epoch and totals of counts.
+        """
+        return self._epochs.train_epoch(self.train_loader)
+
+    def evaluate(self, val_loader: Iterable[Any]) -> dict[str, Any]:
+        """Returns the means over a loader, of the averaged weights if there is an average; twice the same to the bit.
+
+        Returns:
+            ``loss_total``, ``loss_ce``, …, ``n_ce``, ….
+
+        Raises:
+            ConfigError: the loader is empty.
+        """
+        return self._epochs.evaluate(val_loader)
+
+    # -- files ----------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, filename: str | Path) -> Path:
+        """Writes everything that a run needs to go on exactly; all ranks take part.
+
+        Args:
+            filename: a relative one lies in ``output_dir``.
+
+        Returns:
+            The file.
+        """
+        return self._folder.write(Path(filename) if self.output_dir is None else self.output_dir / filename)
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Restores everything from a checkpoint, in place; :meth:`train` then goes on from its step.
+
+        Args:
+            path: as given; if there is no such file, inside ``output_dir``.
+
+        Returns:
+            The checkpoint's data.
+
+        Raises:
+            CheckpointError: the file is missing, damaged, of another vocabulary or of another model.
+        """
+        path = self._folder.find(path)
+        tree = load_checkpoint(path)
+        self._folder.restore(tree, path)
+        return dict(tree)
