@@ -44,7 +44,7 @@ STANDALONE = {
     "model", "encoder", "losses", "metrics", "masks", "vocab", "codebooks", "tokenizers", "layers", "encodings",
     "clustering", "arrays", "augment", "preprocessing", "attention", "buckets", "heads", "inputs", "model_options",
     "padded", "corpus", "ngrams", "tokenizer", "task_types",
-    "sequences", "sampling", "loss_inputs", "loss_terms", "hidden_losses",
+    "scalar_tokenizer", "sequences", "sampling", "loss_inputs", "loss_terms", "hidden_losses",
 }  # fmt: skip
 
 

@@ -32,8 +32,13 @@ from treadle.astro.losses import (
 )
 from treadle.astro.model import CausalTransformerLM
 from treadle.astro.sampling import LossPositions, choose_positions, sample_positions
+from treadle.astro.scalar_tokenizer import ScalarTokenizer
 from treadle.astro.schedule import cosine_schedule_with_warmup
 from treadle.astro.sequences import collate_sequences, encode_sequence
+from treadle.astro.survey_tokens import ScalarDropout, SurveyTokenizers, code_use, explained_variance, fit_tokenizers
+from treadle.astro.surveys import Survey, load_surveys
+from treadle.astro.tokenizer_files import load_tokenizers, save_tokenizers
+from treadle.astro.tokenizers import ImageTokenizer, SpectrumTokenizer
 from treadle.astro.utilities import configure_cuda_performance, count_parameters, format_time, log_gradient_stats
 from treadle.astro.vocab import VocabSpec, build_vocab_spec
 from treadle.seed import set_seed
@@ -43,17 +48,24 @@ __all__ = [
     "CausalTransformerLM",
     "Codebook",
     "Codebooks",
+    "ImageTokenizer",
     "LossConfig",
     "LossPositions",
     "MeaningfulLossConfig",
     "ModelConfig",
+    "ScalarDropout",
+    "ScalarTokenizer",
     "SequencesConfig",
+    "SpectrumTokenizer",
+    "Survey",
+    "SurveyTokenizers",
     "TrainingConfig",
     "VocabConfig",
     "VocabSpec",
     "build_loader",
     "build_vocab_spec",
     "choose_positions",
+    "code_use",
     "collate_sequences",
     "combined_loss",
     "combined_loss_from_hidden",
@@ -62,6 +74,8 @@ __all__ = [
     "count_parameters",
     "cross_entropy_loss",
     "encode_sequence",
+    "explained_variance",
+    "fit_tokenizers",
     "format_time",
     "from_dict",
     "image_reconstruction_loss",
@@ -70,6 +84,8 @@ __all__ = [
     "load_config",
     "load_npz_key",
     "load_scalar_centers",
+    "load_surveys",
+    "load_tokenizers",
     "log_gradient_stats",
     "meaningful_loss",
     "prepare_codebooks",
@@ -77,6 +93,7 @@ __all__ = [
     "sample_positions",
     "save_codebook",
     "save_config",
+    "save_tokenizers",
     "scalar_reconstruction_loss",
     "set_seed",
     "spectrum_reconstruction_loss",
