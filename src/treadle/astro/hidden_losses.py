@@ -29,6 +29,8 @@ from treadle.errors import ConfigError
 _PIECE_LOGITS = 3 << 24
 # Numbers of the head's gradient that exist beside their sum at one time: 32 MiB in bfloat16.
 _PRODUCT = 1 << 24
+# Rows of logits begin at multiples of this, as the fast matrix products of GPUs ask for; V itself may be odd.
+_ALIGNED = 64
 # In float16 a sum over the rows of a piece could leave the range; hidden states this much smaller keep it inside.
 _FLOAT16_SHRINK = 2.0**-5
 
@@ -155,18 +157,23 @@ class _HeadLogits:
         self.weight_grad_VE = torch.zeros_like(weight_VE, dtype=sums) if wanted[1] else None
 
     def at(self, rows: Rows) -> Tensor:
-        return self.hidden_NE[rows] @ self.weight_VE.T
+        hidden_RE = self.hidden_NE[rows]
+        logits = hidden_RE.new_empty(len(hidden_RE), -(-self.vocab_size // _ALIGNED) * _ALIGNED)
+        torch.mm(hidden_RE, self.weight_VE.T, out=logits[:, : self.vocab_size])
+        logits[:, self.vocab_size :] = -torch.inf
+        return logits
 
     def of(self, block: Block) -> Tensor:
         return torch.bmm(self.hidden_NE[block.rows_GM], self._groups(self.weight_VE, block).mT)
 
     def add_at(self, rows: Rows, gradient_RV: Tensor, *, scale: float) -> None:
+        gradient_RV = gradient_RV[:, : self.vocab_size]
         if self.hidden_grad_NE is not None:
             product_RE = gradient_RV @ self.weight_VE
             self.hidden_grad_NE[rows] += product_RE.to(self.hidden_grad_NE.dtype).mul_(scale)
         if self.weight_grad_VE is not None:
             hidden_RE = self._shrunk(self.hidden_NE[rows])
-            step = max(1, _PRODUCT // hidden_RE.shape[1])
+            step = max(1, _PRODUCT // (hidden_RE.shape[1] * _ALIGNED)) * _ALIGNED
             for start in range(0, self.vocab_size, step):
                 product_KE = gradient_RV[:, start : start + step].T @ hidden_RE
                 self.weight_grad_VE[start : start + step].add_(product_KE, alpha=scale / self.shrink)

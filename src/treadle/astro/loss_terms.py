@@ -116,7 +116,7 @@ class LogitSource(Protocol):
     piece_logits: int
 
     def at(self, rows: Rows) -> Tensor:
-        """Returns the logits (R, V) of rows; a source that takes gradients lets them be written over."""
+        """Returns the logits (R, V) of rows, or wider and -inf beyond V; they may be written over for a gradient."""
         ...
 
     def of(self, block: Block) -> Tensor:
