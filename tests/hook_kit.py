@@ -119,7 +119,17 @@ def run_functional(workspace, hooks):
     return trainer._engine
 
 
-FACES = {"engine": run_engine, "mini": run_mini, "spectra": run_spectra, "functional": run_functional}
+def run_graphs(workspace, hooks):
+    import graph_kit
+
+    trainer = graph_kit.make(workspace, hooks=hooks)
+    trainer.fit(graph_kit.loader(graph_kit.graphs(16)), graph_kit.loader(graph_kit.graphs(5, seed=1)), 1)
+    return trainer._engine
+
+
+FACES = {
+    "engine": run_engine, "mini": run_mini, "spectra": run_spectra, "functional": run_functional, "graphs": run_graphs,
+}  # fmt: skip
 
 
 def picture(value=0, size=4):

@@ -45,9 +45,9 @@ class ProgressHook(IntervalHook):
         total = trainer.total_steps
         width = len(str(total)) if total is not None else 1
         of = f"/{total}" if total is not None else ""
-        parts = [f"Step {trainer.step:>{width}}{of}: step {means['step_time']:.4f}s"]
-        if "data_time" in means:
-            parts.append(f"data {means['data_time']:.4f}s")
+        parts = [f"Step {trainer.step:>{width}}{of}:"]
+        # A run that is resumed where nothing but an evaluation was left reports steps of another process.
+        parts += [f"{name} {means[f'{name}_time']:.4f}s" for name in ("step", "data") if f"{name}_time" in means]
         done = trainer.step - self._first_step
         if total is not None and done >= self.eta_warmup:
             left = (time.perf_counter() - self._started) / max(done, 1) * (total - trainer.step)

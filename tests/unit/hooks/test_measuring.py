@@ -6,9 +6,10 @@ import logging
 import pytest
 import torch
 
+from helpers import Snapshots
 from hook_kit import Small, bare_engine
 from treadle.errors import ConfigError
-from treadle.hooks import BaseHook, CudaMaxMemoryHook, LoggingHook, ProfilerHook, ThroughputHook
+from treadle.hooks import BaseHook, CudaMaxMemoryHook, LoggingHook, ProfilerHook, ProgressHook, ThroughputHook
 
 
 class Logged(BaseHook):
@@ -165,3 +166,14 @@ def test_the_peak_of_a_step_on_cuda_is_that_of_the_allocator():
     hook.on_before_step(engine)
     hook.on_after_step(engine)
     assert engine.step_info["max_memory"] < 0.25
+
+
+def test_a_progress_line_about_steps_of_another_process_shows_no_times(caplog):
+    snapshots = Snapshots()
+    bare_engine(hooks=[snapshots, ProgressHook(3)]).run([torch.ones(2, 3)] * 4, max_steps=4)
+    hook = ProgressHook(3)
+    resumed = bare_engine(hooks=[Snapshots(), hook])
+    resumed.load_state_dict(snapshots.states[2])
+    with caplog.at_level("INFO", "treadle"):
+        hook.on_after_train(resumed)  # nothing but an evaluation was left to do
+    assert caplog.messages[-1].startswith("Step 2/0: loss ")
