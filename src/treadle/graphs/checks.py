@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
+import torch
 from torch import nn
 
 from treadle.best import BestRule, Mode
@@ -23,7 +24,7 @@ class Chosen(NamedTuple):
     """What a trainer works with."""
 
     num_classes: int | None
-    """Outputs of a classification, None for other tasks."""
+    """Outputs of the model; None where the task can have any number."""
     loss_fn: LossFn
     metrics: EpochMetrics
 
@@ -41,12 +42,10 @@ def loss_and_metrics(
         GraphLoss('regression', 'mse', num_classes=None)
     """
     check_task_type(task_type)
-    if task_type != "classification" and num_classes is not None:
-        outputs_of(task_type, num_classes)  # refuses what the task cannot have
-    classes = None
-    if task_type == "classification":
-        own = getattr(unwrap(model), "num_classes", None)
-        classes = outputs_of(task_type, own if num_classes is None and isinstance(own, int) else num_classes)
+    own = getattr(unwrap(model), "num_classes", None)
+    if task_type == "classification" and num_classes is None and isinstance(own, int):
+        num_classes = own
+    classes = outputs_of(task_type, num_classes)
     if loss_fn is None:
         loss_fn = get_loss_fn(task_type, num_classes=classes)
     loss_logits = getattr(loss_fn, "from_logits", None)
@@ -59,6 +58,16 @@ def loss_and_metrics(
             "outputs, so they must agree; use loss_type='bce' with from_logits=False, any other loss with True"
         )
     return Chosen(classes, loss_fn, metrics)
+
+
+def on_device(part: Any, device: torch.device) -> Any:
+    """Returns a loss or metrics on a device, where they hold tensors of their own.
+
+    Example:
+        >>> on_device(None, torch.device("cpu")) is None
+        True
+    """
+    return part.to(device) if callable(getattr(part, "to", None)) else part
 
 
 def precision_named(mixed_precision: bool | str | None) -> PrecisionName | None:

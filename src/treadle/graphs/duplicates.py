@@ -28,6 +28,21 @@ def real_samples(loader: Any) -> int | None:
     return len(range(sampler.rank, length, sampler.num_replicas))
 
 
+def graphs_in(batch: Any) -> int | None:
+    """Returns how many graphs a batch has, padding left out; None where only a device knows, or nobody.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> graphs_in(SimpleNamespace(num_graphs=3, graph_mask=torch.tensor([True, True, False])))
+        2
+    """
+    mask = getattr(batch, "graph_mask", None)
+    if isinstance(mask, Tensor):
+        return int(mask.sum()) if mask.device.type == "cpu" else None
+    graphs = getattr(batch, "num_graphs", None)
+    return graphs if isinstance(graphs, int) else None
+
+
 def rows_of_first(batch: Any, target: Tensor, num_graphs: int) -> Tensor:
     """Returns which rows of a target belong to the first graphs of a batch, (rows,) bool.
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from treadle import distributed
 from treadle.device import to_device
 from treadle.errors import ConfigError
-from treadle.graphs.duplicates import real_samples, rows_of_first
+from treadle.graphs.duplicates import graphs_in, real_samples, rows_of_first
 from treadle.graphs.losses import GraphLoss
+from treadle.graphs.metrics import GraphMetrics
 from treadle.graphs.task_types import aligned, counted
 from treadle.nested import map_nested_tensor
 from treadle.precision import in_full_precision, widen
@@ -32,7 +33,7 @@ class EpochMetrics(Protocol):
         ...
 
     def update(self, pred: Tensor, target: Tensor) -> Any:
-        """Adds a batch; gets a third argument, the mask, where a batch has one."""
+        """Adds a batch, without its padding."""
         ...
 
     def compute(self) -> Any:
@@ -82,7 +83,12 @@ class FedMetrics:
     def update(self, outputs: Outputs) -> None:
         """Adds the outputs of one micro-batch."""
         pred, target, mask = outputs
-        self._metrics.update(*((pred, target) if mask is None else (pred, target, mask)))
+        if mask is None:
+            self._metrics.update(pred, target)
+        elif isinstance(self._metrics, GraphMetrics):
+            self._metrics.update(pred, target, mask)
+        else:
+            self._metrics.update(pred[mask], target[mask])
         self._fed += 1
 
     def compute(self) -> Mapping[str, Any]:
@@ -125,7 +131,8 @@ class GraphTask:
     ) -> StepOutput:
         """Returns the loss of a batch, weighted by the entries that count."""
         # Counted, and labels checked, before anything is moved: on the host that waits for no device.
-        kept = self._without_copies(batch)
+        num_graphs = graphs_in(batch)
+        kept = self._without_copies(batch, num_graphs)
         weight = self._weight(target_of(batch), getattr(batch, "target_mask", None), kept)
         batch = to_device(batch, self.device)
         target, mask = target_of(batch), getattr(batch, "target_mask", None)
@@ -140,11 +147,9 @@ class GraphTask:
             outputs = (widen(pred.detach()), target, mask)
             if torch.is_grad_enabled():
                 self.step_outputs.append(outputs)
-        graphs = getattr(batch, "num_graphs", None)
-        samples = graphs if isinstance(graphs, int) else None
         if getattr(self.loss_fn, "reduction", None) == "sum":
-            return StepOutput(loss, reduction="sum", outputs=outputs, num_samples=samples)
-        return StepOutput(without_empty(loss, weight), weight=weight, outputs=outputs, num_samples=samples)
+            return StepOutput(loss, reduction="sum", outputs=outputs, num_samples=num_graphs)
+        return StepOutput(without_empty(loss, weight), weight=weight, outputs=outputs, num_samples=num_graphs)
 
     @contextlib.contextmanager
     def counting_once(self, loader: Any) -> Iterator[None]:
@@ -155,12 +160,12 @@ class GraphTask:
         finally:
             self._graphs_left = None
 
-    def _without_copies(self, batch: Any) -> Tensor | None:
+    def _without_copies(self, batch: Any, num_graphs: int | None) -> Tensor | None:
         """Returns the rows of the batch that are no copies; None for all."""
-        if self._graphs_left is None:
+        if self._graphs_left is None or num_graphs is None:
             return None
-        real, self._graphs_left = self._graphs_left, max(0, self._graphs_left - batch.num_graphs)
-        return None if real >= batch.num_graphs else rows_of_first(batch, target_of(batch), real)
+        real, self._graphs_left = self._graphs_left, max(0, self._graphs_left - num_graphs)
+        return None if real >= num_graphs else rows_of_first(batch, target_of(batch), real)
 
     def _weight(self, target: Tensor, mask: Tensor | None, kept: Tensor | None) -> float | Tensor:
         if kept is not None:

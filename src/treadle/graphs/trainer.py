@@ -18,7 +18,14 @@ from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, save_checkpoint
 from treadle.device import get_device
 from treadle.engine import Engine
-from treadle.graphs.checks import best_rule, check_epochs, check_log_every, loss_and_metrics, precision_named
+from treadle.graphs.checks import (
+    best_rule,
+    check_epochs,
+    check_log_every,
+    loss_and_metrics,
+    on_device,
+    precision_named,
+)
 from treadle.graphs.epoch_records import (
     GraphEpochs,
     GraphHistoryFile,
@@ -52,7 +59,7 @@ class GraphTrainer:
         metrics: an object with ``reset``, ``update`` and ``compute``; None: those of the task.
         device: None takes CUDA, then MPS, then the CPU.
         task_type: ``"regression"``, ``"classification"``, ``"multilabel"`` or ``"edge_prediction"``.
-        num_classes: of a classification; None: ``model.num_classes`` if there is one, else 2.
+        num_classes: outputs of the model. None: any; of a classification ``model.num_classes`` if there is one, else 2.
         grad_clip: total 2-norm to clip to; None or 0 off.
         mixed_precision: False, True (bf16), ``"bf16"`` or ``"fp16"``.
         log_every: steps between reports; None or 0 off.
@@ -117,7 +124,7 @@ class GraphTrainer:
         self.task_type = task_type
         self.experiment_name = experiment_name
         self.num_classes, self.loss_fn, self.metrics = loss_and_metrics(
-            self.model, task_type, num_classes, loss_fn, metrics
+            self.model, task_type, num_classes, on_device(loss_fn, self.device), on_device(metrics, self.device)
         )
         task = GraphTask(self.device, task_type, loss_fn=self.loss_fn, metrics=self.metrics)
         self._outputs, self._log_hooks = TrainOutputsHook(task), LogHooks(log_every)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, DistributedSampler
 
 from graph_batches import with_changes
 from graph_kit import Scale, graphs, loader, make, model_of, records, same_weights
@@ -70,6 +71,11 @@ def test_the_constructor_and_fit_have_the_documented_arguments():
 def test_settings_that_do_not_fit_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         make(**settings)
+
+
+def test_a_number_of_outputs_that_is_given_is_held_to():
+    with pytest.raises(ConfigError, match="num_classes=3"):
+        make(num_classes=3).train_epoch(loader(graphs(4)))
 
 
 def test_a_scheduler_of_another_optimizer_is_refused():
@@ -152,7 +158,7 @@ def test_a_batch_without_any_label_changes_nothing():
 def test_padded_batches_give_the_numbers_of_plain_ones(level, classes):
     data = graphs(10, level=level, classes=classes)
     buckets = plan_buckets(data, batch_size=4)
-    padded = torch.utils.data.DataLoader(
+    padded = DataLoader(
         data, batch_size=4, collate_fn=PaddingCollater(buckets, level=level, collate=loader(data).collate_fn)
     )
     task = "regression" if classes is None else "classification"
@@ -185,6 +191,14 @@ def test_a_loss_of_torch_and_a_collection_of_torchmetrics_work():
     assert list(history["val"][0]) == ["epoch", "loss", "mse", "r2"]
     assert history["val"][0]["mse"] == pytest.approx(history["val"][0]["loss"], abs=1e-6)
     assert trainer.best_metric == history["val"][0]["r2"]
+
+
+def test_metrics_of_others_do_not_see_padding():
+    import torchmetrics
+
+    trainer = scale(1.0, metrics=torchmetrics.MetricCollection({"mae": torchmetrics.MeanAbsoluteError()}))
+    part = batch([[1.0], [9.0]], [[0.0], [0.0]], target_mask=torch.tensor([True, False]))
+    assert trainer.eval_epoch([part]) == {"loss": 1.0, "mae": 1.0}
 
 
 def test_a_loss_that_adds_up_is_reported_as_a_total():
@@ -422,6 +436,24 @@ def test_evaluation_is_over_all_graphs_at_once_and_restores_the_modes():
     for empty in (lambda: trainer.eval_epoch([]), lambda: trainer.predict([])):
         with pytest.raises(ConfigError, match="no batch"):
             empty()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("level", ["graph", "node", "edge"])
+def test_what_a_sampler_repeats_for_a_rank_is_counted_once(level, padded):
+    data = graphs(5, level=level)
+    collate = loader(data).collate_fn
+    if padded:
+        collate = PaddingCollater(plan_buckets(data, batch_size=2), level=level, collate=collate)
+    trainer = make(model={"task": level, "dropout": 0.0})
+    total, count = 0.0, 0
+    for rank in range(4):  # of five graphs, ranks 1, 2 and 3 get a copy each
+        sampler = DistributedSampler(data, 4, rank, shuffle=False)
+        found = trainer.eval_epoch(DataLoader(data, 2, sampler=sampler, collate_fn=collate))
+        rows = sum(len(data[index].y) for index in range(rank, 5, 4))
+        assert found["mse"] == pytest.approx(found["loss"], abs=1e-5)
+        total, count = total + rows * found["loss"], count + rows
+    assert total / count == pytest.approx(trainer.eval_epoch(loader(data))["loss"], abs=1e-5)
 
 
 def test_an_average_is_what_is_evaluated_and_predicted():
