@@ -39,12 +39,16 @@ from treadle.astro.survey_tokens import ScalarDropout, SurveyTokenizers, code_us
 from treadle.astro.surveys import Survey, load_surveys
 from treadle.astro.tokenizer_files import load_tokenizers, save_tokenizers
 from treadle.astro.tokenizers import ImageTokenizer, SpectrumTokenizer
+from treadle.astro.trainer import AstroTrainer
 from treadle.astro.utilities import configure_cuda_performance, count_parameters, format_time, log_gradient_stats
 from treadle.astro.vocab import VocabSpec, build_vocab_spec
 from treadle.seed import set_seed
 
+Trainer = AstroTrainer
+
 __all__ = [
     "AstroConfig",
+    "AstroTrainer",
     "CausalTransformerLM",
     "Codebook",
     "Codebooks",
@@ -59,6 +63,7 @@ __all__ = [
     "SpectrumTokenizer",
     "Survey",
     "SurveyTokenizers",
+    "Trainer",
     "TrainingConfig",
     "VocabConfig",
     "VocabSpec",
