@@ -226,20 +226,21 @@ class _LossOfHidden(torch.autograd.Function):
         sums = sum_terms(source, positions, codebooks, scales, with_gradient=records)
         ctx.save_for_backward(hidden, weight)
         ctx.settings = dtype, wanted, rest
-        ctx.source = source if records else None
+        ctx.sums = (source.hidden_grad_NE, source.weight_grad_VE) if records else None
         return weighted(source.hidden_NE, positions, sums, scales, ctx)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Any, ...]:
         hidden, weight = ctx.saved_tensors
-        source, ctx.source = ctx.source, None
-        if source is None:  # a second backward pass: the first one has given the sums away
+        sums, ctx.sums = ctx.sums, None
+        if sums is None:  # a second backward pass: the first one has given the sums away
             dtype, wanted, rest = ctx.settings
             source = _HeadLogits(hidden, weight, dtype, wanted=wanted)
             sum_terms(source, *rest, with_gradient=True)
-        hidden_grad = _times(source.hidden_grad_NE, upstream, like=hidden)
-        weight_grad = _times(source.weight_grad_VE, upstream, like=weight)
+            sums = source.hidden_grad_NE, source.weight_grad_VE
+        hidden_grad = _times(sums[0], upstream, like=hidden)
+        weight_grad = _times(sums[1], upstream, like=weight)
         return hidden_grad, weight_grad, None, None, None, None, None
 
 

@@ -204,7 +204,7 @@ def _squared_errors(
     num_dims = book.num_dims[groups]
     terms = block.terms * len(num_dims) if len(block.terms) == 1 else block.terms
     # The gradient is formed with the ratio to the largest scale, which keeps it in the range of half precision.
-    largest = max(scales[term] for term in terms if scales.get(term))
+    largest = max(scales.get(term, 0.0) for term in terms) or 1.0
     ratios = [scales.get(term, 0.0) / largest for term in terms]
     factors = [2 * ratio / dims for ratio, dims in zip(ratios, num_dims, strict=True)]
     errors_G, gradient_GMK = _expected_value_errors(
