@@ -35,6 +35,7 @@ from treadle.astro.sampling import LossPositions, choose_positions, sample_posit
 from treadle.astro.scalar_tokenizer import ScalarTokenizer
 from treadle.astro.schedule import cosine_schedule_with_warmup
 from treadle.astro.sequences import collate_sequences, encode_sequence
+from treadle.astro.survey_files import iter_columns, read_columns, read_survey
 from treadle.astro.survey_tokens import ScalarDropout, SurveyTokenizers, code_use, explained_variance, fit_tokenizers
 from treadle.astro.surveys import Survey, load_surveys
 from treadle.astro.tokenizer_files import load_tokenizers, save_tokenizers
@@ -84,6 +85,7 @@ __all__ = [
     "format_time",
     "from_dict",
     "image_reconstruction_loss",
+    "iter_columns",
     "kmeans_codebook",
     "load_codebook",
     "load_config",
@@ -95,6 +97,8 @@ __all__ = [
     "meaningful_loss",
     "prepare_codebooks",
     "quantile_bins",
+    "read_columns",
+    "read_survey",
     "sample_positions",
     "save_codebook",
     "save_config",

@@ -1,0 +1,194 @@
+"""Survey data as it is published: columns of Parquet, HDF5 and FITS files, read block by block.
+
+Nothing in a file is executed, and no more than a block of the named columns is in memory at once.
+
+Shapes: N = rows of a file, B = rows of a block, C = scalar columns.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.astro.survey_readers import Columns, reader_of, require_one_length
+from treadle.astro.surveys import Survey
+from treadle.errors import ConfigError
+
+BLOCK_ROWS = 16384
+
+
+def iter_columns(
+    path: str | os.PathLike[str],
+    columns: Sequence[str] | None = None,
+    *,
+    block_rows: int = BLOCK_ROWS,
+    table: str | int | None = None,
+) -> Generator[Columns, None, None]:
+    """Reads columns of a survey file block by block.
+
+    Args:
+        path: a ``.parquet`` or ``.pq`` file (pyarrow); an ``.h5``, ``.hdf5`` or ``.hdf`` file whose columns are
+            datasets, or one compound dataset (h5py); a ``.fits``, ``.fit`` or ``.fits.gz`` file with a binary
+            table (astropy; a ``.gz`` is unpacked in memory).
+        columns: their names; None takes all.
+        block_rows: B, the rows read at once.
+        table: the group or compound dataset of an HDF5 file, or the name or number of a FITS extension; None takes the
+            root, or the first table.
+
+    Yields:
+        The columns of the next rows, (B,) or (B, ...) for vectors, in the byte order of the machine. Numbers that the
+        file marks as missing are NaN, which makes their column float64; text is text.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ConfigError: another kind of file, an unknown column or table, columns of different length, or vectors of
+            different length in one column.
+        CheckpointError: the file is damaged.
+        ImportError: the package that reads it is not installed.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> import pyarrow, pyarrow.parquet
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "galaxies.parquet"
+        >>> pyarrow.parquet.write_table(pyarrow.table({"z": [0.1, None, 0.3], "id": [7, 8, 9]}), file)
+        >>> [block["z"].tolist() for block in iter_columns(file, ["z"], block_rows=2)]
+        [[0.1, nan], [0.3]]
+    """
+    if block_rows < 1:
+        raise ConfigError(f"block_rows={block_rows}: must be at least 1")
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such survey file")
+    with closing(reader_of(file)(file, None if columns is None else list(columns), block_rows, table)) as blocks:
+        yield from blocks
+
+
+def read_columns(
+    path: str | os.PathLike[str],
+    columns: Sequence[str] | None = None,
+    *,
+    max_rows: int | None = None,
+    table: str | int | None = None,
+) -> Columns:
+    """Reads columns of a survey file to memory.
+
+    Args:
+        path: as `iter_columns` takes it.
+        columns: their names; None takes all.
+        max_rows: the first rows only; what comes after them is not read.
+        table: as `iter_columns` takes it.
+
+    Returns:
+        The columns, (N,) or (N, ...) each.
+
+    Raises:
+        FileNotFoundError, ConfigError, CheckpointError, ImportError: as :func:`iter_columns`.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> import h5py
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "galaxies.h5"
+        >>> with h5py.File(file, "w") as opened:
+        ...     opened["photometry/r"] = [17.5, 18.0, 19.1]
+        >>> read_columns(file, ["r"], table="photometry", max_rows=2)["r"].tolist()
+        [17.5, 18.0]
+    """
+    if max_rows is not None and max_rows < 1:
+        raise ConfigError(f"max_rows={max_rows}: must be at least 1, or None for all")
+    blocks, rows = [], 0
+    block_rows = BLOCK_ROWS if max_rows is None else min(BLOCK_ROWS, max_rows)
+    with closing(iter_columns(path, columns, block_rows=block_rows, table=table)) as read:
+        for block in read:
+            blocks.append(block)
+            rows += len(next(iter(block.values())))
+            if max_rows is not None and rows >= max_rows:
+                break
+    if not blocks:
+        raise ConfigError(f"{os.fspath(path)}: the table has no rows")
+    shapes = {name: {block[name].shape[1:] for block in blocks} for name in blocks[0]}
+    for name, found in shapes.items():
+        require_one_length(name, found)
+    return {name: np.concatenate([block[name] for block in blocks])[:max_rows] for name in blocks[0]}
+
+
+def read_survey(
+    path: str | os.PathLike[str],
+    name: str,
+    *,
+    scalars: Sequence[str],
+    image: str | None = None,
+    image_shape: tuple[int, int, int] | None = None,
+    spectrum: str | None = None,
+    object_id: str | None = None,
+    max_rows: int | None = None,
+    table: str | int | None = None,
+) -> Survey:
+    """Reads a file as a survey, ready for tokenizers.
+
+    Args:
+        path: as `iter_columns` takes it.
+        name: of the survey; its scalars become ``<name>.<column>``.
+        scalars: columns of numbers.
+        image: column of pictures.
+        image_shape: (channels, height, width), where the pictures lie flat in the file; None takes them as they are.
+        spectrum: column of spectra.
+        object_id: column of text or whole numbers; rows with the same are one object. None: each row is one.
+        max_rows: the first rows only.
+        table: as `iter_columns` takes it.
+
+    Raises:
+        FileNotFoundError, CheckpointError, ImportError: as :func:`iter_columns`.
+        ConfigError: as :func:`iter_columns`, or a column is not of the kind that is asked for.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> import pyarrow, pyarrow.parquet
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "stars.parquet"
+        >>> flux = [[1.0, 2.0], [3.0, 4.0]]
+        >>> pyarrow.parquet.write_table(pyarrow.table({"id": ["a", "a"], "g": [11.0, None], "flux": flux}), file)
+        >>> survey = read_survey(file, "gaia", scalars=["g"], spectrum="flux", object_id="id")
+        >>> survey.columns, survey.objects.tolist(), survey.spectra.shape
+        (('gaia.g',), [0, 0], (2, 2))
+    """
+    wanted = [*scalars, *(column for column in (image, spectrum, object_id) if column is not None)]
+    if not wanted:
+        raise ConfigError("scalars: name at least one column, or an image or a spectrum")
+    read = read_columns(path, list(dict.fromkeys(wanted)), max_rows=max_rows, table=table)
+    numbers = [_numbers(column, read[column], 1).astype(np.float64) for column in scalars]
+    rows = len(read[wanted[0]])
+    objects = np.arange(rows, dtype=np.intp)
+    if object_id is not None:
+        objects = np.unique(read[object_id], return_inverse=True)[1].ravel().astype(np.intp)
+    pictures = None if image is None else _pictures(image, read[image], image_shape)
+    return Survey(
+        name=name,
+        columns=tuple(f"{name}.{column}" for column in scalars),
+        scalars=np.stack(numbers, axis=1) if numbers else np.empty((rows, 0)),
+        objects=objects,
+        images=pictures,
+        spectra=None if spectrum is None else _numbers(spectrum, read[spectrum], 2).astype(np.float32),
+    )
+
+
+def _pictures(column: str, values: NDArray[Any], shape: tuple[int, int, int] | None) -> NDArray[Any]:
+    if shape is not None:
+        size = values[0].size
+        if size != np.prod(shape):
+            raise ConfigError(f"image_shape={shape}: the pictures in {column!r} have {size} numbers each")
+        values = values.reshape(-1, *shape)
+    return _numbers(column, values, 4)
+
+
+def _numbers(column: str, values: NDArray[Any], dimensions: int) -> NDArray[Any]:
+    if values.dtype.kind not in "fiub" or values.ndim != dimensions:
+        kind = {1: "one number", 2: "one vector of numbers", 4: "a picture (channels, height, width)"}[dimensions]
+        raise ConfigError(
+            f"column {column!r} has dtype {values.dtype} and shape {values.shape}: must be {kind} for each row"
+        )
+    return values
