@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from treadle.astro import build_vocab_spec
 
@@ -81,3 +82,19 @@ def plain_loss(terms, *, use_ce=True, weights=(0.1, 0.1, 0.1), totals=None):
         weight = {"ce": 1.0, "img": weights[0], "sca": weights[1]}.get(term, weights[2] / max(1, occurring))
         loss = loss + weight * total / totals[term]
     return loss
+
+
+class NewTensors(TorchDispatchMode):
+    """Notes the numbers of every new tensor, views left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.sizes.append(tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result

@@ -7,9 +7,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from astro_kit import plain_loss, plain_terms, random_case
+from astro_kit import NewTensors, plain_loss, plain_terms, random_case
 from helpers import READS
-from treadle.astro import choose_positions, combined_loss, combined_loss_from_hidden, hidden_losses, prepare_codebooks
+from treadle.astro import (
+    choose_positions,
+    combined_loss,
+    combined_loss_from_hidden,
+    hidden_losses,
+    loss_terms,
+    prepare_codebooks,
+)
 
 
 def both(case, *, autocast=None, config=None, use_ce=True, upstream=1.0):
@@ -148,6 +155,19 @@ def test_small_pieces_change_nothing_but_rounding(monkeypatch):
     monkeypatch.setattr(hidden_losses, "_PIECE_LOGITS", 7 * case[0].vocab_size)
     monkeypatch.setattr(hidden_losses, "_PRODUCT", 100)
     assert_equal([both(case)[0], expected], rtol=1e-5, atol=1e-6)
+
+
+def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
+    monkeypatch.setattr(hidden_losses, "_PIECE_LOGITS", 6000)
+    monkeypatch.setattr(loss_terms, "FLOAT_LOGITS", 2000)
+    vocab, targets, books, hidden, head = random_case(batch=(10, 100), width=4)
+    with NewTensors() as new:
+        loss, _ = combined_loss_from_hidden(
+            hidden.requires_grad_(), head.requires_grad_(), targets, vocab, *books, {"sample_k": 30}
+        )
+        loss.backward()
+    assert max(new.sizes) == 6000 // 50 * 64, "a piece of 120 rows, of 50 ids in aligned rows"
+    assert max(new.sizes) < targets.numel() * vocab.vocab_size // 6
 
 
 def test_a_head_that_does_not_fit_is_refused():

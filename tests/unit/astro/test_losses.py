@@ -9,7 +9,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from astro_kit import (
     CENTERS,
@@ -17,6 +16,7 @@ from astro_kit import (
     SECOND_ROW,
     SPECTRUM,
     TARGETS,
+    NewTensors,
     plain_loss,
     plain_terms,
     random_case,
@@ -386,30 +386,14 @@ def test_small_pieces_and_blocks_change_nothing_but_rounding(monkeypatch):
     torch.testing.assert_close(results[0][:2], results[1][:2], rtol=1e-5, atol=1e-8)
 
 
-class Largest(TorchDispatchMode):
-    """Notes the numbers of every new tensor, views left out."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
-                self.sizes.append(tensor.untyped_storage().nbytes() // tensor.element_size())
-        return result
-
-
 def test_the_one_tensor_of_the_logits_size_is_their_gradient(monkeypatch):
     for module in (losses, loss_terms):
         monkeypatch.setattr(module, "FLOAT_LOGITS", 2000)
     vocab, targets, books, hidden, head = random_case(batch=(10, 100))
     logits = (hidden @ head.T).requires_grad_()
-    with Largest() as forward:
+    with NewTensors() as forward:
         loss, _ = combined_loss(logits, targets, vocab, *books, {"sample_k": 30})
     assert 2000 <= max(forward.sizes) < logits.numel() // 10
-    with Largest() as backward:
+    with NewTensors() as backward:
         loss.backward()
     assert [size for size in backward.sizes if size >= logits.numel() // 10] == [logits.numel()]
