@@ -106,11 +106,17 @@ def build_trainer(
     scheduler = get_scheduler(
         optimizer, schedule.pop("type", "cosine_warmup"), total_epochs=training.epochs, **schedule
     )
+    loss_fn = get_loss_fn(
+        data.task_type,
+        training.loss.get(data.task_type),
+        num_classes=data.num_classes,
+        class_weights=training.class_weights,
+    )
     trainer = GraphTrainer(
         model,
         optimizer,
         scheduler,
-        get_loss_fn(data.task_type, training.loss, num_classes=data.num_classes, class_weights=training.class_weights),
+        loss_fn,
         device=device,
         task_type=data.task_type,
         num_classes=data.num_classes,

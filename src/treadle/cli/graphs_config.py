@@ -10,7 +10,7 @@ from typing import Any
 
 from treadle.cli.overrides import from_mapping, refuse_unknown_setting
 from treadle.cli.settings import flat
-from treadle.errors import ConfigError, nearest
+from treadle.errors import ConfigError, nearest, refuse_unknown
 
 CONF = "treadle.graphs.conf"
 GROUPS = ("dataset", "model", "pe", "train")
@@ -31,6 +31,7 @@ FREE = (
 )  # fmt: skip
 """What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
 
+_TASKS = ("regression", "classification", "multilabel", "edge_prediction")
 _OPEN = ("dataset.graph_params", "dataset.task_params")  # their keys are for the data set to know
 
 
@@ -44,7 +45,7 @@ class TrainingConfig:
     num_workers: int
     grad_clip: float | None
     mixed_precision: bool | str | None
-    loss: str | None
+    loss: dict[str, str | None]
     class_weights: list[float] | None
     metric_for_best: str
     minimize_metric: bool | None
@@ -58,6 +59,7 @@ class TrainingConfig:
                 raise ConfigError(f"training.{name}={getattr(self, name)!r}: must be at least 1")
         if self.num_workers < 0:
             raise ConfigError(f"training.num_workers={self.num_workers!r}: must be at least 0")
+        refuse_unknown("training.loss", self.loss, _TASKS)
 
 
 @dataclass(frozen=True)

@@ -49,13 +49,13 @@ def evaluate_graphs(
     Raises:
         ConfigError: an option is wrong, or the checkpoint is not of such a run.
     """
-    config = _config_of(path, tree)
+    config, threads = config_of(path, tree)
     if split not in _SPLITS:
         raise ConfigError(f"split={split!r}: {nearest(split, _SPLITS)}")
     for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name}={value!r}: must be a whole number of at least {least}")
-    with cpu_threads(config.threads or tree["config"]["threads"]):  # another number sums in another order
+    with cpu_threads(threads):
         data = prepare_data(config, messages)
         graphs = getattr(data, split)
         trainer = build_trainer(config, data, device=get_device(device))
@@ -75,14 +75,19 @@ def evaluate_graphs(
     return dict(found)
 
 
-def _config_of(path: Path, tree: Mapping[str, Any]) -> GraphsConfig:
+def config_of(path: Path, tree: Mapping[str, Any]) -> tuple[GraphsConfig, int]:
+    """Returns the settings of a checkpoint's run, and the threads it had: another number sums in another order.
+
+    Raises:
+        ConfigError: the checkpoint is not of such a run.
+    """
     stored = tree.get("config", {}).get("run")
     if stored is None:
         raise ConfigError(
             f"{path}: does not say how its data and model were built, as it is no checkpoint of `treadle train graphs` "
             "or scripts/train.py; load it with your own GraphTrainer and call eval_epoch"
         )
-    return GraphsConfig.from_values(stored)
+    return GraphsConfig.from_values(stored), int(tree["config"]["threads"])
 
 
 def _print(found: Mapping[str, Any], data: str, target: Path, console: Console) -> None:

@@ -31,7 +31,7 @@ from treadle.hooks import SignalHook, StepLogHook
 from treadle.hooks.bar import ProgressBarHook
 from treadle.naming import load_model_state
 
-__all__ = ["GraphRun", "read_settings", "run_graphs", "show_settings", "train_graphs"]
+__all__ = ["GraphRun", "build", "fit", "read_settings", "run_graphs", "show_settings", "train_graphs"]
 
 _log = logging.getLogger("treadle.cli")
 
@@ -110,15 +110,16 @@ def train_graphs(config: GraphsConfig, run: GraphRun) -> dict[str, Any]:
 
 def _train(config: GraphsConfig, run: GraphRun, device: torch.device) -> dict[str, Any]:
     data = prepare_data(config, run.messages)
-    trainer = _build(config, run, data, device)
+    trainer = build(config, run, data, device)
     start = _open_folder(config, run, trainer)
     print_start(config, data, trainer, start=start, explicit=run.device is not None, console=run.messages)
-    _fit(trainer, config, data)
+    fit(trainer, config, data)
     load_model_state(trainer.model, load_weights(run.checkpoints / "best.pt"))
     return finish_run(config, data, trainer, run.out)
 
 
-def _build(config: GraphsConfig, run: GraphRun, data: GraphDataset, device: torch.device) -> GraphTrainer:
+def build(config: GraphsConfig, run: GraphRun, data: GraphDataset, device: torch.device) -> GraphTrainer:
+    """Returns the trainer of a run, with its bar, its signals and its log of steps."""
     trainer = build_trainer(
         config,
         data,
@@ -141,7 +142,8 @@ def _status(trainer: GraphTrainer, metric: str) -> str:
     return f"val {metric} {records[-1][metric]:.4f} (best {trainer.best_metric:.4f})"
 
 
-def _fit(trainer: GraphTrainer, config: GraphsConfig, data: GraphDataset) -> None:
+def fit(trainer: GraphTrainer, config: GraphsConfig, data: GraphDataset) -> None:
+    """Trains to the number of epochs; a run that has them already does nothing."""
     training = config.training
     started, first_epoch = time.perf_counter(), trainer.epoch
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,7 @@ def replay_and_report(
     elif script is not None:
         replayed = replay_script(run, step, script=script, arguments=arguments, debug=debug)
     else:
-        replay = replay_text if is_text_run(run) else replay_spectra
-        replayed = replay(run, step, device=device, debug=debug, messages=messages)
+        replayed = _replay_of(run)(run, step, device=device, debug=debug, messages=messages)
     if save is not None:
         save_batch(replayed.batches, save)
     saved = None if save is None else str(save)
@@ -70,6 +69,17 @@ def replay_and_report(
         print_step(values, results)
     equal: bool | None = values["equal"]
     return equal
+
+
+def _replay_of(run: Path) -> Callable[..., Replayed]:
+    """Returns what replays the run of a pack, by the files in its folder."""
+    if is_text_run(run):
+        return replay_text
+    if not (run / "config.yaml").is_file():
+        return replay_spectra
+    from treadle.cli.replay_graphs import replay_graphs  # imports torch_geometric
+
+    return replay_graphs
 
 
 def _config_of(script: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], Path] | None:

@@ -77,8 +77,8 @@ def test_settings_survive_a_checkpoint_and_a_yaml_file() -> None:
     [
         (["seed=1", "seed=2"], "seed", 2),
         (["model=gps", "model=light"], "model.num_layers", 4),
-        (["training.loss=None"], "training.loss", None),
-        (["training.loss=null"], "training.loss", None),
+        (["training.grad_clip=None"], "training.grad_clip", None),
+        (["training.loss.regression=null"], "training.loss.regression", None),
         (["training.optimizer.lr=1e-3"], "training.optimizer.lr", 1e-3),
         (["training.epochs=7", "train=default"], "training.epochs", 7),
         (["training.class_weights=[1, 2.5]"], "training.class_weights", [1, 2.5]),
@@ -124,6 +124,7 @@ def test_a_wrong_text_is_refused(text: str, words: str) -> None:
         ({"foo": 1}, "unknown setting 'settings.foo'"),
         ({"training": {"epochs": 3}}, "training.batch_size: is missing"),
         ({"training": 3}, "training=3: must be a section"),
+        ({"training": {**read_settings([]).to_dict()["training"], "loss": {"foo": "mae"}}}, "unknown key 'foo'"),
         ({"seed": "1"}, "settings.seed=1: must be int"),
     ],
 )

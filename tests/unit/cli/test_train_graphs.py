@@ -104,7 +104,7 @@ def test_the_run_folder_is_complete(finished: Path) -> None:
 def test_metrics_are_of_the_scored_weights_with_baselines_beside_them(finished: Path, root: Path) -> None:
     metrics, results = read(finished, "metrics.json"), read(finished, "test_results.json")
     history = read(finished, "checkpoints", "history.json")
-    assert metrics["best_val_metric"] == min(record["mae"] for record in history["val"])
+    assert metrics["best_val_metric"] == min(record["loss"] for record in history["val"])
     assert results == {
         "test_metrics": metrics["test"], "best_epoch": metrics["best_epoch"],
         "best_val_metric": metrics["best_val_metric"], "seed": 42,
@@ -141,8 +141,8 @@ def test_the_checkpoint_says_how_to_build_the_run_again(finished: Path) -> None:
 def test_other_levels_and_tasks_train_and_are_evaluated(
     task: str, level: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ["dataset=synthetic/tree", "dataset.num_graphs=20", f"dataset.task={task}", "training.loss=null"]
-    assert run(root, tmp_path, *settings, "training.metric_for_best=loss") == 0
+    settings = ["dataset=synthetic/tree", "dataset.num_graphs=20", f"dataset.task={task}"]
+    assert run(root, tmp_path, *settings) == 0
     assert f"of each {level}" in capsys.readouterr().err
     assert evaluate(tmp_path) == 0
     assert "equal to the bit" in capsys.readouterr().out
@@ -287,7 +287,7 @@ def test_a_damaged_last_checkpoint_is_named_and_passed_over(
         (["model.num_heads=3"], ["hidden_dim=8", "num_heads=3"]),
         (["model.use_global=false"], ["pe.relative.enabled=false"]),
         (["model.use_local=false", "model.mpnn_type=gcn"], ["mpnn_type='gcn' would be without effect"]),
-        (["training.loss=cross_entropy"], ["loss_type='cross_entropy'"]),
+        (["training.loss.regression=cross_entropy"], ["loss_type='cross_entropy'"]),
         (["training.metric_for_best=auc"], ["auc", "mae"]),
         (["training.optimizer.type=adamm"], ["'adamm'", "'adam'"]),
         (["training.scheduler.type=cosin"], ["'cosin'", "'cosine'"]),
@@ -398,3 +398,20 @@ def test_what_is_no_run_of_graphs_is_refused(
     save_checkpoint(tree, tmp_path / "best.pt")
     assert evaluate(tmp_path) == 2
     assert "call eval_epoch" in capsys.readouterr().err
+
+
+# -- replay -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [3, 7])
+def test_any_step_of_a_run_is_run_again_and_equals_its_record(
+    step: int, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(copied)
+    with pytest.raises(SystemExit) as left:
+        main(["replay", str(copied), "--step", str(step), "--device", "cpu", "--json"])
+    assert left.value.code in (0, None)
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["equal"] is True
+    assert shown["step"] == step
+    assert files(copied) == before

@@ -26,7 +26,8 @@ def verify(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="TARGET", help="A script that trains, a configuration (.yaml, .py), `spectra` or `text`."
+            metavar="TARGET",
+            help="A script, a configuration (.yaml, .py), or a pack: spectra, text or graphs.",
         ),
     ],
     arguments: Annotated[
