@@ -9,6 +9,7 @@ import logging
 import pytest
 import torch
 
+import astro_trainer_kit
 import functional_kit
 import graph_kit
 import spectra_kit
@@ -136,7 +137,26 @@ class OnGraphs:
         self.trainer.fit(graph_kit.loader(graph_kit.graphs(4)), graph_kit.loader(graph_kit.graphs(3, seed=1)), steps)
 
 
-FACES = {"engine": OnEngine, "mini": OnMini, "spectra": OnSpectra, "functional": OnFunctional, "graphs": OnGraphs}
+class OnAstro:
+    """One epoch is one step."""
+
+    def __init__(self, given, folder):
+        train = astro_trainer_kit.loader(shuffle=True, batch_size=14)
+        self.trainer = astro_trainer_kit.make(folder / "run", train=train, hooks=given, total_steps=9)
+        self.engine = self.trainer._engine
+
+    def train(self, steps):
+        self.trainer.train(steps, astro_trainer_kit.loader())
+
+
+FACES = {
+    "engine": OnEngine,
+    "mini": OnMini,
+    "spectra": OnSpectra,
+    "functional": OnFunctional,
+    "astro": OnAstro,
+    "graphs": OnGraphs,
+}
 
 
 def test_every_hook_is_in_the_list():
