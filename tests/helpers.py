@@ -147,6 +147,6 @@ class CountReads(TorchDispatchMode):
 # What `import treadle` must not load, and what a missing extra may lack.
 OPTIONAL_PACKAGES = frozenset({
     "PIL", "astropy", "h5py", "hydra", "joblib", "matplotlib", "mlflow", "omegaconf", "pandas", "peft", "pyarrow",
-    "rdkit", "rich", "safetensors", "scipy", "sklearn", "tensorboard", "tokenizers", "torch_geometric", "torchdata", "transformers", "typer", "wandb",
-    "yaml",
+    "rdkit", "rich", "safetensors", "scipy", "sklearn", "tensorboard", "tokenizers", "torch_geometric", "torchdata",
+    "transformers", "typer", "wandb", "yaml",
 })  # fmt: skip
