@@ -77,10 +77,12 @@ def test_the_quick_start_trains_on_real_molecules(blocks, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_the_quick_start_trains_on_every_molecule_of_nci(blocks, tmp_path, monkeypatch):
+def test_the_quick_start_trains_on_molecules_of_nci(blocks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(quick_start(blocks, 'name="nci"'), names)
+    block = quick_start(blocks, 'name="nci"')
+    some = block.replace("dataset.get_splits()", "(part[:320] for part in dataset.get_splits())")
+    exec(some, names := {})
+    assert len(names["dataset"].train) == 3992
     assert names["history"]["val"][1]["loss"] < names["history"]["val"][0]["loss"]
 
 
