@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, DistributedSampler
 
+import treadle
 from graph_batches import with_changes
 from graph_kit import Scale, graphs, loader, make, model_of, records, same_weights
 from treadle.errors import ConfigError, NonFiniteError
@@ -546,6 +549,23 @@ def test_a_loop_by_hand_gives_the_same_weights_to_the_bit():
             optimizer.step()
         scheduler.step()
     assert same_weights(trainer, by_hand)
+
+
+def test_from_a_script_to_the_model_there_are_at_most_eight_frames_of_the_library():
+    library, depths = Path(treadle.__file__).parent, []
+
+    class Deep(Scale):
+        def forward(self, batch):
+            frame, depth = sys._getframe(1), 0
+            while frame is not None:
+                depth += library in Path(frame.f_code.co_filename).parents
+                frame = frame.f_back
+            depths.append(depth)
+            return super().forward(batch)
+
+    make(model=Deep()).fit([batch([[1.0]], [[0.0]])], epochs=1)
+    assert len(depths) == 1
+    assert 0 < depths[0] <= 8
 
 
 def test_a_hook_sees_every_event_and_the_engine():
