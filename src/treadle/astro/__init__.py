@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from treadle.astro.codebook_files import load_codebook, load_npz_key, load_scalar_centers, save_codebook
 from treadle.astro.codebooks import kmeans_codebook, quantile_bins
+from treadle.astro.conditionals import column_probabilities, expected_vectors, hide_columns
 from treadle.astro.config import (
     AstroConfig,
     MeaningfulLossConfig,
@@ -18,6 +19,15 @@ from treadle.astro.config import (
     load_config,
     save_config,
     to_dict,
+)
+from treadle.astro.cross_modal import (
+    CROSS_PREDICTIONS,
+    CrossPrediction,
+    CrossResult,
+    class_scores,
+    cross_predict,
+    ridge_prediction,
+    token_values,
 )
 from treadle.astro.hidden_losses import combined_loss_from_hidden
 from treadle.astro.loader import build_loader
@@ -48,11 +58,14 @@ from treadle.seed import set_seed
 Trainer = AstroTrainer
 
 __all__ = [
+    "CROSS_PREDICTIONS",
     "AstroConfig",
     "AstroTrainer",
     "CausalTransformerLM",
     "Codebook",
     "Codebooks",
+    "CrossPrediction",
+    "CrossResult",
     "ImageTokenizer",
     "LossConfig",
     "LossPositions",
@@ -71,19 +84,24 @@ __all__ = [
     "build_loader",
     "build_vocab_spec",
     "choose_positions",
+    "class_scores",
     "code_use",
     "collate_sequences",
+    "column_probabilities",
     "combined_loss",
     "combined_loss_from_hidden",
     "configure_cuda_performance",
     "cosine_schedule_with_warmup",
     "count_parameters",
     "cross_entropy_loss",
+    "cross_predict",
     "encode_sequence",
+    "expected_vectors",
     "explained_variance",
     "fit_tokenizers",
     "format_time",
     "from_dict",
+    "hide_columns",
     "image_reconstruction_loss",
     "iter_columns",
     "kmeans_codebook",
@@ -99,6 +117,7 @@ __all__ = [
     "quantile_bins",
     "read_columns",
     "read_survey",
+    "ridge_prediction",
     "sample_positions",
     "save_codebook",
     "save_config",
@@ -107,4 +126,5 @@ __all__ = [
     "set_seed",
     "spectrum_reconstruction_loss",
     "to_dict",
+    "token_values",
 ]

@@ -1,0 +1,173 @@
+"""What a trained model says of one modality when it is shown others.
+
+A causal model gives each token from those before it, and scalars stand before spectra. So the distribution of a scalar
+given all the rest of its sequence is taken by Bayes' rule, from what the model gives as it is:
+p(bin | before, after) ∝ p(bin | before) · p(after | before, bin). Where nothing is known after the scalar the second
+factor is absent.
+
+Shapes: N = sequences, L = positions, V = vocabulary, K = bins of a column, T = tokens of a modality, D = numbers behind
+one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from treadle.astro.sequences import collate_sequences
+from treadle.astro.vocab import NUM_SPECIAL, VocabSpec
+from treadle.errors import ConfigError
+from treadle.evaluation import evaluation_mode
+
+Sequences = Sequence[Mapping[str, Any]]
+
+
+def column_probabilities(
+    model: nn.Module, sequences: Sequences, vocab: VocabSpec, column: int, *, batch_size: int = 256
+) -> Tensor:
+    """Returns the model's distribution of a scalar given everything else in its sequence.
+
+    What stands at the column itself is not looked at. Known tokens after it count as evidence (one forward pass for
+    each bin), MISS after it does not: that something was not measured says nothing here.
+
+    Args:
+        model: with the call ``model(tokens, types, attn_mask)``; put into evaluation mode for the time.
+        sequences: of `encode_sequence`, with one place for each column.
+        vocab: the vocabulary.
+        column: number of the column.
+        batch_size: rows of one forward pass.
+
+    Returns:
+        (N, K) float32 on the CPU; rows sum to 1.
+
+    Raises:
+        ConfigError: the column is out of range, or a sequence has no place for it.
+
+    Example:
+        >>> from treadle.astro.model import CausalTransformerLM
+        >>> from treadle.astro.sequences import encode_sequence
+        >>> vocab = VocabSpec(2, 4, 2, ("a",), 2)
+        >>> model = CausalTransformerLM(vocab.vocab_size, 8, 8, 1, 2, 16, 0.0, 16)
+        >>> sequence = encode_sequence(vocab, scalars=[0, None], spectra={"a": [1, 0]})
+        >>> column_probabilities(model, [sequence], vocab, 1).shape
+        torch.Size([1, 2])
+    """
+    first_id = vocab.scalar_id(column, 0)
+    places = [_place(vocab, sequence, number, column) for number, sequence in enumerate(sequences)]
+    rows = max(1, batch_size // vocab.scalar_bins)
+    found = []
+    with evaluation_mode(model):
+        for start in range(0, len(sequences), rows):
+            part, at = sequences[start : start + rows], torch.tensor(places[start : start + rows])
+            found.append(_posterior(model, part, vocab, at, first_id))
+    return torch.cat(found) if found else torch.empty(0, vocab.scalar_bins)
+
+
+def _posterior(model: nn.Module, sequences: Sequences, vocab: VocabSpec, at_N: Tensor, first_id: int) -> Tensor:
+    batch = collate_sequences(sequences, vocab.pad_id)
+    tokens_NL, count = batch["tokens"], len(sequences)
+    after_NL = torch.arange(tokens_NL.shape[1]) > at_N[:, None]
+    evidence_NL = after_NL & (tokens_NL >= NUM_SPECIAL)
+    bins = torch.arange(first_id, first_id + vocab.scalar_bins)
+    shown = bins if bool(evidence_NL.any()) else bins[:1]  # without evidence one row tells of all bins
+    tokens_NKL = tokens_NL[:, None].repeat(1, len(shown), 1)
+    tokens_NKL[torch.arange(count), :, at_N] = shown
+    tokens = tokens_NKL.flatten(0, 1)
+    mask = batch["attn_mask"].repeat_interleave(len(shown), dim=0)
+    logits = _logits(model, tokens, vocab.types_of(tokens), mask)
+    log_prior_NK = logits.unflatten(0, (count, -1))[torch.arange(count), 0, at_N - 1][:, bins].log_softmax(-1)
+    if len(shown) == 1:
+        return log_prior_NK.exp()
+    targets = tokens[:, 1:]
+    log_p = logits[:, :-1].log_softmax(-1).gather(-1, targets[:, :, None])[:, :, 0].unflatten(0, (count, -1))
+    log_evidence_NK = (log_p * evidence_NL[:, None, 1:]).sum(-1)
+    return (log_prior_NK + log_evidence_NK).softmax(-1)
+
+
+def expected_vectors(
+    model: nn.Module, sequences: Sequences, base: int, codebook: Any, *, batch_size: int = 64
+) -> Tensor:
+    """Returns the expected patches or segments, each given all that stands before it in its sequence.
+
+    Args:
+        model: with the call ``model(tokens, types, attn_mask)``; put into evaluation mode for the time.
+        sequences: that all have T tokens of the modality.
+        base: the modality's first id, such as ``vocab.base_image`` or ``vocab.base_spectrum[group]``.
+        codebook: (K, D), in any unit.
+
+    Returns:
+        (N, T, D) float32 on the CPU, in the codebook's unit.
+
+    Raises:
+        ConfigError: sequences have different numbers of the modality's tokens, or none.
+
+    Example:
+        >>> from treadle.astro.model import CausalTransformerLM
+        >>> from treadle.astro.sequences import encode_sequence
+        >>> vocab = VocabSpec(2, 2, 2, ("a",), 2)
+        >>> model = CausalTransformerLM(vocab.vocab_size, 8, 8, 1, 2, 16, 0.0, 16)
+        >>> sequence = encode_sequence(vocab, image=[0, 1, 1])
+        >>> expected_vectors(model, [sequence], vocab.base_image, [[0.0, 0.0], [2.0, 4.0]]).shape
+        torch.Size([1, 3, 2])
+    """
+    values_KD = torch.as_tensor(codebook, dtype=torch.float32)
+    found = []
+    with evaluation_mode(model):
+        for start in range(0, len(sequences), batch_size):
+            batch = collate_sequences(sequences[start : start + batch_size])
+            tokens = batch["tokens"]
+            inside = (tokens >= base) & (tokens < base + len(values_KD))
+            counts = inside.sum(1).unique()
+            if len(counts) > 1 or not counts[0]:
+                raise ConfigError(
+                    f"sequences: they have {counts.tolist()} tokens of the modality; must all have as many"
+                )
+            logits = _logits(model, tokens, batch["types"], batch["attn_mask"])
+            chosen = logits[:, :-1][inside[:, 1:]][:, base : base + len(values_KD)]
+            found.append((chosen.softmax(-1) @ values_KD).unflatten(0, (len(tokens), -1)))
+    lengths = {len(part[0]) for part in found}
+    if len(lengths) != 1:
+        raise ConfigError(f"sequences: they have {sorted(lengths)} tokens of the modality; must all have as many")
+    return torch.cat(found)
+
+
+def hide_columns(sequences: Sequences, vocab: VocabSpec, columns: Sequence[int]) -> list[dict[str, Tensor]]:
+    """Returns sequences with MISS in the place of some scalar columns.
+
+    Raises:
+        ConfigError: a column is out of range, or a sequence has no place for it.
+
+    Example:
+        >>> from treadle.astro.sequences import encode_sequence
+        >>> vocab = VocabSpec(2, 4, 2, ("a",), 2)
+        >>> hide_columns([encode_sequence(vocab, scalars=[0, 1])], vocab, [0])[0]["tokens"].tolist()
+        [1, 4, 3, 4, 8, 3, 4, 3, 2]
+    """
+    hidden = []
+    for number, sequence in enumerate(sequences):
+        tokens = torch.as_tensor(sequence["tokens"]).clone()
+        for column in columns:
+            tokens[_place(vocab, sequence, number, column)] = vocab.miss_id
+        hidden.append({"tokens": tokens, "types": vocab.types_of(tokens)})
+    return hidden
+
+
+def _place(vocab: VocabSpec, sequence: Mapping[str, Any], number: int, column: int) -> int:
+    """Returns the position of a column: the scalars follow the first SEP."""
+    vocab.scalar_id(column, 0)
+    ends = (torch.as_tensor(sequence["tokens"]) == vocab.sep_id).nonzero().flatten().tolist()
+    if len(ends) < 2 or ends[1] - ends[0] != vocab.n_columns + 1:
+        raise ConfigError(
+            f"sequences[{number}] has no place for each of the {vocab.n_columns} columns; encode it with "
+            "scalars=[None, ...] where they are missing"
+        )
+    return int(ends[0]) + 1 + column
+
+
+def _logits(model: nn.Module, tokens: Tensor, types: Tensor, attn_mask: Tensor) -> Tensor:
+    device = next((parameter.device for parameter in model.parameters()), tokens.device)
+    logits: Tensor = model(tokens.to(device), types.to(device), attn_mask.to(device))
+    return logits.float().cpu()

@@ -1,0 +1,259 @@
+"""Predicting one modality of an object from another, beside what simple means give.
+
+Every method sees the same tokens of the same objects, and is scored on the true numbers, not on their bins.
+
+Shapes: N = objects, F = numbers that a regression sees, K = bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch import nn
+
+from treadle.astro.conditionals import column_probabilities, hide_columns
+from treadle.astro.survey_tokens import SurveyTokenizers
+from treadle.astro.surveys import Survey
+from treadle.errors import ConfigError
+
+Floats = NDArray[np.float64]
+
+RIDGE_ALPHAS = tuple(float(alpha) for alpha in np.logspace(-2, 6, 17))
+
+
+@dataclass(frozen=True)
+class CrossPrediction:
+    """One question: a scalar from a picture, a spectrum, or other scalars.
+
+    Attributes:
+        survey: name of the survey.
+        target: the column that is asked for.
+        given: ``"image"``, ``"spectrum"``, or names of columns; nothing else of the object is shown.
+        classes: where classes begin on the scale of the target, such as ``{"M": 0.0, "L": 10.0}``, ascending.
+    """
+
+    survey: str
+    target: str
+    given: str | tuple[str, ...]
+    classes: Mapping[str, float] = field(default_factory=dict)
+
+
+CROSS_PREDICTIONS = (
+    CrossPrediction("spex", "spex.type", "spectrum", {"M": 0.0, "L": 10.0, "T": 20.0}),
+    CrossPrediction("spex", "spex.J-Ks", "spectrum"),
+    CrossPrediction("xdf", "xdf.mag", "image"),
+    CrossPrediction("xdf", "xdf.blue-red", "image"),
+    CrossPrediction("sdss", "sdss.redshift", ("sdss.r", "sdss.u-g", "sdss.g-r", "sdss.r-i", "sdss.i-z", "sdss.J-K")),
+)
+"""What the shipped surveys can answer."""
+
+
+@dataclass(frozen=True, eq=False)
+class CrossResult:
+    """True numbers of test objects with what each method said.
+
+    Attributes:
+        question: what was asked.
+        true: (N,) in the unit of the column.
+        predicted: ``model`` (expected value), ``mean`` and ``ridge``, and ``bins``, the centre of the true bin, which
+            no prediction from bins can beat on average.
+        classes: class of each object by each method and ``true``, where the question has classes.
+    """
+
+    question: CrossPrediction
+    true: Floats
+    predicted: dict[str, Floats]
+    classes: dict[str, NDArray[np.str_]]
+
+    def scores(self) -> dict[str, Any]:
+        """Returns ``n`` and, for each method, ``rmse``, ``mae``, ``explained`` and the scores of classes.
+
+        ``explained`` is 1 - SSE(method) / SSE(mean of the training objects): 0 for that mean, below 0 for worse.
+        """
+        reference = float(np.square(self.true - self.predicted["mean"]).sum())
+        scores: dict[str, Any] = {"n": len(self.true)}
+        for method, predicted in self.predicted.items():
+            error = self.true - predicted
+            scores[method] = {
+                "rmse": float(np.sqrt(np.square(error).mean())),
+                "mae": float(np.abs(error).mean()),
+                "explained": 1 - float(np.square(error).sum()) / reference if reference > 0 else float("nan"),
+            }
+            if method in self.classes:
+                scores[method] |= class_scores(self.classes["true"], self.classes[method])
+        return scores
+
+
+def cross_predict(
+    model: nn.Module,
+    tokenizers: SurveyTokenizers,
+    train: Mapping[str, Survey],
+    test: Mapping[str, Survey],
+    *,
+    questions: Sequence[CrossPrediction] = CROSS_PREDICTIONS,
+    batch_size: int = 256,
+) -> list[CrossResult]:
+    """Asks a model questions about test objects, and simple methods that learn from the training objects.
+
+    The ridge regression sees the values behind the same tokens (missing ones as their mean, with a flag), and chooses
+    its penalty on the training objects by leave-one-out. Objects whose target is unknown are left out.
+
+    Args:
+        model: trained on sequences of ``train``.
+        tokenizers: fitted to ``train``.
+        train: surveys by name.
+        test: other objects of the same surveys.
+        questions: what to ask.
+        batch_size: rows of one forward pass.
+
+    Raises:
+        ConfigError: a question names an unknown survey, column or modality, or no object has a known target.
+        ImportError: scikit-learn is not installed.
+    """
+    results = []
+    for question in questions:
+        known_train, known_test = (_known(surveys, question) for surveys in (train, test))
+        features = [token_values(tokenizers, survey, question.given) for survey in (known_train, known_test)]
+        y_train, y_test = known_train.column(question.target), known_test.column(question.target)
+        column = tokenizers.scalar.columns.index(question.target)
+        centers = tokenizers.scalar.centers[column]
+        probabilities = _asked(model, tokenizers, known_test, question, batch_size)
+        predicted = {
+            "model": probabilities @ centers,
+            "mean": np.full(len(y_test), y_train.mean()),
+            "ridge": ridge_prediction(features[0], y_train, features[1]),
+            "bins": centers[tokenizers.bins(known_test)[:, column]],
+        }
+        classes = _classes(question, y_train, y_test, predicted, probabilities, centers) if question.classes else {}
+        results.append(CrossResult(question, y_test, predicted, classes))
+    return results
+
+
+def token_values(tokenizers: SurveyTokenizers, survey: Survey, given: str | Sequence[str]) -> Floats:
+    """Returns the numbers behind the tokens of a modality, (N, F); NaN where a scalar is missing.
+
+    Args:
+        tokenizers: that make the tokens.
+        survey: the objects.
+        given: ``"image"`` (pixels), ``"spectrum"`` (fluxes as arcsinh), or names of columns.
+
+    Raises:
+        ConfigError: the survey does not have it.
+    """
+    if given == "image" and survey.images is not None:
+        pixels = tokenizers.image.decode(tokenizers.image.encode(survey.images))
+        return pixels.reshape(len(survey), -1).astype(np.float64)
+    if given == "spectrum" and survey.spectra is not None:
+        flux = tokenizers.spectrum.decode(tokenizers.spectrum.encode(survey.spectra))
+        return np.arcsinh(flux.astype(np.float64) / tokenizers.spectrum.softening)
+    if isinstance(given, str):
+        raise ConfigError(f"given={given!r}: survey {survey.name!r} does not have it; image, spectrum, or column names")
+    for name in given:
+        survey.column(name)
+    decoded = tokenizers.scalar.decode(tokenizers.bins(survey))
+    return decoded[:, [tokenizers.scalar.columns.index(name) for name in given]]
+
+
+def ridge_prediction(x_train: ArrayLike, y_train: ArrayLike, x_test: ArrayLike) -> Floats:
+    """Returns the predictions (N,) of a ridge regression on standardised numbers.
+
+    Args:
+        x_train: (training objects, F); NaN is missing.
+        y_train: finite numbers.
+        x_test: (N, F).
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+
+    Example:
+        >>> x = np.arange(40.0)[:, None]
+        >>> ridge_prediction(x, 2 * x.ravel() + 1, [[50.0]]).round(1).tolist()
+        [101.0]
+    """
+    try:
+        from sklearn.feature_selection import VarianceThreshold
+        from sklearn.impute import SimpleImputer
+        from sklearn.linear_model import RidgeCV
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+    except ImportError as error:
+        raise ImportError(f"the regression needs scikit-learn ({error}): pip install 'treadle[astro]'") from error
+    model = make_pipeline(
+        SimpleImputer(add_indicator=True, keep_empty_features=True),
+        VarianceThreshold(),
+        StandardScaler(),
+        RidgeCV(alphas=RIDGE_ALPHAS),
+    )
+    model.fit(np.asarray(x_train), np.asarray(y_train))
+    return np.asarray(model.predict(np.asarray(x_test)), dtype=np.float64)
+
+
+def class_scores(true: ArrayLike, predicted: ArrayLike) -> dict[str, float]:
+    """Returns ``accuracy``, and ``balanced_accuracy``: the mean over the true classes of the share that is right.
+
+    Example:
+        >>> class_scores(["M", "M", "M", "T"], ["M", "M", "M", "M"])
+        {'accuracy': 0.75, 'balanced_accuracy': 0.5}
+    """
+    right, names = np.asarray(true) == np.asarray(predicted), np.asarray(true)
+    shares = [right[names == name].mean() for name in np.unique(names)]
+    return {"accuracy": float(right.mean()), "balanced_accuracy": float(np.mean(shares))}
+
+
+def _known(surveys: Mapping[str, Survey], question: CrossPrediction) -> Survey:
+    if question.survey not in surveys:
+        raise ConfigError(f"survey={question.survey!r} is not there; known: {', '.join(surveys)}")
+    survey = surveys[question.survey]
+    known = np.isfinite(survey.column(question.target))
+    if not known.any():
+        raise ConfigError(f"{question.target}: known of none of the {len(survey)} objects")
+    return survey.take(known)
+
+
+def _asked(
+    model: nn.Module, tokenizers: SurveyTokenizers, survey: Survey, question: CrossPrediction, batch_size: int
+) -> Floats:
+    """Returns (N, K): the model is shown what the question gives, and MISS for all else."""
+    shown = Survey(
+        name=survey.name,
+        columns=survey.columns,
+        scalars=survey.scalars,
+        objects=survey.objects,
+        images=survey.images if question.given == "image" else None,
+        spectra=survey.spectra if question.given == "spectrum" else None,
+    )
+    given = () if isinstance(question.given, str) else question.given
+    columns, vocab = tokenizers.scalar.columns, tokenizers.vocab()
+    hidden = [number for number, name in enumerate(columns) if name not in given]
+    sequences = hide_columns(tokenizers.encode(shown), vocab, hidden)
+    target = columns.index(question.target)
+    return column_probabilities(model, sequences, vocab, target, batch_size=batch_size).numpy().astype(np.float64)
+
+
+def _classes(
+    question: CrossPrediction,
+    y_train: Floats,
+    y_test: Floats,
+    predicted: Mapping[str, Floats],
+    probabilities: Floats,
+    centers: Floats,
+) -> dict[str, NDArray[np.str_]]:
+    """The model's class is the most probable one, that of the mean the commonest, others follow from their number."""
+    names, starts = np.array(list(question.classes)), np.array(list(question.classes.values()))
+
+    def of(values: Floats) -> NDArray[np.intp]:
+        return np.maximum(np.searchsorted(starts, values, side="right") - 1, 0)
+
+    per_class = np.stack([probabilities[:, of(centers) == number].sum(axis=1) for number in range(len(names))], axis=1)
+    commonest = np.bincount(of(y_train), minlength=len(names)).argmax()
+    return {
+        "true": names[of(y_test)],
+        "model": names[per_class.argmax(axis=1)],
+        "mean": np.full(len(y_test), names[commonest]),
+        "ridge": names[of(predicted["ridge"])],
+        "bins": names[of(predicted["bins"])],
+    }
