@@ -21,7 +21,6 @@ from treadle.astro.config import (
     to_dict,
 )
 from treadle.astro.cross_modal import (
-    CROSS_PREDICTIONS,
     CrossPrediction,
     CrossResult,
     class_scores,
@@ -58,7 +57,6 @@ from treadle.seed import set_seed
 Trainer = AstroTrainer
 
 __all__ = [
-    "CROSS_PREDICTIONS",
     "AstroConfig",
     "AstroTrainer",
     "CausalTransformerLM",

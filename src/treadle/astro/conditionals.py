@@ -144,7 +144,7 @@ def hide_columns(sequences: Sequences, vocab: VocabSpec, columns: Sequence[int])
         >>> from treadle.astro.sequences import encode_sequence
         >>> vocab = VocabSpec(2, 4, 2, ("a",), 2)
         >>> hide_columns([encode_sequence(vocab, scalars=[0, 1])], vocab, [0])[0]["tokens"].tolist()
-        [1, 4, 3, 4, 8, 3, 4, 3, 2]
+        [1, 4, 3, 4, 10, 3, 4, 3, 2]
     """
     hidden = []
     for number, sequence in enumerate(sequences):

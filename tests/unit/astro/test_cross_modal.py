@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from treadle.astro import (
-    CROSS_PREDICTIONS,
     CausalTransformerLM,
     CrossPrediction,
     class_scores,
@@ -20,6 +19,7 @@ from treadle.astro import (
     ridge_prediction,
     token_values,
 )
+from treadle.astro.cross_modal import CROSS_PREDICTIONS
 from treadle.datasets.splits import split_by_group
 from treadle.errors import ConfigError
 
