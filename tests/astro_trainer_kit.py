@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from treadle.astro import AstroTrainer, CausalTransformerLM, build_vocab_spec, collate_sequences, encode_sequence
+from treadle.hooks import BaseHook
 from treadle.seed import set_seed
 
 VOCAB = build_vocab_spec(7, 8, 6, ["a", "b"], scalar_bins=4)
@@ -59,6 +60,22 @@ class LogitsOnly(nn.Module):
 
     def forward(self, tokens, types, attn_mask):
         return self.inner(tokens, types, attn_mask)
+
+
+class OverflowAt(BaseHook):
+    """Makes the gradient of one step infinite, as a loss too large for half precision would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_before_step(self, trainer):
+        if trainer.step == self.step:
+            parameter = next(trainer.model.parameters())
+            self._handle = parameter.register_hook(lambda gradient: gradient * torch.inf)
+
+    def on_after_step(self, trainer):
+        if trainer.step == self.step:
+            self._handle.remove()
 
 
 def make(folder=None, *, cls=AstroTrainer, seed=0, net=None, train=None, lr=0.02, sample_k=3, loss=None, **rest: Any):

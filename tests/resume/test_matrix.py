@@ -21,6 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from helpers import MeanSquare, Snapshots, differences, small_model
 from treadle import BaseTrainer, BestRule, EmaHook, Engine, EpochTrainer, LoggingHook, TensorLoader, Trainer, set_seed
+from treadle.astro import AstroTrainer, CausalTransformerLM, build_vocab_spec, collate_sequences, encode_sequence
 from treadle.graphs import GraphTrainer, get_optimizer
 from treadle.spectra import ChemoMAE, SpectraTrainer, TrainerConfig
 
@@ -28,7 +29,7 @@ from treadle.spectra import ChemoMAE, SpectraTrainer, TrainerConfig
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:.*prefetch.*")
 
 WIDTH, ROWS, EPOCHS = 8, 14, 3
-FACES = ("mini", "epochs", "spectra", "functional", "functional tied", "graphs")
+FACES = ("mini", "epochs", "spectra", "functional", "functional tied", "graphs", "astro")
 LOADERS = ("map", "weighted", "batch_sampler", "stateful", "tensors", "iterable")
 WORKERS = ("0", "2", "2 persistent", "changed")
 EXTRAS = ("lambda", "plateau", "onecycle", "step", "cosine", "fp16", "early stop")
@@ -50,7 +51,7 @@ def all_cases():
     for number, (face, loader, workers, k) in enumerate(itertools.product(FACES, LOADERS, WORKERS, (1, 3))):
         if loader == "tensors" and workers != "0":
             continue  # it has no workers
-        if face == "graphs" and loader == "tensors":
+        if face in ("graphs", "astro") and loader == "tensors":
             continue  # its batches are no tuples of tensors
         if loader == "stateful" and workers == "changed":
             continue  # refused in words, see test_what_changes.py
@@ -99,6 +100,24 @@ def as_batch(rows):
     """Joins rows into what the graph face reads; a module's own function, so that workers find it."""
     x, y = zip(*rows)
     return SimpleNamespace(x=torch.stack(x), y=torch.stack(y), num_graphs=len(x))
+
+
+VOCAB = build_vocab_spec(64, 32, 16, ["a"], scalar_bins=16)
+PARTS = ((slice(0, 4), 20.0, 64), (slice(4, 6), 6.0, 16), (slice(6, 8), 6.0, 16))
+
+
+def as_sequences(items):
+    """A sequence of image, scalar and spectrum tokens for each row; the augmentation changes them."""
+    made = []
+    for row, _ in items:
+        image, scalars, spectrum = (
+            (row[part] * scale + size / 2).long().clamp(0, size - 1) for part, scale, size in PARTS
+        )
+        made.append(encode_sequence(VOCAB, image=image, scalars=scalars.tolist(), spectra={"a": spectrum}))
+    return collate_sequences(made)
+
+
+COLLATE = {"graphs": as_batch, "astro": as_sequences}
 
 
 def make_loader(kind, workers, resumed, collate=None):
@@ -199,12 +218,15 @@ class Run:
             self.engine = Mini(case, [*hooks, EmaHook(0.9)], resumed)
             self.train = self.engine.train
             return
-        loader = make_loader(case.loader, case.workers, resumed, as_batch if case.face == "graphs" else None)
+        loader = make_loader(case.loader, case.workers, resumed, COLLATE.get(case.face))
         validation = DataLoader(Rows(), batch_size=7)
         if case.face == "spectra":
             self._spectra(case, hooks, loader, validation, folder)
         elif case.face.startswith("functional"):
             self._functional(case, hooks, loader, validation)
+        elif case.face == "astro":
+            validation = DataLoader(Rows(), batch_size=7, collate_fn=as_sequences)
+            self._astro(case, [*hooks, EmaHook(0.9)], loader, validation)
         elif case.face == "graphs":
             self._graphs(case, [*hooks, EmaHook(0.9)], loader, DataLoader(Rows(), batch_size=7, collate_fn=as_batch))
         else:
@@ -266,6 +288,26 @@ class Run:
         )  # fmt: skip
         self.engine = trainer._engine
         self.train = lambda: trainer.fit(EPOCHS)
+
+    def _astro(self, case, hooks, loader, validation):
+        model = CausalTransformerLM(VOCAB.vocab_size, 8, 8, 1, 2, 16, 0.1, 32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        scheduler, interval = make_schedule(case.extra, optimizer)
+        if case.extra == "early stop":  # this face has none: its own optimizer and schedule in its place
+            optimizer, scheduler, interval = None, None, "step"
+        config = {
+            "grad_clip": 0.5, "grad_accum_steps": case.k, "warmup_steps": 2, "total_steps": 12,
+            "meaningful_loss": {"sample_k_per_modality": 3},
+        }  # fmt: skip
+        draw = torch.Generator().manual_seed(1)
+        codebooks = [torch.randn(size, 2, generator=draw) for size in (64, 16)]
+        trainer = AstroTrainer(
+            model, VOCAB, loader, config, *codebooks, torch.randn(2, 16, generator=draw), device="cpu",
+            use_amp=case.extra == "fp16", optimizer=optimizer, scheduler=scheduler, scheduler_interval=interval,
+            hooks=hooks,
+        )  # fmt: skip
+        self.engine = trainer._engine
+        self.train = lambda: trainer.train(EPOCHS, validation)
 
     def end(self):
         state = self.engine.state_dict()
