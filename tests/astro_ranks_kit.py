@@ -1,0 +1,66 @@
+"""What two processes do in the tests of astronomy training over ranks; a module of its own for their imports."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from astro_trainer_kit import LogitsOnly, loader, make, model, sequences
+from helpers import Snapshots
+
+CASES = {"hidden states": {}, "logits": {"logits": True}, "without cross-entropy": {"use_ce": False}}
+# Micro-batches of unequal sizes on two ranks; the two of each step together are one batch of one process.
+SHARES = [([3, 1], [1, 4]), ([2, 2], [5, 1])]
+CUT = 3
+
+
+def share(rank):
+    """Returns this rank's micro-batches of all steps, or for None those of one process, a step each."""
+    data, start, made = sequences(19), 0, []
+    for step in SHARES:
+        whole = []
+        for number, sizes in enumerate(step):
+            for size in sizes:
+                part = data[start : start + size]
+                start += size
+                whole += part
+                if rank == number:
+                    made += list(loader(part, size))
+        if rank is None:
+            made += list(loader(whole, len(whole)))
+    return made
+
+
+def run(*, rank=None, logits=False, hooks=(), state=None, **settings):
+    """Trains two epochs of two steps; returns records, weights and the number of steps."""
+    net = LogitsOnly(model(0.0)) if logits else model(0.0)
+    wrapped = net if rank is None else nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    trainer = make(
+        net=wrapped, optimizer=optimizer, scheduler=schedule, train=share(rank), sample_k=4096,
+        grad_accum_steps=1 if rank is None else 2, hooks=hooks, **settings,
+    )  # fmt: skip
+    if state is not None:
+        trainer._engine.load_state_dict(state)
+    records = trainer.train(2, share(rank))
+    return records, [parameter.detach().tolist() for parameter in net.parameters()], trainer.global_step
+
+
+def work(rank, port, results):
+    """Runs every case straight and cut off; puts what came out into the queue."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    try:
+        for case, settings in CASES.items():
+            snapshots = Snapshots()
+            straight = run(rank=rank, hooks=[snapshots], **settings)
+            resumed = run(rank=rank, hooks=[Snapshots()], state=snapshots.states[CUT], **settings)
+            results.put((case, rank, straight, resumed))
+    finally:
+        dist.destroy_process_group()
