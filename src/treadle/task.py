@@ -50,7 +50,11 @@ class Task(Protocol):
 
 @runtime_checkable
 class WeighsTerms(Protocol):
-    """A task whose loss is a sum of means over different counts."""
+    """A task whose loss is a sum of means over different counts.
+
+    Its ``step`` divides the sum of each term by ``totals``, so the losses of the micro-batches are shares that add up to
+    the loss of the step; that sum is what is reported.
+    """
 
     def weights(self, batch: Any) -> Mapping[str, float] | None:
         """Returns the count of each term, computable without the model."""

@@ -53,8 +53,9 @@ def test_the_promised_names_are_at_the_root():
 
 
 def test_a_packs_trainer_is_its_trainer():
-    from treadle import graphs, spectra
+    from treadle import astro, graphs, spectra
 
+    assert astro.Trainer is astro.AstroTrainer
     assert spectra.Trainer is spectra.SpectraTrainer
     assert graphs.Trainer is graphs.GraphTrainer
 

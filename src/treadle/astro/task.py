@@ -82,12 +82,14 @@ class AstroTask:
         """Returns the loss of a batch: its share of that of the step where ``totals`` are given."""
         tokens, types, attn_mask = _parts_of(batch)
         targets = tokens[:, 1:]
-        inputs = [part[:, :-1].to(self.device, non_blocking=True) for part in (tokens, types, attn_mask)]
+        # Whole parts are moved, since a copy of a slice could not go straight from pinned memory.
+        inputs = [part.to(self.device, non_blocking=True)[:, :-1] for part in (tokens, types, attn_mask)]
         if self._own_loss is not None:
             return self._step_of_own_loss(model, inputs, targets)
         if not any((self._counts(targets) if totals is None else totals).values()):
             positions = self._choose(targets, generator)
-            return StepOutput(None, records_of(LossValues(torch.zeros(()), {}, positions.counts)))
+            nothing = LossValues(torch.zeros(()), {}, positions.counts)
+            return StepOutput(None, records_of(nothing), num_samples=len(tokens))
         positions = self._choose(targets, generator).to(self.device)
         if offers_hidden_states(model):
             hidden_BLD = self._run(model, inputs, hidden=True)
