@@ -51,6 +51,17 @@ def test_lora_lowers_the_loss_on_statements_and_a_second_call_shows_the_same(tmp
     assert "resumed from" in err
 
 
+def test_three_surveys_are_trained_on_and_a_second_call_goes_on(tmp_path):
+    settings = ("train_with_meaningful_loss.py", "--out", tmp_path, "--rows", 150)
+    first, _ = run(*settings, "--epochs", 1)
+    out, err = run(*settings, "--epochs", 2)
+    before, after = (float(re.search(r"cross-entropy ([\d.]+)", text).group(1)) for text in (first, out))
+    assert after < before < 6.7  # a guess among 837 ids costs 6.73 nats
+    assert "ckpt_epoch_001.pt" in err
+    assert "after 2 epochs" in out
+    assert out.count("variance explained model") == 5
+
+
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_an_example_is_under_80_lines_and_has_a_test(example):
     assert len(example.read_text(encoding="utf-8").splitlines()) < 80

@@ -19,7 +19,7 @@ from treadle.astro.scalar_tokenizer import MISSING, ScalarTokenizer
 from treadle.astro.sequences import encode_sequence
 from treadle.astro.surveys import Survey
 from treadle.astro.tokenizers import ImageTokenizer, SpectrumTokenizer
-from treadle.astro.vocab import VocabSpec, build_vocab_spec
+from treadle.astro.vocab import VocabSpec
 from treadle.errors import ConfigError
 
 SPEX_GROUPS = ("spex_zj", "spex_jh", "spex_hk", "spex_k")
@@ -39,12 +39,12 @@ class SurveyTokenizers:
     def vocab(self) -> VocabSpec:
         """Returns the vocabulary that the codebooks fill."""
         first_group = next(iter(self.spectrum.codebooks.values()))
-        return build_vocab_spec(
+        return VocabSpec(
             len(self.image.codebook),
             self.scalar.centers.size,
             len(first_group),
-            list(self.spectrum.groups),
-            scalar_bins=self.scalar.n_bins,
+            tuple(self.spectrum.groups),
+            self.scalar.n_bins,
         )
 
     def encode(self, survey: Survey, *, max_len: int | None = None) -> Sequences:
@@ -208,7 +208,7 @@ class ScalarDropout(Dataset[dict[str, Tensor]]):
         ConfigError: the share is not in [0, 0.5].
 
     Example:
-        >>> vocab = build_vocab_spec(2, 4, 2, ["a"], scalar_bins=2)
+        >>> vocab = VocabSpec(2, 4, 2, ("a",), 2)
         >>> hidden = ScalarDropout([encode_sequence(vocab, scalars=[1, 0])], vocab, share=0.5)
         >>> len(hidden), hidden[0]["tokens"].shape
         (1, torch.Size([9]))
