@@ -78,13 +78,14 @@ def _posterior(model: nn.Module, sequences: Sequences, vocab: VocabSpec, at_N: T
     tokens = tokens_NKL.flatten(0, 1)
     mask = batch["attn_mask"].repeat_interleave(len(shown), dim=0)
     logits = _logits(model, tokens, vocab.types_of(tokens), mask)
-    log_prior_NK = logits.unflatten(0, (count, -1))[torch.arange(count), 0, at_N - 1][:, bins].log_softmax(-1)
+    first_NLV = logits.reshape(count, len(shown), *logits.shape[1:])[:, 0]
+    log_prior_NK = first_NLV[torch.arange(count), at_N - 1][:, bins].log_softmax(-1)
     if len(shown) == 1:
         return log_prior_NK.exp()
-    targets = tokens[:, 1:]
-    log_p = logits[:, :-1].log_softmax(-1).gather(-1, targets[:, :, None])[:, :, 0].unflatten(0, (count, -1))
-    log_evidence_NK = (log_p * evidence_NL[:, None, 1:]).sum(-1)
-    return (log_prior_NK + log_evidence_NK).softmax(-1)
+    log_p = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])
+    log_p_NKL = log_p.reshape(count, len(shown), -1)
+    posterior_NK: Tensor = (log_prior_NK + (log_p_NKL * evidence_NL[:, None, 1:]).sum(-1)).softmax(-1)
+    return posterior_NK
 
 
 def expected_vectors(
@@ -120,14 +121,12 @@ def expected_vectors(
             batch = collate_sequences(sequences[start : start + batch_size])
             tokens = batch["tokens"]
             inside = (tokens >= base) & (tokens < base + len(values_KD))
-            counts = inside.sum(1).unique()
+            counts = sorted(set(inside.sum(1).tolist()))
             if len(counts) > 1 or not counts[0]:
-                raise ConfigError(
-                    f"sequences: they have {counts.tolist()} tokens of the modality; must all have as many"
-                )
+                raise ConfigError(f"sequences: they have {counts} tokens of the modality; must all have as many")
             logits = _logits(model, tokens, batch["types"], batch["attn_mask"])
             chosen = logits[:, :-1][inside[:, 1:]][:, base : base + len(values_KD)]
-            found.append((chosen.softmax(-1) @ values_KD).unflatten(0, (len(tokens), -1)))
+            found.append((chosen.softmax(-1) @ values_KD).reshape(len(tokens), -1, values_KD.shape[1]))
     lengths = {len(part[0]) for part in found}
     if len(lengths) != 1:
         raise ConfigError(f"sequences: they have {sorted(lengths)} tokens of the modality; must all have as many")
