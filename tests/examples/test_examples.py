@@ -62,6 +62,16 @@ def test_three_surveys_are_trained_on_and_a_second_call_goes_on(tmp_path):
     assert out.count("variance explained model") == 5
 
 
+def test_own_molecules_are_learned_and_a_second_call_shows_the_same(tmp_path):
+    settings = ("graphs_own_molecules.py", "--out", tmp_path, "--count", 300, "--epochs", 10)
+    out, _ = run(*settings)
+    error, guess = map(float, re.search(r"absolute error ([\d.]+), of the mean ([\d.]+)", out).groups())
+    assert error < 0.75 * guess
+    again, err = run(*settings)
+    assert again == out
+    assert "resumed from" in err
+
+
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_an_example_is_under_80_lines_and_has_a_test(example):
     assert len(example.read_text(encoding="utf-8").splitlines()) < 80

@@ -28,11 +28,11 @@ _SIZE_GROUPS = 8
 # -- errors -------------------------------------------------------------------------------------------------------
 
 
-def plot_predictions(measured: _Numbers, predicted: _Numbers, num_nodes: _Counts, path: Path, *, what: str) -> Path:
-    """Draws predicted against measured targets, and the absolute error by the size of the graph.
+def plot_predictions(true: _Numbers, predicted: _Numbers, num_nodes: _Counts, path: Path, *, what: str) -> Path:
+    """Draws predicted against true targets, and the absolute error by the size of the graph.
 
     Args:
-        measured: (G,) targets of the test set.
+        true: (G,) targets of the test set.
         predicted: (G,).
         num_nodes: (G,) sizes of the graphs.
         path: ends in ``.png``.
@@ -43,21 +43,21 @@ def plot_predictions(measured: _Numbers, predicted: _Numbers, num_nodes: _Counts
     """
     figure = new_figure(11.0, 4.9)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.2))
-    _scatter(left, measured, predicted, what)
-    _error_by_size(right, np.abs(predicted - measured), num_nodes)
+    _scatter(left, true, predicted, what)
+    _error_by_size(right, np.abs(predicted - true), num_nodes)
     return save_figure(figure, path)
 
 
-def _scatter(axes: Axes, measured: _Numbers, predicted: _Numbers, what: str) -> None:
+def _scatter(axes: Axes, true: _Numbers, predicted: _Numbers, what: str) -> None:
     style_axes(axes)
-    both = np.concatenate([measured, predicted])
+    both = np.concatenate([true, predicted])
     margin = 0.03 * float(np.ptp(both)) or 1.0
     limits = (float(both.min()) - margin, float(both.max()) + margin)
     axes.plot(limits, limits, color=MUTED, linewidth=1, zorder=1)
-    axes.scatter(measured, predicted, s=14, color=BLUE, alpha=0.55, linewidth=0, zorder=2)
+    axes.scatter(true, predicted, s=14, color=BLUE, alpha=0.55, linewidth=0, zorder=2)
     axes.set(xlim=limits, ylim=limits, aspect="equal")
-    label_axes(axes, x=f"measured {what}", y=f"predicted {what}", title=f"{len(measured):,} test graphs")
-    _note(axes, f"mean absolute error {np.abs(predicted - measured).mean():.3f}")
+    label_axes(axes, x=f"true {what}", y=f"predicted {what}", title=f"{len(true):,} test graphs")
+    _note(axes, f"mean absolute error {np.abs(predicted - true).mean():.3f}")
 
 
 def _error_by_size(axes: Axes, error: _Numbers, num_nodes: _Counts) -> None:
@@ -83,19 +83,19 @@ def _note(axes: Axes, text: str) -> None:
 # -- molecules ----------------------------------------------------------------------------------------------------
 
 
-def plot_molecules(smiles: Sequence[str], measured: _Numbers, predicted: _Numbers, path: Path) -> Path:
+def plot_molecules(smiles: Sequence[str], true: _Numbers, predicted: _Numbers, path: Path) -> Path:
     """Draws the molecules that were predicted best and worst, four each.
 
     Args:
         smiles: G molecules.
-        measured: (G,) targets.
+        true: (G,) targets.
         predicted: (G,).
         path: ends in ``.png``.
 
     Raises:
         ImportError: matplotlib or RDKit is not installed.
     """
-    order = np.argsort(np.abs(predicted - measured), kind="stable")
+    order = np.argsort(np.abs(predicted - true), kind="stable")
     rows = {"smallest errors": order[:_PER_ROW], "largest errors": order[::-1][:_PER_ROW]}
     figure = new_figure(3.1 * _PER_ROW, 6.2)
     panels = figure.subplots(2, _PER_ROW, squeeze=False)
@@ -104,9 +104,9 @@ def plot_molecules(smiles: Sequence[str], measured: _Numbers, predicted: _Number
             axes.axis("off")
         for axes, index in zip(axes_row, chosen, strict=False):
             axes.imshow(_draw_molecule(smiles[index]), interpolation="antialiased")
-            error = abs(predicted[index] - measured[index])
+            error = abs(predicted[index] - true[index])
             axes.set_title(f"off by {error:.3f}", fontsize=10, color=INK, fontweight="bold")
-            caption = f"measured {measured[index]:.2f}, predicted {predicted[index]:.2f}".replace("-", "\N{MINUS SIGN}")
+            caption = f"true {true[index]:.2f}, predicted {predicted[index]:.2f}".replace("-", "\N{MINUS SIGN}")
             axes.text(0.5, 0.0, caption, ha="center", va="top", fontsize=9, color=MUTED, transform=axes.transAxes)
         axes_row[0].text(
             -0.02, 0.5, name, rotation=90, ha="right", va="center", fontsize=11, color=MUTED,
@@ -183,9 +183,15 @@ def _node_columns(node_pe: torch.Tensor, config: NodePEConfig, limit: int) -> li
         found = [(name, row) for name, row in zip(names[block], values, strict=True) if np.ptp(row) > 1e-6]
         blocks.append(found)
         start += width
-    while sum(map(len, blocks)) > limit:  # the last column of the encoding that has most
-        max(reversed(blocks), key=len).pop()
+    while sum(map(len, blocks)) > limit:  # of the encoding that has most columns the one that tells atoms apart least
+        fullest = max(reversed(blocks), key=len)
+        fullest.pop(min(reversed(range(len(fullest))), key=lambda place: _spread(fullest[place])))
     return [column for block in blocks for column in block]
+
+
+def _spread(column: tuple[str, _Numbers]) -> float:
+    name, values = column
+    return -1.0 if "eigenvector" in name else float(np.ptp(values))  # of eigenvectors, the last one
 
 
 def _relative_column(graph: Any, config: RelativePEConfig) -> tuple[str, _Numbers]:

@@ -147,14 +147,14 @@ def _baselines(tables: list[GraphTable]) -> dict[str, dict[str, float]]:
 def _draw(data: GraphDataset, predicted: torch.Tensor, table: GraphTable, config: GraphsConfig, folder: Path) -> None:
     if table.targets_GT.shape[1] != 1:
         return  # one axis is for one target
-    measured, guessed = table.targets_GT[:, 0].numpy(), predicted[:, 0].double().numpy()
+    true, guessed = table.targets_GT[:, 0].numpy(), predicted[:, 0].double().numpy()
     first, sizes = data.test[0], table.num_nodes_G.numpy()
     molecules = "smiles" in first
     what = "penalised logP" if molecules else "target"
-    plot_predictions(measured, guessed, sizes, folder / "predictions.png", what=what)
+    plot_predictions(true, guessed, sizes, folder / "predictions.png", what=what)
     if not molecules:
         return
-    plot_molecules([graph.smiles for graph in data.test], measured, guessed, folder / "molecules.png")
+    plot_molecules([graph.smiles for graph in data.test], true, guessed, folder / "molecules.png")
     pe = parse_pe_config(config.pe)
     if pe.node is not None or pe.relative is not None:
         plot_encodings(_shown_molecule(data), pe, folder / "encodings.png")
