@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -338,6 +339,19 @@ def test_help_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
         shown = capsys.readouterr().out
         for word in words:
             assert word in shown
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_configuration_file_may_name_the_pack(root: Path, tmp_path: Path) -> None:
+    values: dict[str, Any] = {"face": "graphs", "out": str(tmp_path / "run"), "device": "cpu", "seed": 3}
+    values |= {"dataset": "nci", "dataset.root": str(root), "training": {"early_stopping": None, "epochs": 1}}
+    file = tmp_path / "molecules.py"
+    file.write_text(f"config = {values!r}\n")
+    with pytest.raises(SystemExit) as left:
+        main(["train", str(file), *TINY[1:]])
+    assert left.value.code in (0, None)
+    config = read(tmp_path, "run", "metrics.json")["config"]
+    assert (config["seed"], config["training"]["epochs"], config["model"]["hidden_dim"]) == (3, 1, 8)
 
 
 # -- evaluation ---------------------------------------------------------------------------------------------------
