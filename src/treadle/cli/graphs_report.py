@@ -80,8 +80,7 @@ def finish_run(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, 
     Returns:
         What was written to ``metrics.json``.
     """
-    batches = loader(data.test, config.training.batch_size)
-    test = trainer.eval_epoch(batches)
+    test = trainer.eval_epoch(loader(data.test, config.training.batch_size))
     results = {
         "test_metrics": test,
         "best_epoch": trainer.best_epoch,
@@ -89,6 +88,7 @@ def finish_run(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, 
         "seed": config.seed,
     }
     write_text(_as_json(results), out / "test_results.json")
+    plot_training_curves(_curves(trainer), out / "pictures" / "training_curves.png")
     metrics = {
         "treadle": version("treadle"),
         "epochs": trainer.epoch,
@@ -96,18 +96,12 @@ def finish_run(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, 
         "metric_for_best": config.training.metric_for_best,
         "best_val_metric": trainer.best_metric,
         "test": test,
-        "baselines": {},
+        "baselines": _compare(config, data, trainer, out / "pictures") if data.task_type == "regression" else {},
         "graphs": {name: len(part) for name, part in zip(("train", "val", "test"), data.get_splits(), strict=True)},
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "device": str(trainer.device),
         "config": config.to_dict(),
     }
-    pictures = out / "pictures"
-    plot_training_curves(_curves(trainer), pictures / "training_curves.png")
-    if data.level == "graph" and data.task_type == "regression":
-        tables = [tabulate(part, data.num_features) for part in data.get_splits()]
-        metrics["baselines"] = _baselines(tables)
-        _draw(data, trainer.predict(batches), tables[2], config, pictures)
     # The last file of a run: where it is and has these settings, nothing is left to do.
     write_text(_as_json(metrics), out / "metrics.json")
     return metrics
@@ -123,6 +117,17 @@ def _curves(trainer: GraphTrainer) -> list[dict[str, Any]]:
         {"epoch": t["epoch"], "train_loss": t["loss"], "val_loss": v["loss"], "lr": t["lr"]}
         for t, v in zip(train, val, strict=True)
     ]
+
+
+def _compare(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, pictures: Path) -> dict[str, Any]:
+    """Returns the errors of the baselines of a regression; where a target is that of a graph, draws the predictions."""
+    if data.level != "graph":
+        train, test = (torch.cat([graph.y.flatten() for graph in part])[:, None] for part in (data.train, data.test))
+        return {"mean": mean_baseline(train, test)}
+    tables = [tabulate(part, data.num_features) for part in data.get_splits()]
+    predicted = trainer.predict(loader(data.test, config.training.batch_size))
+    _draw(data, predicted, tables[2], config, pictures)
+    return _baselines(tables)
 
 
 def _baselines(tables: list[GraphTable]) -> dict[str, dict[str, float]]:
