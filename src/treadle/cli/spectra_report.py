@@ -116,7 +116,7 @@ def _probe(
     latent: npt.NDArray[np.float32], untrained: npt.NDArray[np.float32], data: SpectraData, config: SpectraConfig
 ) -> dict[str, Any]:
     """Linear probes of the latent, of as many principal components, and of the encoder before training."""
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # comes with scikit-learn
+    from threadpoolctl import threadpool_limits  # comes with scikit-learn
 
     size = latent.shape[1]
     try:
