@@ -99,7 +99,7 @@ def build(way: str, atom_features: int, bond_features: int) -> nn.Module:
 
     def ours() -> nn.Module:
         return get_model(
-            "gps", atom_features, 1, WIDTH, LAYERS, HEADS, 0.0, num_edge_features=bond_features,
+            "gps", atom_features, 1, WIDTH, LAYERS, HEADS, 0.0, readout="add", num_edge_features=bond_features,
             node_pe_dim=pe.node_dim, relative_pe_dim=pe.relative_dim,
         )  # fmt: skip
 

@@ -58,6 +58,8 @@ def build_model(config: GraphsConfig, data: GraphDataset) -> GraphTransformer:
         ConfigError: an option is unknown, out of range, or without effect.
     """
     options = given(config.model)
+    if data.level != "graph":
+        options.pop("readout", None)  # nothing is read out over the nodes; the groups have one for graph targets
     has_attention = options.get("use_global", options.get("name") != "mpnn")
     if data.relative_pe_dim and not has_attention:
         raise ConfigError(

@@ -196,9 +196,8 @@ def _open_folder(config: GraphsConfig, run: GraphRun, trainer: GraphTrainer) -> 
     if latest is not None:
         _take_up_changes(latest[1].get("config", {}).get("run"), config, run)
         trainer.load_checkpoint(latest[0])
-        start = f"goes on from {latest[0]}: epoch {trainer.epoch} of {config.training.epochs}, step " + (
-            f"{trainer.global_step:,}"
-        )
+        start = f"goes on from {latest[0]}: epoch {trainer.epoch} of {config.training.epochs}"
+        start += f", step {trainer.global_step:,}"
     elif run.checkpoint is not None:
         trainer.load_checkpoint(run.checkpoint, load_optimizer=False)
         start = f"fresh, with the weights of {run.checkpoint}"
@@ -207,7 +206,8 @@ def _open_folder(config: GraphsConfig, run: GraphRun, trainer: GraphTrainer) -> 
             # Else a killed fresh start would be taken for the run that was here before.
             for name in ("metrics.json", "test_results.json"):
                 (run.out / name).unlink(missing_ok=True)
-            set_aside(run.checkpoints)
+            if found:
+                set_aside(run.checkpoints)
         write_text(_as_yaml(config), run.out / "config.yaml")
     return start
 
