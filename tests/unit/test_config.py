@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.config import (
@@ -603,12 +603,21 @@ def test_a_saved_python_file_is_read_back_equal(tmp_path_factory, config):
     assert same(config, before)
 
 
+@settings(deadline=None)
 @given(trees(leaves, tuples=False))
 def test_a_saved_yaml_file_is_read_back_equal(tmp_path_factory, config):
     config.pop("parents", None)
     path = tmp_path_factory.mktemp("saved") / "run.yaml"
-    save_config(config, path)
-    assert same(load_config(path), config)
+    refusal = ""
+    try:
+        save_config(config, path)
+    except ConfigError as error:  # rare texts that YAML would change: refused, and nothing is written
+        refusal = str(error)
+    if refusal:
+        assert "YAML cannot hold this configuration unchanged" in refusal
+        assert not path.exists()
+    else:
+        assert same(load_config(path), config)
 
 
 @given(trees(leaves))

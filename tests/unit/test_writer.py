@@ -453,17 +453,17 @@ def test_the_spectra_trainer_writes_the_same_files_in_the_background(tmp_path, s
 
 
 def test_the_spectra_trainer_raises_at_the_next_step_and_repeats_the_epoch(tmp_path, monkeypatch):
-    from treadle.spectra import files
+    from treadle import run_folder
 
     kit.make(tmp_path / "straight").fit(3)
-    original = files.save_checkpoint
+    original = run_folder.save_checkpoint
 
     def fail(tree, path):
         if path.name == "best.pt" and tree["epoch"] == 2:
             raise CheckpointError("disk full")
         return original(tree, path)
 
-    monkeypatch.setattr(files, "save_checkpoint", fail)
+    monkeypatch.setattr(run_folder, "save_checkpoint", fail)
     trainer = kit.make(tmp_path / "cut", background_saves=True)
     with pytest.raises(CheckpointError, match="disk full"):
         trainer.fit(3)

@@ -401,7 +401,7 @@ def test_a_full_disk_does_not_end_a_run_that_skips(tmp_path, monkeypatch, caplog
 
 
 def test_a_hook_with_a_plan_makes_the_guard_answer_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("treadle.engine.skips_on_device", lambda optimizer, device: True)
+    monkeypatch.setattr("treadle.session.skips_on_device", lambda optimizer, device: True)
     asked = Fit(tmp_path, [])
     asked.prepare()
     assert asked.guard.deferred
