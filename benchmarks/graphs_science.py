@@ -99,7 +99,7 @@ def build(way: str, atom_features: int, bond_features: int) -> nn.Module:
 
     def ours() -> nn.Module:
         return get_model(
-            "gps", atom_features, 1, WIDTH, LAYERS, HEADS, 0.0, readout="add", num_edge_features=bond_features,
+            "gps", atom_features, 1, WIDTH, LAYERS, HEADS, 0.0, num_edge_features=bond_features,
             node_pe_dim=pe.node_dim, relative_pe_dim=pe.relative_dim,
         )  # fmt: skip
 
@@ -178,7 +178,7 @@ def run(name: str, way: str, seed: int, options: argparse.Namespace) -> dict[str
     from torch_geometric.loader import DataLoader
 
     torch.set_num_threads(1)
-    folder = options.runs / f"{name}-{way}-{seed}-{options.epochs}"
+    folder = options.runs / f"{name}-{way}-{seed}-{options.epochs}x{options.batch_size}"
     result_file = folder / "result.json"
     if result_file.exists():
         return dict(json.loads(result_file.read_text(encoding="utf-8")))
@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=100)
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--budget-minutes", type=float, default=float("inf"), help="then every run stops at its epoch")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, a process each")
     parser.add_argument("--device", default="cpu")
