@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,7 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from treadle.errors import ConfigError
+
 _BUCKET_ELEMENTS = 1 << 23
+_control: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the default group and the one made for it
 
 
 def is_distributed() -> bool:
@@ -28,6 +32,49 @@ def rank() -> int:
 def world_size() -> int:
     """Returns the number of ranks, 1 without a process group."""
     return dist.get_world_size() if is_distributed() else 1
+
+
+def control_group() -> dist.ProcessGroup:
+    """Returns a gloo group of all ranks for values that the host decides by, so that no decision waits for a GPU.
+
+    It is the default group where that one is gloo. Otherwise the first call makes it, which all ranks must do at the
+    same point; an engine does it when it is prepared. For the main thread only: two threads would mix their messages.
+    """
+    global _control
+    default = dist.group.WORLD
+    if default is None:
+        raise ConfigError("control_group: no process group was started; call torch.distributed.init_process_group()")
+    if dist.get_backend() == "gloo":
+        return default
+    if _control is None or _control[0] is not default:
+        _control = (default, dist.new_group(backend="gloo"))
+    return _control[1]
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Returns whether a tensor is spread over ranks; does not import what makes such tensors."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Returns whether a model has parameters that are spread over ranks, as ``fully_shard`` makes them.
+
+    Example:
+        >>> is_sharded(nn.Linear(1, 1))
+        False
+    """
+    return any(is_dtensor(parameter) for parameter in model.parameters())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor, in the same memory; a plain tensor is its own part.
+
+    Example:
+        >>> local(torch.ones(1))
+        tensor([1.])
+    """
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
 
 
 def collective_device(device: torch.device) -> torch.device:

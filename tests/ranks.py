@@ -1,0 +1,169 @@
+"""Several ranks on this machine for one test: ``run_on_ranks(work, 2)`` returns what ``work()`` returned on each.
+
+The ranks are forked from one process that has imported torch, so a launch costs a fraction of a second. ``work`` may lie
+in the test file itself: it is found by file and name. Its arguments must be picklable; what it returns may hold tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib.util
+import io
+import multiprocessing
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PRELOADED = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "treadle"]
+_GRACE = 5.0  # seconds for the other ranks once one has failed: their errors follow from its error
+
+
+@dataclass
+class Outcome:
+    """How one rank ended.
+
+    Attributes:
+        result: what the function returned.
+        error: its traceback, or where it hung; None after a good end and after a death without a word.
+        exitcode: of the process; 0 after a good end, -9 if it had to be killed here.
+    """
+
+    result: Any = None
+    error: str | None = None
+    exitcode: int | None = None
+    failed_at: float = float("inf")
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and self.exitcode == 0
+
+
+def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+    """Calls ``function(*args)`` on every rank of a fresh gloo group and returns the results in rank order.
+
+    Raises:
+        AssertionError: a rank raised, died or hung; the one that failed first is shown first.
+    """
+    outcomes = outcomes_on_ranks(function, world_size, *args, timeout=timeout)
+    failed = [(outcome.failed_at, rank, outcome) for rank, outcome in enumerate(outcomes) if not outcome.ok]
+    if failed:
+        told = [
+            f"--- rank {rank} of {world_size} (exit code {outcome.exitcode}) ---\n{outcome.error or 'died in silence'}"
+            for _, rank, outcome in sorted(failed, key=lambda entry: entry[:2])
+        ]
+        raise AssertionError("\n" + "\n".join(told))
+    return [outcome.result for outcome in outcomes]
+
+
+def outcomes_on_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, grace: float = _GRACE
+) -> list[Outcome]:
+    """As :func:`run_on_ranks`, but ranks may fail or die (``os._exit``, a signal): says how each of them ended.
+
+    Args:
+        function: run on each rank.
+        world_size: number of ranks.
+        args: for the function.
+        timeout: seconds until all ranks are killed and those still running are reported as hung.
+        grace: seconds that the others have from the first failure on.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    where = (sys.modules[function.__module__].__file__, function.__module__, function.__qualname__)
+    outcomes = [Outcome() for _ in range(world_size)]
+    with tempfile.TemporaryDirectory() as folder:
+        running: dict[Connection, int] = {}
+        processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            job = (where, args, rank, world_size, folder, timeout, theirs)
+            process = context.Process(target=_on_a_rank, args=job, daemon=True)
+            process.start()
+            theirs.close()
+            running[ours] = rank
+            processes.append(process)
+        try:
+            _collect(running, outcomes, timeout, grace)
+        finally:
+            for rank, process in enumerate(processes):
+                process.join(grace if outcomes[rank].error is None and rank not in running.values() else 0)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+                outcomes[rank].exitcode = process.exitcode
+        for rank in running.values():
+            stacks = Path(folder, f"stacks_{rank}").read_text()
+            outcomes[rank].error = f"still running after {timeout:g} s, or {grace:g} s after another failed\n{stacks}"
+    return outcomes
+
+
+def _collect(running: dict[Connection, int], outcomes: list[Outcome], timeout: float, grace: float) -> None:
+    """Takes in what the ranks send until all have ended or the time is over; leaves those that have not."""
+    deadline = time.monotonic() + timeout
+    while running and (left := deadline - time.monotonic()) > 0:
+        for connection in wait(list(running), timeout=left):
+            rank = running.pop(connection)
+            outcomes[rank].failed_at = time.time()
+            with contextlib.suppress(EOFError):  # it died without a word
+                ok, value, outcomes[rank].failed_at = connection.recv()
+                if ok:
+                    outcomes[rank].result = torch.load(io.BytesIO(value), weights_only=False)
+                    continue
+                outcomes[rank].error = value
+            deadline = min(deadline, time.monotonic() + grace)
+
+
+def _on_a_rank(
+    where: tuple[str, str, str],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout: float,
+    results: Connection,
+) -> None:
+    torch.set_num_threads(1)
+    stacks = Path(folder, f"stacks_{rank}").open("w")
+    faulthandler.dump_traceback_later(max(timeout - 1, timeout / 2), file=stacks)
+    try:
+        function = _find(*where)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )  # fmt: skip
+        value = function(*args)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+    except BaseException:
+        results.send((False, traceback.format_exc(), time.time()))
+        results.close()
+        raise SystemExit(1) from None
+    results.send((True, buffer.getvalue(), float("inf")))
+
+
+def _find(file: str, module: str, name: str) -> Any:
+    """Returns a function of a test file, which pytest imports under a name that no other process knows."""
+    if module not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module, file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
