@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from treadle.errors import ConfigError
+
 Config = TypeVar("Config")
 
 
@@ -55,3 +57,18 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
         if isinstance(value, Mapping) and dataclasses.is_dataclass(section):
             made[name] = with_values(section, value)
     return dataclasses.replace(config, **made)  # type: ignore[type-var]
+
+
+def at_least(least: float, **values: float | None) -> None:
+    """Raises ConfigError for a setting that is smaller than ``least``; None passes.
+
+    Args:
+        least: the smallest value that is allowed.
+        values: by dotted key, written with two underscores for a dot.
+
+    Example:
+        >>> at_least(1, epochs=3, data__max_topics=None)
+    """
+    for name, value in values.items():
+        if value is not None and not value >= least:
+            raise ConfigError(f"{name.replace('__', '.')}={value!r}: must be at least {least:g}")

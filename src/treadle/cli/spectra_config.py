@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from treadle.cli.run_folder import explain_changes
+from treadle.cli.split_config import DataConfig
 from treadle.errors import ConfigError
 from treadle.spectra.config import TrainerConfig
 
@@ -22,34 +23,6 @@ _FREE = (
     "trainer.early_stop_min_delta", "trainer.max_non_finite_grad_retries",
 )  # fmt: skip
 """What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
-
-
-@dataclass
-class DataConfig:
-    """Which spectra, and how their objects are dealt out."""
-
-    val_fraction: float = 0.1
-    """Share of the objects for validation: it selects the best epoch."""
-    test_fraction: float = 0.1
-    """Share of the objects for the test: they are looked at once, at the end."""
-    split_seed: int = 0
-    """Decides which objects go where."""
-    max_rows: int | None = None
-    """Take about this many spectra, evenly spaced over the set; None takes all."""
-
-    def __post_init__(self) -> None:
-        for name in ("val_fraction", "test_fraction"):
-            if not 0 < getattr(self, name) < 1:
-                raise ConfigError(f"data.{name}={getattr(self, name)!r}: must lie between 0 and 1")
-        if self.val_fraction + self.test_fraction >= 1:
-            raise ConfigError(
-                f"data.val_fraction={self.val_fraction!r} and data.test_fraction={self.test_fraction!r} leave nothing "
-                "to train on: their sum must be below 1"
-            )
-        if self.max_rows is not None and self.max_rows < 10:
-            raise ConfigError(
-                f"data.max_rows={self.max_rows!r}: must be None or at least 10, so that every part has rows"
-            )
 
 
 @dataclass

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from treadle.cli.spectra_config import DataConfig
+from treadle.cli.split_config import DataConfig
 from treadle.datasets import load_spex
 from treadle.datasets.splits import Rows, object_groups, split_by_group
 from treadle.spectra.preprocessing import SNVScaler
@@ -51,9 +51,7 @@ def prepare_data(config: DataConfig) -> SpectraData:
         ConfigError: a part would be empty.
     """
     spex = load_spex()
-    rows = np.arange(len(spex.spectra))
-    if config.max_rows is not None and config.max_rows < len(rows):
-        rows = np.unique(np.linspace(0, len(rows) - 1, config.max_rows).round().astype(np.intp))
+    rows = config.rows_of(len(spex.spectra))
     spectra = spex.spectra[rows]
     groups = object_groups(spex.name[rows], spectra)
     train, val, test = split_by_group(

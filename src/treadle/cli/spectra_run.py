@@ -19,13 +19,13 @@ from torch import nn
 from treadle.checkpoint.lock import check_free
 from treadle.checkpoint.store import find_latest, write_text
 from treadle.cli.console import as_settings
-from treadle.cli.overrides import apply_overrides, leaves
+from treadle.cli.overrides import apply_overrides
 from treadle.cli.run_folder import readable, stored_json, writable
 from treadle.cli.settings import changes
 from treadle.cli.spectra_config import FLAGS, SpectraConfig, check_changes
 from treadle.cli.spectra_data import SpectraData, prepare_data
 from treadle.cli.spectra_report import evaluate_run, print_results
-from treadle.cli.start_block import cpu_threads, device_line, print_block
+from treadle.cli.start_block import cpu_threads, device_line, print_block, print_settings
 from treadle.data import steps_per_epoch
 from treadle.device import get_device
 from treadle.hooks import SignalHook, StepLogHook
@@ -113,9 +113,7 @@ def read_settings(settings: Sequence[str], device: str | None) -> SpectraConfig:
 
 def show_settings(settings: Sequence[str], device: str | None, console: Console) -> None:
     """Prints every setting with its value, one ``key=value`` a line."""
-    for key, value in leaves(read_settings(settings, device)):
-        if key not in FLAGS:
-            console.print(f"{key}={value}", markup=False, soft_wrap=True)
+    print_settings(read_settings(settings, device), console, hidden=FLAGS)
 
 
 def build_model(config: SpectraConfig, seq_len: int) -> ChemoMAE:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from rich.console import Console
+
+from treadle.cli.overrides import leaves
 
 
 @contextlib.contextmanager
@@ -38,6 +41,37 @@ def device_line(device: torch.device, *, explicit: bool) -> str:
         return f"cpu, {count} thread{'s' if count > 1 else ''} ({why})"
     name = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
     return f"{device}{name} ({'as asked' if explicit else 'the first accelerator found'})"
+
+
+def precision_line(mixed_precision: str | None, device: torch.device, *, setting: str) -> str:
+    """Says in what precision a run computes and why.
+
+    Args:
+        mixed_precision: the type of autocast; None for none.
+        device: where it computes.
+        setting: the name of the setting.
+
+    Example:
+        >>> precision_line("bf16", torch.device("cuda"), setting="mixed_precision")
+        'bf16 autocast (mixed_precision=none turns it off)'
+    """
+    if mixed_precision is not None:
+        return f"{mixed_precision} autocast ({setting}=none turns it off)"
+    why = "bf16 is slower than fp32 on most CPUs" if device.type == "cpu" else f"{setting}=none"
+    return f"fp32 ({why})"
+
+
+def print_settings(config: Any, console: Console, *, hidden: Collection[str] = ()) -> None:
+    """Prints every setting with its value, one ``key=value`` a line.
+
+    Args:
+        config: a tree of dataclasses.
+        console: where they go.
+        hidden: dotted keys that are not set on the command line.
+    """
+    for key, value in leaves(config):
+        if key not in hidden:
+            console.print(f"{key}={value}", markup=False, soft_wrap=True)
 
 
 def print_block(lines: Mapping[str, str], console: Console) -> None:

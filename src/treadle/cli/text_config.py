@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from treadle.cli.settings import at_least
 from treadle.errors import ConfigError
 
 _SCHEDULE = ("epochs", "schedule.warmup_steps", "schedule.min_lr_scale")
@@ -28,12 +29,6 @@ def needs_new_lora(changed: Iterable[str]) -> bool:
         (True, False)
     """
     return bool(set(changed) & {*_SCHEDULE, *_LORA})
-
-
-def _at_least(least: float, **values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not value >= least:
-            raise ConfigError(f"{name.replace('__', '.')}={value!r}: must be at least {least:g}")
 
 
 @dataclass
@@ -56,8 +51,8 @@ class DataConfig:
     """Take only the shortest so many topics; None takes all 79."""
 
     def __post_init__(self) -> None:
-        _at_least(2, data__block_length=self.block_length)
-        _at_least(1, data__max_topics=self.max_topics)
+        at_least(2, data__block_length=self.block_length)
+        at_least(1, data__max_topics=self.max_topics)
 
 
 @dataclass
@@ -108,7 +103,7 @@ class TrainingConfig:
     """Steps between checkpoints."""
 
     def __post_init__(self) -> None:
-        _at_least(
+        at_least(
             1, training__accumulation_steps=self.accumulation_steps,
             training__checkpoint_interval=self.checkpoint_interval,
         )  # fmt: skip
@@ -132,8 +127,8 @@ class LoraConfig:
     """Share of the text about statements for validation, in whole topics."""
 
     def __post_init__(self) -> None:
-        _at_least(1, lora__epochs=self.epochs, lora__r=self.r)
-        _at_least(0, lora__lr=self.lr)
+        at_least(1, lora__epochs=self.epochs, lora__r=self.r)
+        at_least(0, lora__lr=self.lr)
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"lora.dropout={self.dropout!r}: must be at least 0 and below 1")
 
@@ -156,8 +151,8 @@ class SamplesConfig:
     """Of the generator that draws."""
 
     def __post_init__(self) -> None:
-        _at_least(1, samples__count=self.count, samples__num_tokens=self.num_tokens, samples__top_k=self.top_k)
-        _at_least(0, samples__temperature=self.temperature)
+        at_least(1, samples__count=self.count, samples__num_tokens=self.num_tokens, samples__top_k=self.top_k)
+        at_least(0, samples__temperature=self.temperature)
 
 
 @dataclass
@@ -189,7 +184,7 @@ class TextConfig:
     samples: SamplesConfig = field(default_factory=SamplesConfig)
 
     def __post_init__(self) -> None:
-        _at_least(1, epochs=self.epochs, batch_size=self.batch_size, threads=self.threads)
+        at_least(1, epochs=self.epochs, batch_size=self.batch_size, threads=self.threads)
 
     @classmethod
     def for_device(cls, device: torch.device) -> TextConfig:

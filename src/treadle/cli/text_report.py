@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.checkpoint.store import write_text
-from treadle.cli.start_block import device_line, print_block
+from treadle.cli.start_block import device_line, precision_line, print_block
 from treadle.cli.text_config import TextConfig
 from treadle.cli.text_data import Part, TextData
 from treadle.cli.text_pictures import plot_losses
@@ -50,7 +50,9 @@ def print_start(
     weights = sum(p.numel() for p in trainer.model.parameters())
     lines = {
         "device": device_line(trainer.device, explicit=explicit),
-        "precision": _precision_line(config, trainer.device),
+        "precision": precision_line(
+            config.training.mixed_precision, trainer.device, setting="training.mixed_precision"
+        ),
         "data": f"Python's manual (pydoc_data.topics): {topics} topics, {size:,} bytes, no passage twice",
         "split": f"by topic: {len(data.train.topics)} train, {len(data.val.topics)} validate; about statements, kept "
         f"for LoRA: {len(data.lora_train.topics)} train, {len(data.lora_val.topics)} validate",
@@ -62,13 +64,6 @@ def print_start(
         "start": start,
     }  # fmt: skip
     print_block(lines, console)
-
-
-def _precision_line(config: TextConfig, device: torch.device) -> str:
-    if config.training.mixed_precision is not None:
-        return f"{config.training.mixed_precision} autocast (training.mixed_precision=none turns it off)"
-    why = "bf16 is slower than fp32 on most CPUs" if device.type == "cpu" else "training.mixed_precision=none"
-    return f"fp32 ({why})"
 
 
 # -- scores and texts ---------------------------------------------------------------------------------------------

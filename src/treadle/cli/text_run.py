@@ -17,10 +17,10 @@ from rich.console import Console
 from treadle.checkpoint.lock import check_free, run_lock
 from treadle.checkpoint.store import load_weights, write_text
 from treadle.cli.console import as_settings
-from treadle.cli.overrides import apply_overrides, leaves
+from treadle.cli.overrides import apply_overrides
 from treadle.cli.run_folder import explain_changes, readable, set_aside, stored_json, writable
 from treadle.cli.settings import changes
-from treadle.cli.start_block import cpu_threads
+from treadle.cli.start_block import cpu_threads, print_settings
 from treadle.cli.text_config import FREE, TextConfig, needs_new_lora
 from treadle.cli.text_data import Part, TextData, check_same_text, prepare_data
 from treadle.cli.text_report import Tuned, draw_samples, finish_run, print_results, print_start, score
@@ -98,8 +98,7 @@ def read_settings(settings: Sequence[str], device: str | None) -> TextConfig:
 
 def show_settings(settings: Sequence[str], device: str | None, console: Console) -> None:
     """Prints every setting with its value, one ``key=value`` a line."""
-    for key, value in leaves(read_settings(settings, device)):
-        console.print(f"{key}={value}", markup=False, soft_wrap=True)
+    print_settings(read_settings(settings, device), console)
 
 
 def _run(run: TextRun, *, resume: bool, explicit: bool) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from treadle.cli.spectra_config import DataConfig
 from treadle.cli.spectra_data import prepare_data
+from treadle.cli.split_config import DataConfig
 from treadle.datasets.splits import object_groups, split_by_group
 from treadle.errors import ConfigError
 
