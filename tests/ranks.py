@@ -1,7 +1,7 @@
 """Several ranks on this machine for one test: ``run_on_ranks(work, 2)`` returns what ``work()`` returned on each.
 
-The ranks are forked from one process that has imported torch, so a launch costs a fraction of a second. ``work`` may lie
-in the test file itself: it is found by file and name. Its arguments must be picklable; what it returns may hold tensors.
+The ranks are forked from one process that has imported torch, so a launch costs a fraction of a second. ``work`` may
+lie in the test file itself: it is found by file and name. Its arguments must be picklable; it may return tensors.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _on_a_rank(
     results: Connection,
 ) -> None:
     torch.set_num_threads(1)
-    stacks = Path(folder, f"stacks_{rank}").open("w")
+    stacks = Path(folder, f"stacks_{rank}").open("w")  # noqa: SIM115  (open until the process ends)
     faulthandler.dump_traceback_later(max(timeout - 1, timeout / 2), file=stacks)
     try:
         function = _find(*where)

@@ -74,7 +74,7 @@ def local(tensor: Tensor) -> Tensor:
         >>> local(torch.ones(1))
         tensor([1.])
     """
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def collective_device(device: torch.device) -> torch.device:
