@@ -103,7 +103,11 @@ def plot_molecules(smiles: Sequence[str], true: _Numbers, predicted: _Numbers, p
         for axes in axes_row:
             axes.axis("off")
         for axes, index in zip(axes_row, chosen, strict=False):
-            axes.imshow(_draw_molecule(smiles[index]), interpolation="antialiased")
+            molecule = _read(smiles[index])
+            if molecule is None:  # as a few of QM9
+                axes.text(0.5, 0.5, "RDKit cannot read it", ha="center", color=MUTED, transform=axes.transAxes)
+            else:
+                axes.imshow(_draw_molecule(molecule), interpolation="antialiased")
             error = abs(predicted[index] - true[index])
             axes.set_title(f"off by {error:.3f}", fontsize=10, color=INK, fontweight="bold")
             caption = f"true {true[index]:.2f}, predicted {predicted[index]:.2f}".replace("-", "\N{MINUS SIGN}")
@@ -115,14 +119,14 @@ def plot_molecules(smiles: Sequence[str], true: _Numbers, predicted: _Numbers, p
     return save_figure(figure, path)
 
 
-def _draw_molecule(smiles: str) -> npt.NDArray[np.float32]:
+def _draw_molecule(molecule: Any) -> npt.NDArray[np.float32]:
     from matplotlib.image import imread
 
-    chem, draw = import_rdkit("Chem"), import_rdkit("Chem.Draw.rdMolDraw2D")
+    draw = import_rdkit("Chem.Draw.rdMolDraw2D")
     canvas = draw.MolDraw2DCairo(560, 470)
     options = canvas.drawOptions()
     options.padding, options.minFontSize, options.fixedBondLength = 0.03, 14, 70
-    draw.PrepareAndDrawMolecule(canvas, chem.MolFromSmiles(smiles))
+    draw.PrepareAndDrawMolecule(canvas, molecule)
     canvas.FinishDrawing()
     return np.asarray(imread(io.BytesIO(canvas.GetDrawingText())))
 
@@ -134,7 +138,7 @@ def plot_encodings(graph: Any, config: PEConfig, path: Path) -> Path:
     """Draws columns of a molecule's encodings on its atoms, as the model is given them.
 
     Args:
-        graph: with ``smiles``, and ``node_pe`` or ``edge_pe``, or both.
+        graph: :func:`is_molecule`, with ``node_pe`` or ``edge_pe``, or both.
         config: of the encodings.
         path: ends in ``.png``.
 
@@ -205,9 +209,30 @@ def _relative_column(graph: Any, config: RelativePEConfig) -> tuple[str, _Number
     return f"{'hops' if by_hops else config.type} from one atom", values.double().numpy()
 
 
+def is_molecule(graph: Any) -> bool:
+    """Whether a graph is the molecule of its ``smiles``, atom by atom.
+
+    A graph without one is not, nor are those of QM9, whose atoms are in another order than their ``smiles``.
+    """
+    molecule = _read(graph.smiles) if "smiles" in graph else None
+    if molecule is None or molecule.GetNumAtoms() != graph.num_nodes:
+        return False
+    bonds = {frozenset(ends) for ends in _bonds(molecule)}
+    return bonds == {frozenset(ends) for ends in graph.edge_index.T.tolist()}
+
+
 def _layout(smiles: str) -> tuple[_Numbers, list[list[int]]]:
     """Returns the places (N, 2) of the atoms in a drawing, and the two ends of every bond."""
-    molecule = import_rdkit("Chem").MolFromSmiles(smiles)
+    molecule = _read(smiles)
     import_rdkit("Chem.rdDepictor").Compute2DCoords(molecule)
-    places = np.asarray(molecule.GetConformer().GetPositions())[:, :2]
-    return places, [[bond.GetBeginAtomIdx(), bond.GetEndAtomIdx()] for bond in molecule.GetBonds()]
+    return np.asarray(molecule.GetConformer().GetPositions())[:, :2], _bonds(molecule)
+
+
+def _read(smiles: str) -> Any:
+    """Returns RDKit's molecule, or None."""
+    with import_rdkit("rdBase").BlockLogs():  # its complaints go to stderr, past logging
+        return import_rdkit("Chem").MolFromSmiles(smiles)
+
+
+def _bonds(molecule: Any) -> list[list[int]]:
+    return [[bond.GetBeginAtomIdx(), bond.GetEndAtomIdx()] for bond in molecule.GetBonds()]

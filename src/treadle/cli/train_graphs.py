@@ -37,7 +37,7 @@ def graphs(
     A setting without a dot chooses from a group: dataset, model, pe (encodings) or train; the others set one value.
 
     The run folder holds config.yaml, steps.jsonl, checkpoints/ with best.pt, last.pt and history.json,
-    test_results.json, metrics.json and pictures/.
+    test_results.json, metrics.json, pictures/, and page.html, which shows what it learned in any browser.
 
     \b
     Examples:

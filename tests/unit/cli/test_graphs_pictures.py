@@ -12,6 +12,7 @@ import graph_data_kit  # noqa: F401  (lets the warnings of torch_geometric's imp
 from treadle.cli.graphs_pictures import (
     _node_columns,
     _relative_column,
+    is_molecule,
     plot_encodings,
     plot_molecules,
     plot_predictions,
@@ -64,9 +65,22 @@ def test_the_columns_are_those_of_the_model_under_their_names() -> None:
 def test_pictures_of_few_graphs_are_drawn_too(tmp_path: Path) -> None:
     true, predicted = np.array([1.0, 2.0]), np.array([1.5, 2.0])
     plot_predictions(true, predicted, np.array([3, 3]), tmp_path / "predictions.png", what="number")
-    plot_molecules(["CCO", "C"], true, predicted, tmp_path / "molecules.png")
+    plot_molecules(["CCO", "unreadable"], true, predicted, tmp_path / "molecules.png")
     graph = AddPositionalEncodings({"relative": {"type": "spd"}})(graph_from_smiles("C"))
     plot_encodings(graph, parse_pe_config({"relative": {"type": "spd"}}), tmp_path / "encodings.png")
     for path in tmp_path.iterdir():
         assert path.read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_graph_that_is_not_atom_by_atom_its_smiles_is_told_from_one_that_is() -> None:
+    graph = graph_from_smiles(CAFFEINE)
+    assert is_molecule(graph)
+    other = graph.clone()
+    other.edge_index = graph.num_nodes - 1 - graph.edge_index
+    assert not is_molecule(other)  # the atoms are in another order
+    for smiles in ("[H]C([H])([H])[H]", "not a molecule"):
+        other.smiles = smiles
+        assert not is_molecule(other)
+    del other.smiles
+    assert not is_molecule(other)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -33,7 +35,7 @@ TINY = [
     "model.num_layers=1", "model.num_heads=2", "model.dropout=0.1", "pe=light", "dataset.num_workers=0",
 ]  # fmt: skip
 STEPS = 8
-PICTURES = {"encodings.png", "molecules.png", "predictions.png", "training_curves.png"}
+PICTURES = ["encodings.png", "molecules.png", "predictions.png", "training_curves.png"]
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +85,8 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves the slow pictures out, which the full run draws."""
-    monkeypatch.setattr(graphs_report, "_draw", lambda *args: None)
-    monkeypatch.setattr(graphs_report, "plot_training_curves", lambda *args: None)
+    """Leaves the page and its slow pictures out, which the full run draws."""
+    monkeypatch.setattr(graphs_report, "write_run_page", lambda *args, **kwargs: None)
 
 
 # -- what a run leaves --------------------------------------------------------------------------------------------
@@ -100,6 +101,31 @@ def test_the_run_folder_is_complete(finished: Path) -> None:
     assert [record["epoch"] for record in history["val"]] == [1, 2]
     lines = (finished / "steps.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
+
+
+def shown(page: Path) -> list[bytes]:
+    """The pictures inside a page, in its order."""
+    text = page.read_text(encoding="utf-8")
+    return [base64.b64decode(data) for data in re.findall(r'src="data:image/png;base64,([^"]+)"', text)]
+
+
+def test_the_page_shows_every_picture_and_the_table(finished: Path) -> None:
+    pictures = {path.name: path.read_bytes() for path in (finished / "pictures").iterdir()}
+    assert sorted(pictures) == PICTURES  # of eight test molecules no distance has enough
+    assert sorted(shown(finished / "page.html")) == sorted(pictures.values())
+    text = (finished / "page.html").read_text(encoding="utf-8")
+    metrics = read(finished, "metrics.json")
+    for name in ("mean", "ridge_atom_counts", "ridge_atom_features"):
+        assert f"<td>{metrics['baselines'][name]['mae']:.4f}</td>" in text
+    assert f"<td>{metrics['test']['mae']:.4f}</td>" in text
+
+
+def test_a_run_on_pairs_shows_its_error_by_distance(root: Path, tmp_path: Path) -> None:
+    settings = ["dataset=synthetic/tree", "dataset.num_graphs=20", "dataset.task=distance_regression"]
+    assert run(root, tmp_path, *settings, "training.epochs=1", "training.scheduler.warmup_epochs=0") == 0
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"distances.png", "training_curves.png"}
+    assert shown(tmp_path / "page.html")[0] == (tmp_path / "pictures" / "distances.png").read_bytes()
+    assert "mean absolute error by the hops between the two nodes" in (tmp_path / "page.html").read_text()
 
 
 def test_metrics_are_of_the_scored_weights_with_baselines_beside_them(finished: Path, root: Path) -> None:
