@@ -10,6 +10,7 @@ from treadle.cli.evaluate import evaluate
 from treadle.cli.export import export
 from treadle.cli.inspect import inspect
 from treadle.cli.replay import replay
+from treadle.cli.train_astro import astro
 from treadle.cli.train_config import NAME, FileCommand, TrainGroup, config
 from treadle.cli.train_graphs import graphs
 from treadle.cli.train_spectra import spectra
@@ -29,6 +30,7 @@ app.add_typer(train, name="train")
 train.command()(spectra)
 train.command()(text)
 train.command()(graphs)
+train.command()(astro)
 train.command(NAME, cls=FileCommand)(config)
 app.command()(evaluate)
 app.command()(replay)

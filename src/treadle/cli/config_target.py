@@ -18,7 +18,7 @@ from treadle.config import apply_overrides, load_config
 from treadle.errors import ConfigError, nearest
 
 SUFFIXES = (".py", ".yaml", ".yml")
-PACKS = ("spectra", "text", "graphs")
+PACKS = ("spectra", "text", "graphs", "astro")
 """The packs that ``face`` may name; :func:`pack_commands` has their commands."""
 
 _OPTIONS = ("face", "out", "device", "resume")

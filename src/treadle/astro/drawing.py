@@ -1,0 +1,74 @@
+"""Spectra drawn from what stands before them in their sequences.
+
+Shapes: N = sequences, L = positions, R = draws of each, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from treadle.astro.sequences import collate_sequences
+from treadle.astro.vocab import VocabSpec
+from treadle.errors import ConfigError
+from treadle.evaluation import evaluation_mode
+
+
+def draw_spectra(
+    model: nn.Module,
+    sequences: Sequence[Mapping[str, Any]],
+    vocab: VocabSpec,
+    *,
+    draws: int,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draws the spectrum tokens of sequences anew, one after the other, given all that stands before the first.
+
+    How many tokens each group has stays as it is, and only ids of the group can be drawn.
+
+    Args:
+        model: with the call ``model(tokens, types, attn_mask)``; put into evaluation mode for the time.
+        sequences: of one length, with spectrum ids at the same positions.
+        vocab: the vocabulary.
+        draws: R, of each sequence.
+        generator: on the CPU; None takes the global one.
+
+    Returns:
+        Tokens (N, R, L), int64, on the CPU.
+
+    Raises:
+        ConfigError: the sequences have no spectrum, or not at the same positions.
+
+    Example:
+        >>> from treadle.astro.model import CausalTransformerLM
+        >>> from treadle.astro.sequences import encode_sequence
+        >>> vocab = VocabSpec(2, 4, 2, ("a",), 2)
+        >>> model = CausalTransformerLM(vocab.vocab_size, vocab.n_types, 8, 1, 2, 16, 0.0, 16)
+        >>> sequence = encode_sequence(vocab, scalars=[0, 1], spectra={"a": [1, 0, 1]})
+        >>> draw_spectra(model, [sequence], vocab, draws=5).shape
+        torch.Size([1, 5, 12])
+    """
+    tokens_NL = collate_sequences(sequences, vocab.pad_id)["tokens"]
+    types_NL = vocab.types_of(tokens_NL)
+    is_spectrum_NL = tokens_NL >= vocab.first_spectrum_id
+    if not bool(is_spectrum_NL.any()) or not bool((types_NL == types_NL[0]).all()):
+        raise ConfigError("sequences: must have a spectrum, and its ids at the same positions in all of them")
+    device = next((parameter.device for parameter in model.parameters()), tokens_NL.device)
+    tokens = tokens_NL.repeat_interleave(draws, dim=0)
+    with evaluation_mode(model):
+        for position in is_spectrum_NL[0].nonzero().flatten().tolist():
+            shown, types = tokens[:, :position], types_NL[0, :position].expand(len(tokens), -1)
+            mask = torch.ones_like(shown, dtype=torch.bool)
+            logits = model(shown.to(device), types.to(device), mask.to(device))[:, -1].float().cpu()
+            first = _first_id(vocab, int(tokens_NL[0, position]))
+            chances = logits[:, first : first + vocab.v_spectra].softmax(-1)
+            tokens[:, position] = first + torch.multinomial(chances, 1, generator=generator)[:, 0]
+    return tokens.reshape(len(tokens_NL), draws, -1)
+
+
+def _first_id(vocab: VocabSpec, id: int) -> int:
+    """Returns the first id of the spectrum group that an id is of."""
+    return max(first for first in vocab.base_spectrum.values() if first <= id)

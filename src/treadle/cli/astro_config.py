@@ -1,0 +1,124 @@
+"""The settings of ``treadle train astro``, and which of them a rerun may change."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from treadle.astro.config import TrainingConfig
+from treadle.cli.settings import at_least
+from treadle.cli.split_config import DataConfig
+from treadle.errors import ConfigError
+
+FLAGS = {"training.seed": "seed", "training.log_every": "the file steps.jsonl, which has every step"}
+"""Fields of the trainer's settings that are not set on the command line."""
+
+FREE = (
+    "threads", "mixed_precision", "training.epochs", "training.warmup_steps", "training.total_steps",
+    "training.min_lr_ratio", "training.grad_clip", "training.max_non_finite_grad_retries", "training.num_workers",
+    "training.pin_memory", "training.persistent_workers", "training.prefetch_factor", "training.save_every_steps",
+)  # fmt: skip
+"""What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
+
+
+@dataclass
+class TokensConfig:
+    """Arguments of ``fit_tokenizers``."""
+
+    v_image: int = 256
+    """Patches of the image codebook."""
+    scalar_bins: int = 32
+    """Quantile bins of each column."""
+    v_spectra: int = 128
+    """Segments in the codebook of each spectrum group."""
+    patch_size: int = 4
+    """Pixels along a patch; a divisor of 32."""
+    segment: int = 8
+    """Points of a spectrum behind one token; a divisor of 64."""
+
+    def __post_init__(self) -> None:
+        at_least(
+            2, tokens__v_image=self.v_image, tokens__scalar_bins=self.scalar_bins, tokens__v_spectra=self.v_spectra
+        )
+        for name, length in (("patch_size", 32), ("segment", 64)):
+            if getattr(self, name) < 1 or length % getattr(self, name):
+                raise ConfigError(f"tokens.{name}={getattr(self, name)!r}: must be a divisor of {length}")
+
+
+@dataclass
+class ModelConfig:
+    """Sizes of ``CausalTransformerLM``; its ids and types follow from the tokens."""
+
+    d_model: int = 64
+    """Width."""
+    n_layers: int = 2
+    """Layers."""
+    n_heads: int = 4
+    """Attention heads; must divide the width."""
+    d_ff: int = 128
+    """Width of the feed-forward."""
+    dropout: float = 0.1
+    """In [0, 1)."""
+
+
+def _data_config() -> DataConfig:
+    # XDF has 16 tiles: with a tenth only two would be looked at in the end.
+    return DataConfig(test_fraction=0.2)
+
+
+def _training_config() -> TrainingConfig:
+    # The data are in memory: workers would cost more than they save.
+    return TrainingConfig(
+        batch_size=64, epochs=12, learning_rate=2e-3, warmup_steps=100, num_workers=0, save_every_steps=None
+    )
+
+
+@dataclass
+class AstroRunConfig:
+    """All settings of ``treadle train astro``.
+
+    Example:
+        >>> AstroRunConfig().model.d_model
+        64
+    """
+
+    seed: int = 0
+    """Seeds weights, data order, dropout, k-means and the positions of the losses."""
+    threads: int | None = 1
+    """Threads on the CPU; None leaves torch's choice, one per core.
+
+    With one, the numbers do not depend on the machine's number of cores.
+    """
+    mixed_precision: str | None = None
+    """None, bf16 or fp16."""
+    use_ce: bool = True
+    """Whether the cross-entropy is part of the loss; ``training.meaningful_loss`` is about the other terms."""
+    hidden_scalars: float = 0.5
+    """Mean share of the scalars hidden behind MISS in training, other ones each time; at most 0.5."""
+    data: DataConfig = field(default_factory=_data_config)
+    """The split of each of the three surveys."""
+    tokens: TokensConfig = field(default_factory=TokensConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=_training_config)
+    """Fields of ``treadle.astro.TrainingConfig``."""
+
+    def __post_init__(self) -> None:
+        at_least(1, threads=self.threads)
+        if self.mixed_precision not in (None, "bf16", "fp16"):
+            raise ConfigError(f"mixed_precision={self.mixed_precision!r}: must be none, bf16 or fp16")
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> AstroRunConfig:
+        """Returns the defaults, with mixed precision where it pays: not on a CPU, most of which lack bf16 units."""
+        return cls(mixed_precision=None if device.type == "cpu" else "bf16")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings as nested plain values, without those that are not set on the command line."""
+        values = dataclasses.asdict(self)
+        for flag in FLAGS:
+            section, name = flag.split(".")
+            del values[section][name]
+        return values
