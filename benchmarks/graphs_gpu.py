@@ -116,6 +116,7 @@ class Captured:
     """A step on padded batches as one CUDA graph for each bucket, its inputs copied into fixed buffers."""
 
     def __init__(self, step: Step, examples: Sequence[PaddedGraphBatch]) -> None:
+        self.step = step  # the captured kernels know addresses only: model and optimizer must live as long as they do
         self.graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, PaddedGraphBatch, Tensor]] = {}
         for example in examples:
             buffers = example.clone()

@@ -178,7 +178,8 @@ def run(name: str, way: str, seed: int, options: argparse.Namespace) -> dict[str
     from torch_geometric.loader import DataLoader
 
     torch.set_num_threads(1)
-    folder = options.runs / f"{name}-{way}-{seed}-{options.epochs}x{options.batch_size}"
+    epochs = options.epochs[name]
+    folder = options.runs / f"{name}-{way}-{seed}-{epochs}x{options.batch_size}"
     result_file = folder / "result.json"
     if result_file.exists():
         return dict(json.loads(result_file.read_text(encoding="utf-8")))
@@ -192,21 +193,21 @@ def run(name: str, way: str, seed: int, options: argparse.Namespace) -> dict[str
     set_seed(seed)
     model = build(way, parts["train"][0].x.shape[1], parts["train"][0].edge_attr.shape[1]).to(options.device)
     optimizer = get_optimizer(model, lr=1e-3)
-    scheduler = get_scheduler(optimizer, total_epochs=options.epochs, warmup_epochs=min(2, options.epochs - 1))
+    scheduler = get_scheduler(optimizer, total_epochs=epochs, warmup_epochs=min(2, epochs - 1))
     trainer = GraphTrainer(
         model, optimizer, scheduler, get_loss_fn("regression", "mae"), device=options.device, grad_clip=1.0,
         log_every=0, checkpoint_dir=folder,
     )  # fmt: skip
     trainer.fit(loaders["train"], loaders["val"], 1, resume_from="auto")
-    while trainer.epoch < options.epochs:
+    while trainer.epoch < epochs:
         if time.time() > options.deadline:
-            print(f"{folder.name}: epoch {trainer.epoch} of {options.epochs}, goes on with the next call", flush=True)
+            print(f"{folder.name}: epoch {trainer.epoch} of {epochs}, goes on with the next call", flush=True)
             return None
         trainer.fit(loaders["train"], loaders["val"], trainer.epoch + 1)
     model.load_state_dict(load_weights(folder / "best.pt"))
     result = {
-        "set": name, "way": way, "seed": seed, "parameters": parameters(model), "best_epoch": trainer.best_epoch,
-        "val": trainer.best_metric, "test": trainer.eval_epoch(loaders["test"])["mae"],
+        "set": name, "way": way, "seed": seed, "epochs": epochs, "parameters": parameters(model),
+        "best_epoch": trainer.best_epoch, "val": trainer.best_metric, "test": trainer.eval_epoch(loaders["test"])["mae"],
         "seconds": sum(record["time"] for record in trainer.history["train"]), "device": str(trainer.device),
     }  # fmt: skip
     result_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
@@ -222,7 +223,7 @@ def rows_of(results: Sequence[dict[str, Any]], asked: int) -> list[dict[str, Any
     for name, way in dict.fromkeys((result["set"], result["way"]) for result in results):
         runs = [result for result in results if (result["set"], result["way"]) == (name, way)]
         rows.append({
-            "molecules": name, "way": way, "parameters": f"{runs[0]['parameters']:,}",
+            "molecules": name, "way": way, "epochs": runs[0]["epochs"], "parameters": f"{runs[0]['parameters']:,}",
             "test MAE": _spread([result["test"] for result in runs]),
             "validation MAE": _spread([result["val"] for result in runs]),
             "best epoch": ", ".join(str(result["best_epoch"]) for result in runs),
@@ -242,7 +243,7 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--epochs", type=int, nargs="+", default=[100], help="for all sets, or one number for each")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--budget-minutes", type=float, default=float("inf"), help="then every run stops at its epoch")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, a process each")
@@ -258,7 +259,10 @@ def main() -> None:
     options.most = None  # molecules of each part
     if options.tiny:
         options.runs = Path(tempfile.mkdtemp())
-        options.sets, options.seeds, options.epochs, options.most, options.batch_size = ["nci"], [0], 2, 40, 16
+        options.sets, options.seeds, options.epochs, options.most, options.batch_size = ["nci"], [0], [2], 40, 16
+    if len(options.epochs) not in (1, len(options.sets)):
+        parser.error(f"--epochs: give one number, or one for each of {', '.join(options.sets)}")
+    options.epochs = dict(zip(options.sets, options.epochs * (len(options.sets) // len(options.epochs)), strict=True))
     options.deadline = time.time() + 60 * options.budget_minutes
     # Seed by seed, so that a budget ends with complete rows of fewer seeds.
     asked = [(name, way, seed) for name in options.sets for seed in options.seeds for way in options.ways]
@@ -271,9 +275,7 @@ def main() -> None:
     if options.tiny or not rows:
         print(rows)
         return
-    title = (
-        f"Penalised logP of molecules, {options.epochs} epochs: mean absolute error, ± standard deviation over seeds"
-    )
+    title = "Penalised logP of molecules: mean absolute error, ± standard deviation over seeds"
     write_result("graphs_science", title, list(rows[0]), rows, describe() | {"device": options.device})
 
 

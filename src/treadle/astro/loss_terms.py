@@ -9,6 +9,8 @@ D = dimensions of a codebook's values.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +24,8 @@ from treadle.errors import ConfigError
 
 # Logits whose float32 copies exist at one time: 16 MiB each, so that they stay in the cache of a large GPU.
 FLOAT_LOGITS = 1 << 22
+
+_HALF = (torch.float16, torch.bfloat16)
 
 Rows = Tensor | slice
 
@@ -184,6 +188,10 @@ def _cross_entropy(source: LogitSource, positions: LossPositions, scale: float, 
 
 def _negative_log_likelihoods(logits_RV: Tensor, targets_R: Tensor, with_gradient: bool) -> list[Tensor]:
     """Returns the sums of parts of the rows; writes their gradient, softmax - 1[target], over the logits."""
+    if logits_RV.is_cuda and logits_RV.dtype in _HALF and _has_triton():
+        from treadle.astro.nll_kernel import negative_log_likelihoods
+
+        return [negative_log_likelihoods(logits_RV, targets_R, with_gradient=with_gradient).sum()]
     sums = []
     step = max(1, FLOAT_LOGITS // logits_RV.shape[1])
     for part_RV, part_R in zip(torch.split(logits_RV, step), torch.split(targets_R, step), strict=True):
@@ -242,6 +250,11 @@ def _expected_value_errors(
         error_MD.mul_(factor)
     offset_GM1 = -(error_GMD * expected_GMD).sum(dim=2, keepdim=True)
     return errors_G, torch.baddbmm(offset_GM1, error_GMD, values_GKD.mT).mul_(p_GMK)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _full(logits: Tensor) -> Tensor:
