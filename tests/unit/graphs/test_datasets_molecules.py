@@ -80,8 +80,18 @@ def test_wrong_molecules_are_left_out_counted_and_named_in_one_line(caplog, capf
     assert len(unusable) == 4
     (line,) = caplog.messages
     assert line.startswith(f"these: 4 of {len(smiles)} SMILES left out: number 2, {WRONG[0]!r}: RDKit cannot read it")
-    assert line.endswith("and 1 more")
+    for wrong in (*WRONG, FERROCENE, ""):
+        assert repr(wrong) in line
     assert capfd.readouterr().err == "", "RDKit's own complaints go past logging"
+
+
+def test_of_very_many_wrong_molecules_the_line_names_the_first_and_the_list_names_all(caplog):
+    with caplog.at_level(logging.WARNING, "treadle"):
+        _, unusable = graphs_from_smiles([GOOD[0], *[WRONG[0]] * 30], source="these", num_workers=0)
+    (line,) = caplog.messages
+    assert "30 of 31 SMILES left out" in line
+    assert line.endswith("and 10 more")
+    assert len(unusable) == 30
 
 
 def test_the_result_does_not_depend_on_the_number_of_processes():
@@ -193,6 +203,19 @@ def test_the_test_set_of_clean_leads_is_from_the_test_file_whatever_the_split(fa
         rest = [graph.smiles for split in (data.train, data.val) for graph in split]
         assert {smiles[0] for smiles in rest} == {"C"}
         assert len(set(rest)) == 25, "a molecule twice"
+
+
+def test_a_wrong_molecule_in_the_files_of_clean_leads_is_left_out_of_its_own_split_and_named(
+    fake_moses, tmp_path, caplog
+):
+    lines = "\n".join(["SMILES", *(f"O{'C' * n}" for n in range(5)), WRONG[0]])
+    (fake_moses / "dataset" / "data" / "test.csv.gz").write_bytes(gzip.compress(f"{lines}\n".encode()))
+    with caplog.at_level(logging.INFO, "treadle"):
+        for _ in range(2):  # from the file the second time
+            data = get_dataset("zinc_clean_leads", tmp_path, **SIZES)
+            assert [len(split) for split in data.get_splits()] == [20, 5, 5]
+            assert {graph.smiles[0] for graph in data.test} == {"O"}
+    assert len([line for line in caplog.messages if "1 of 31 SMILES left out" in line and WRONG[0] in line]) == 2
 
 
 def test_the_seed_chooses_the_molecules_and_the_same_seed_the_same(fake_moses, tmp_path):
