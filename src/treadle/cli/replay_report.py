@@ -17,6 +17,7 @@ from treadle.cli.config_target import PackRun, resolve
 from treadle.cli.replay_run import Replayed, replay_config, replay_script, save_batch
 from treadle.cli.replay_spectra import replay_spectra
 from treadle.cli.replay_text import is_text_run, replay_text
+from treadle.cli.run_folder import stored_json
 from treadle.cli.run_record import recorded_config
 from treadle.errors import ConfigError
 from treadle.hooks.files import to_json
@@ -75,6 +76,10 @@ def _replay_of(run: Path) -> Callable[..., Replayed]:
     """Returns what replays the run of a pack, by the files in its folder."""
     if is_text_run(run):
         return replay_text
+    if (stored_json(run / "config.json") or {}).get("face") == "astro":
+        from treadle.cli.replay_astro import replay_astro  # every module of the pack
+
+        return replay_astro
     if not (run / "config.yaml").is_file():
         return replay_spectra
     from treadle.cli.replay_graphs import replay_graphs  # imports torch_geometric

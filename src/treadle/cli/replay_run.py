@@ -173,7 +173,7 @@ def _quiet_about_left_out_hooks() -> Iterator[None]:
     def passes(record: logging.LogRecord) -> bool:
         return "this run has no such hook" not in str(record.msg)
 
-    faces = ("trainer", "functional", "spectra", "graphs", "engine")
+    faces = ("trainer", "functional", "spectra", "graphs", "astro", "engine")
     loggers = [logging.getLogger(f"treadle.{face}") for face in faces]
     for logger in loggers:
         logger.addFilter(passes)

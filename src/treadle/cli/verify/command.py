@@ -27,7 +27,7 @@ def verify(
         str,
         typer.Argument(
             metavar="TARGET",
-            help="A script, a configuration (.yaml, .py), or a pack: spectra, text or graphs.",
+            help="A script, a configuration (.yaml, .py), or a pack: spectra, text, graphs or astro.",
         ),
     ],
     arguments: Annotated[

@@ -1,0 +1,37 @@
+"""How a step of ``treadle train astro`` is run again, from what the run folder holds."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from treadle.cli.astro_config import AstroRunConfig
+from treadle.cli.astro_data import TOKENIZERS, prepare_data
+from treadle.cli.astro_run import AstroRun, build_trainer, fit
+from treadle.cli.replay_run import Replayed, Stage, Witness, checkpoints_of, run_to_step
+from treadle.cli.run_folder import usable_config
+from treadle.cli.settings import with_values
+from treadle.cli.start_block import cpu_threads
+from treadle.device import get_device
+from treadle.observers import observing
+
+
+def replay_astro(run: Path, step: int, *, device: str | None, debug: bool, messages: Console) -> Replayed:
+    """Runs a step of ``treadle train astro`` again; the folder is only read.
+
+    Raises:
+        ConfigError: the folder is none of such a run, or the run has no such step.
+    """
+    with usable_config(run) as stored:
+        del stored["face"]
+        config = with_values(AstroRunConfig(), stored)
+    witness = Witness(checkpoints_of(run), step, debug=debug)
+    with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch, cpu_threads(config.threads):
+        data = prepare_data(config, run / TOKENIZERS)
+        again = AstroRun(config, Path(scratch), get_device(device), messages)
+        with observing(Stage(witness, Path(scratch), only_mini=False)):
+            trainer = build_trainer(again, data)
+            run_to_step(lambda: fit(trainer, config, data), witness)
+    return witness.seen
