@@ -9,16 +9,16 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from treadle import distributed
+from treadle import distributed, session
 from treadle.bookkeeping import (
     Outcome,
     begin_step,
     check_settings,
     finish_step,
+    group_weights,
     non_finite_error,
     note_output,
     place_of,
@@ -35,6 +35,8 @@ from treadle.ema import Ema
 from treadle.epoch_end import finish_epoch, fresh_group, moves_each_step
 from treadle.evaluation import evaluate
 from treadle.frozen import FrozenBase
+from treadle.gradient_exchange import GradientExchange, gradient_exchange
+from treadle.gradients import clip_, divide_, total_norm
 from treadle.guard import FiniteGuard
 from treadle.hooks.base import BaseHook, reaches_hooks
 from treadle.means import RunningMeans
@@ -45,7 +47,6 @@ from treadle.signals import ExitPlan, SignalListener
 from treadle.state import StatePart, collect_state, restore_state
 from treadle.target import Target
 from treadle.task import StepOutput, Task, as_step_output
-from treadle.weights import GroupWeights, divide_
 
 
 class Engine:
@@ -81,6 +82,7 @@ class Engine:
     """
 
     face = "engine"
+    exchange: GradientExchange
 
     def __init__(
         self,
@@ -146,7 +148,7 @@ class Engine:
         self.config: Any = None
         self.workspace: Path | None = None
         self.step_info: dict[str, Any] = {}
-        self.cursor = Cursor()
+        self.cursor = Cursor(ranks="together")
         self.signals = SignalListener()
         self.averages: dict[str, Ema] = {}
         self.state_parts: list[StatePart] = []
@@ -160,6 +162,7 @@ class Engine:
         self.group = Group()
         self.step_started = 0.0
         self.step_outputs: list[StepOutput] = []
+        self.heard: list[list[float]] = []
         self.writes: list[Callable[[], Any]] = []
         self.eval_cursor = Cursor()
         self.target = Target(max_steps=0)
@@ -211,7 +214,7 @@ class Engine:
             for ema in self.averages.values():  # the weights may have changed since the averages were made
                 ema.restart_from(self.model)
         with training_session(self):
-            while not (self.target.reached(self) or self.should_stop):
+            while not (self.target.reached(self) or session.ranks_stop(self)):
                 self.cursor.open(loader)
                 leave_on_signal(self)
                 while (group := self.cursor.take(self.accumulation_steps)).batches:
@@ -221,8 +224,9 @@ class Engine:
                         if not group.batches:
                             break
                     finish_step(self, outcome)
-                    if self.should_stop or self.target.reached(self):
+                    if session.stops_here(self) or self.target.reached(self):
                         break
+                session.ranks_stop(self)
                 if self.target.completes_epoch(self):
                     finish_epoch(self)
             settle(self)
@@ -238,18 +242,16 @@ class Engine:
         """
         info = start_attempt(self, group)
         self.term_totals = sum_term_counts(self, group.batches)
-        weights = GroupWeights(len(group.batches), device=self.device, undivided=self.term_totals is not None)
+        weights = group_weights(self, group)
         for number, batch in enumerate(group.batches, start=1):
-            syncs = self._syncs(last=number == len(group.batches))
-            with distributed.local_backward(self.model, last=syncs):
+            with self.exchange.micro_batch(syncs=self._syncs(last=number == len(group.batches))):
                 with self.precision.autocast():
                     output = as_step_output(self.forward(batch), training=True)
-                loss = weights.scaled(output)
+                loss = self.exchange.loss_or_zero(weights.scaled(output))
                 if loss is not None:
                     self.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
-            if syncs:
-                distributed.exchange(self.model, self.device)
             note_output(self, output)
+        self.heard = weights.heard
         if not weights.any_loss():
             return skip(self, "no micro-batch had a loss")
 
@@ -257,7 +259,7 @@ class Engine:
         params = [p for group_ in self.optimizer.param_groups for p in group_["params"] if p.grad is not None]
         grads = [p.grad for p in params if p.grad is not None]
         divide_(grads, weights.divisor())
-        info["grad_norm"] = norm = get_total_norm(grads)
+        info["grad_norm"] = norm = total_norm(grads)
         self.emit("on_before_optimizer_step")
         settle(self)
         verdict = self.guard.judge(norm, weights.total)
@@ -267,7 +269,7 @@ class Engine:
             return refuse(self)
 
         if self.grad_clip is not None:
-            clip_grads_with_norm_(params, self.grad_clip, norm)
+            clip_([p.grad for p in params if p.grad is not None], self.grad_clip, norm)
         self.guard.apply(self.optimizer, norm, weights.total, place=place_of(self))
         self.precision.applied()
         self.applied_steps += 1
@@ -290,7 +292,10 @@ class Engine:
         """
         self.prepare()
         begin_step(self)
-        outcome = self.train_step(Group(list(batches), [0.0] * len(batches)))
+        try:
+            outcome = self.train_step(Group(list(batches), [0.0] * len(batches)))
+        finally:
+            self.exchange.close()
         if outcome == "refused":
             raise non_finite_error(self)
         finish_step(self, outcome)
@@ -355,14 +360,15 @@ class Engine:
         announce_running(self)
         self.averages = averages_of_hooks(self)
         self.base = FrozenBase(self.model)
+        self.exchange = gradient_exchange(self.model)
         self.guard = finite_guard(self)
         self._prepared = True
 
-    def state_dict(self, *, buffers: HostBuffers | None = None) -> dict[str, Any]:
-        """Returns the whole training state as plain values and CPU copies, in ``buffers`` if given; see ``schema``."""
+    def state_dict(self, *, buffers: HostBuffers | None = None, parts: bool = False) -> dict[str, Any]:
+        """Returns the whole training state as plain values and CPU copies, in ``buffers`` if given; see ``state``."""
         self.prepare()
         settle(self)
-        return collect_state(self, buffers)
+        return collect_state(self, buffers, parts=parts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned, in place.

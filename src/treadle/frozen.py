@@ -14,18 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treadle.distributed import unwrap
+from treadle.distributed import is_dtensor, local, unwrap
 from treadle.errors import CheckpointError
 from treadle.naming import clean_name
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Returns dtype, shape and the CRC-32 of a tensor's bytes, the same on every device.
+    """Returns dtype, shape and the CRC-32 of a tensor's bytes, the same on every device and however it is sharded.
 
     Example:
         >>> fingerprint(torch.zeros(2, 3))
         'float32 2x3 a3c1ca20'
     """
+    if is_dtensor(tensor):
+        tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     shape = "x".join(str(size) for size in tensor.shape) or "scalar"
     return f"{str(tensor.dtype).removeprefix('torch.')} {shape} {zlib.crc32(plain.numpy().data):08x}"
@@ -87,7 +89,7 @@ class FrozenBase:
         found = {}
         for name, parameter in _parameters(model).items():
             if name in names:
-                written = (parameter.data_ptr(), parameter._version)
+                written = (local(parameter).data_ptr(), parameter._version)
                 if name not in self._seen or self._seen[name][0] != written:
                     self._seen[name] = (written, fingerprint(parameter))
                 found[name] = self._seen[name][1]

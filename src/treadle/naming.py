@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from treadle.distributed import unwrap
 from treadle.errors import CheckpointError
+from treadle.shards import placed_like
 
 
 def clean_name(name: str) -> str:
@@ -37,11 +38,11 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 def load_model_state(
     model: nn.Module, saved: Mapping[str, Any], *, what: str = "model", kept: Collection[str] = ()
 ) -> None:
-    """Copies saved weights into a model in place.
+    """Copies saved weights into a model in place; of a sharded one, every rank takes its part.
 
     Args:
-        model: wrapped or not.
-        saved: weights by name; names with the prefixes of wrappers are understood.
+        model: wrapped or not, sharded or not.
+        saved: whole tensors by name, or stored ones; names with the prefixes of wrappers are understood.
         what: names it in messages.
         kept: names that stay as they are where they are not in ``saved``.
 
@@ -55,8 +56,10 @@ def load_model_state(
             "or start without resuming"
         )
     target = unwrap(model)
-    live = {clean_name(name): name for name in target.state_dict()}
-    fitting = {live[name]: value for name, value in _without_wrappers(saved, live).items()}
+    live = {clean_name(name): (name, value) for name, value in target.state_dict().items()}
+    fitting = {
+        live[name][0]: placed_like(value, live[name][1]) for name, value in _without_wrappers(saved, live).items()
+    }
     target.load_state_dict(fitting, strict=not kept)
 
 
@@ -74,9 +77,9 @@ def state_mismatches(
     wrong = [f"missing {name}" for name in live if name not in saved and name not in kept]
     wrong += [f"unexpected {name}" for name in saved if name not in live]
     for name, value in live.items():
-        other = saved.get(name)
-        if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape != other.shape:
-            wrong.append(f"{name} is {tuple(other.shape)} in the checkpoint and {tuple(value.shape)} in the {what}")
+        other = getattr(saved.get(name), "shape", None)
+        if isinstance(value, Tensor) and other is not None and value.shape != other:
+            wrong.append(f"{name} is {tuple(other)} in the checkpoint and {tuple(value.shape)} in the {what}")
     return "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
 
 

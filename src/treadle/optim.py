@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from treadle.distributed import unwrap
 from treadle.errors import CheckpointError, ConfigError
 from treadle.naming import clean_name
+from treadle.shards import placed_state
 
 # nn.modules.batchnorm._NormBase is the common base of BatchNorm*, SyncBatchNorm and InstanceNorm*.
 _NORM_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
@@ -117,6 +118,8 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
 def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
     """Restores what :func:`optimizer_state` returned, matching parameters by name where names are known.
 
+    Beside a sharded parameter, every rank takes its part of the state.
+
     Raises:
         CheckpointError: the groups hold other parameters than those of the checkpoint.
     """
@@ -127,15 +130,19 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[
             f"{len(optimizer.param_groups)}; build the optimizer as it was, or start a new run in another folder"
         )
     names = parameter_names(model)
+    state = dict(saved["state"])
     for number, (group, live) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         live_names = [names.get(id(parameter), "") for parameter in live["params"]]
         group["params"] = live_order(number, group, live_names)
+        for index, parameter in zip(group["params"], live["params"], strict=True):
+            if isinstance(state.get(index), Mapping):
+                state[index] = {key: placed_state(value, parameter) for key, value in state[index].items()}
         if "param_names" not in live:
             group.pop("param_names", None)
         for key, value in live.items():  # plain trees hold lists where torch has tuples, as in betas
             if isinstance(value, tuple) and isinstance(group.get(key), list):
                 group[key] = tuple(group[key])
-    optimizer.load_state_dict({"state": dict(saved["state"]), "param_groups": groups})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def live_order(number: int, group: Mapping[str, Any], live_names: list[str]) -> list[Any]:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from treadle import distributed
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.checkpoint.schema import FORMAT_NAME, FORMAT_VERSION, KEYS, to_plain, versions
 from treadle.errors import CheckpointError
@@ -18,7 +17,7 @@ from treadle.frozen import without
 from treadle.hooks.base import BaseHook
 from treadle.naming import load_model_state, model_state
 from treadle.optim import load_optimizer_state, optimizer_state
-from treadle.seed import RngState
+from treadle.rank_state import gather_rank_state, load_epoch_means, own_rng
 
 if TYPE_CHECKING:
     from treadle.ema import Ema
@@ -42,12 +41,15 @@ class StatePart(Protocol):
         ...
 
 
-def collect_state(engine: Engine, buffers: HostBuffers | None = None) -> dict[str, Any]:
+def collect_state(engine: Engine, buffers: HostBuffers | None = None, *, parts: bool = False) -> dict[str, Any]:
     """Returns the checkpoint tree of an engine: plain values and CPU copies that a following step cannot change.
+
+    All ranks take part. Of a sharded model, rank 0 gets the whole tensors and the others tensors without memory.
 
     Args:
         engine: what to copy.
         buffers: memory for the copies; None takes fresh memory.
+        parts: each rank gets its own part of the tensors that are spread over ranks.
     """
     tree: dict[str, Any] = dict.fromkeys(KEYS)
     tree["format"] = {
@@ -73,8 +75,8 @@ def collect_state(engine: Engine, buffers: HostBuffers | None = None) -> dict[st
     for part in engine.state_parts:
         tree.update(part.state_dict())
     _ask_hooks(engine, tree)
-    tree["rng"] = distributed.gather_objects(RngState.capture().to_plain())
-    return {key: to_plain(value, key, buffers=buffers) for key, value in tree.items()}
+    gather_rank_state(engine, tree)
+    return {key: to_plain(value, key, buffers=buffers, parts=parts) for key, value in tree.items()}
 
 
 def _average_state(ema: Ema, base: Collection[str]) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def _load_progress(engine: Engine, tree: Mapping[str, Any]) -> None:
     engine.last_lr = list(progress.get("lr", []))
     engine.epoch_means.reset()
     if "epoch_means" in progress:
-        engine.epoch_means.load_state_dict(progress["epoch_means"], device=engine.device)
+        load_epoch_means(engine.epoch_means, progress["epoch_means"], device=engine.device)
     described = tree.get("format")
     engine.scored = described.get("scored") if isinstance(described, Mapping) else None
 
@@ -132,7 +134,7 @@ def restore_state(engine: Engine, tree: Mapping[str, Any]) -> None:
     _note_what_starts_fresh(engine, tree)
     _load_what_a_step_changes(engine, tree)
     _load_progress(engine, tree)
-    rng = _own_rng(engine, tree.get("rng"))
+    rng = own_rng(engine, tree.get("rng"))
     if tree.get("data") is not None:
         engine.cursor.load_state_dict(tree["data"], rng=rng)
     for part in engine.state_parts:
@@ -229,18 +231,6 @@ def _load_averages(engine: Engine, saved: Mapping[str, Any], kept: Collection[st
     for name in saved:
         if name not in engine.averages:
             engine.logger.warning("the checkpoint's average %r is ignored: this run keeps no such average", name)
-
-
-def _own_rng(engine: Engine, saved: Any) -> RngState | None:
-    if not saved:
-        return None
-    if len(saved) != distributed.world_size():
-        engine.logger.warning(
-            "the checkpoint was written by %d ranks and this run has %d: the random streams start fresh",
-            len(saved), distributed.world_size(),
-        )  # fmt: skip
-        return None
-    return RngState.from_plain(saved[distributed.rank()])
 
 
 def _load_hooks(engine: Engine, tree: Mapping[str, Any]) -> None:

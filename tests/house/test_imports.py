@@ -24,10 +24,10 @@ LEVELS = {
     # One concern each, on level 0. A task says what a step gives, the weights how steps are shared; neither knows a
     # loop. The best rule and the schedules are pure numbers, a signal listener pure handlers.
     1: ["distributed", "device", "precision", "schedules", "signals", "best", "naming", "optim", "ema", "data", "task",
-        "weights", "guard", "frozen", "predictions"],
+        "weights", "guard", "gradients", "gradient_exchange", "frozen", "predictions", "shards"],
     # What goes round a run and into files. session, state, target and evaluation know the engine by its type only, so
     # the engine can be read without them and they without the engine. Configuration and data sets stand alone.
-    2: ["checkpoint", "hooks.base", "session", "state", "target", "evaluation", "startup", "observers", "flight",
+    2: ["checkpoint", "hooks.base", "session", "state", "rank_state", "target", "evaluation", "startup", "observers", "flight",
         "config", "builder", "datasets", "pretrained", "exchange"],
     # The loop, its step, and the functions that were cut out of it for length.
     3: ["engine", "bookkeeping", "epoch_end", "capture"],
@@ -44,7 +44,7 @@ STANDALONE = {
     "model", "encoder", "losses", "metrics", "masks", "vocab", "codebooks", "tokenizers", "layers", "encodings",
     "clustering", "arrays", "augment", "preprocessing", "attention", "buckets", "heads", "inputs", "model_options",
     "padded", "corpus", "ngrams", "tokenizer", "task_types",
-    "scalar_tokenizer", "sequences", "sampling", "loss_inputs", "loss_terms", "hidden_losses",
+    "scalar_tokenizer", "sequences", "sampling", "loss_inputs", "loss_terms", "nll_kernel", "hidden_losses",
 }  # fmt: skip
 
 

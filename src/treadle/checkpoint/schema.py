@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from treadle.checkpoint.buffers import HostBuffers
+from treadle.distributed import is_dtensor
 from treadle.errors import CheckpointError
+from treadle.shards import Part, gathered, own_block, without_pending_sums
 
 FORMAT_NAME = "treadle"
 FORMAT_VERSION = 1
@@ -64,17 +66,24 @@ def versions() -> dict[str, str]:
 
 
 def to_plain(
-    tree: Any, path: str = "", *, copies: dict[Any, Tensor] | None = None, buffers: HostBuffers | None = None
+    tree: Any,
+    path: str = "",
+    *,
+    copies: dict[Any, Any] | None = None,
+    buffers: HostBuffers | None = None,
+    parts: bool = False,
 ) -> Any:
     """Returns a copy of a state tree that is safe to save later: tensors cloned to the CPU, tuples as lists.
 
-    Tensors that share memory (tied weights) share it in the copy too.
+    Tensors that share memory (tied weights) share it in the copy too. Tensors that are spread over ranks are gathered
+    one by one, for which all ranks must call this; rank 0 has the copies, the others have tensors without memory.
 
     Args:
         tree: nesting of dicts, lists and tuples.
         path: where the tree hangs, for error messages.
         copies: clones made so far; for the recursion.
         buffers: where the clones go; None takes fresh memory.
+        parts: of tensors that are spread over ranks, copy this rank's :class:`treadle.shards.Part` instead.
 
     Raises:
         CheckpointError: a value that ``weights_only=True`` could not load, naming its path.
@@ -84,26 +93,39 @@ def to_plain(
         {'betas': [0.9, 0.95], 'n': 3}
     """
     copies = {} if copies is None else copies
+    below = {"copies": copies, "buffers": buffers, "parts": parts}
     if tree is None or type(tree) in _PLAIN:  # subclasses, such as an Enum of strings, would be pickled by class
         return tree
     if isinstance(tree, Tensor):
-        return _clone(tree, copies, path, buffers)
+        return _clone_part(tree, **below) if is_dtensor(tree) else _clone(tree, path, copies, buffers)
     if isinstance(tree, np.generic) and type(tree.item()) in _PLAIN:
         return tree.item()
     if isinstance(tree, Mapping):
         for key in tree:
             if type(key) not in (str, int):
                 raise _not_plain(f"{path}[{key!r}]", key, "a key must be a str or an int")
-        return {
-            key: to_plain(value, f"{path}.{key}" if path else str(key), copies=copies, buffers=buffers)
-            for key, value in tree.items()
-        }
+        return {key: to_plain(value, f"{path}.{key}" if path else str(key), **below) for key, value in tree.items()}
     if type(tree) in (list, tuple) or (isinstance(tree, tuple) and hasattr(tree, "_fields")):
-        return [to_plain(value, f"{path}[{index}]", copies=copies, buffers=buffers) for index, value in enumerate(tree)]
+        return [to_plain(value, f"{path}[{index}]", **below) for index, value in enumerate(tree)]
     raise _not_plain(path, tree, "checkpoints hold tensors, numbers, strings, bools, None, lists and dicts only")
 
 
-def _clone(tensor: Tensor, copies: dict[Any, Tensor], path: str, buffers: HostBuffers | None) -> Tensor:
+def _clone_part(tensor: Any, copies: dict[Any, Any], buffers: HostBuffers | None, parts: bool) -> Tensor | Part:
+    """Copies a tensor that is spread over ranks: this rank's part, or the whole on rank 0."""
+    tensor = without_pending_sums(tensor.detach())
+    local = tensor.to_local()
+    # All ranks must come to the same answer, or some would gather alone; they share memory on all ranks or on none.
+    identity = ("part", local.untyped_storage()._cdata, local.storage_offset(), tensor.shape, tensor.dtype)
+    if identity not in copies:
+        source = local if parts else gathered(tensor)
+        if source.device.type != "meta":
+            source = source.to("cpu", copy=True) if buffers is None else buffers.copy(source)
+        copies[identity] = Part(source, own_block(tensor)[0], tuple(tensor.shape)) if parts else source
+    copied: Tensor | Part = copies[identity]
+    return copied
+
+
+def _clone(tensor: Tensor, path: str, copies: dict[Any, Any], buffers: HostBuffers | None) -> Tensor:
     tensor = tensor.detach()
     if tensor.device.type == "meta" or hasattr(tensor, "__tensor_flatten__"):
         raise _not_plain(path, tensor, "it has no memory of its own that could be saved")
@@ -116,7 +138,8 @@ def _clone(tensor: Tensor, copies: dict[Any, Tensor], path: str, buffers: HostBu
     identity = (*memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
     if identity not in copies:
         copies[identity] = tensor.to("cpu", copy=True) if buffers is None else buffers.copy(tensor)
-    return copies[identity]
+    copied: Tensor = copies[identity]
+    return copied
 
 
 def _not_plain(path: str, value: Any, rule: str) -> CheckpointError:
