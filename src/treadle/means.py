@@ -93,6 +93,12 @@ class _Sum:
         devices = [part.device for part in parts if isinstance(part, Tensor)]
         return next((device for device in devices if device.type != "cpu"), devices[0])
 
+    def include(self, other: _Sum) -> None:
+        """Adds the sums of another one."""
+        value, weight = other._folded()
+        self.value, self.weight = self.value + other.value, self.weight + other.weight
+        self.device_value, self.device_weight = _plus(self.device_value, value), _plus(self.device_weight, weight)
+
     def parts(self) -> list[float | Tensor]:
         """Returns [value, device value, weight, device weight]; reading them changes nothing."""
         value, weight = self._folded()
@@ -157,6 +163,20 @@ class RunningMeans:
         for (path, entry), (value, weight) in zip(self._sums.items(), table.tolist(), strict=True):
             flat[path] = value if entry.is_total else (value / weight if weight > 0 else math.nan)
         return unflatten(flat)
+
+    def include(self, other: RunningMeans) -> None:
+        """Adds all that was added to another one."""
+        for path, theirs in other._sums.items():
+            self._entry(path, is_total=theirs.is_total).include(theirs)
+
+    def names(self) -> list[tuple[tuple[str, ...], bool]]:
+        """Returns the paths of the records, and of each whether it is a total."""
+        return [(path, entry.is_total) for path, entry in self._sums.items()]
+
+    def align(self, names: Iterable[Iterable[tuple[tuple[str, ...], bool]]]) -> None:
+        """Takes over the names of every rank, in the order of the ranks; what was not added here counts nothing."""
+        every = dict.fromkeys(name for of_rank in names for name in of_rank)
+        self._sums = {path: self._entry(path, is_total=is_total) for path, is_total in every}
 
     def reset(self) -> None:
         """Forgets everything that was added."""

@@ -65,6 +65,12 @@ class RngState:
             accelerators={name: _read_accelerator(name) for name in _accelerators()},
         )
 
+    @classmethod
+    def seeded(cls, seed: int) -> RngState:
+        """Returns the state that :func:`set_seed` makes; the present one stays."""
+        with forked_rng(seed):
+            return cls.capture()
+
     def restore(self) -> None:
         """Sets every generator to this state."""
         random.setstate(self.python)

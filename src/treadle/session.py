@@ -15,6 +15,7 @@ from treadle.errors import ConfigError
 from treadle.guard import FiniteGuard, RefusalPlan, skips_on_device
 from treadle.hooks.base import BaseHook
 from treadle.optim import uncovered_parameters
+from treadle.rank_state import separate_streams
 from treadle.startup import start_block
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ def resume_from_hooks(engine: Engine) -> None:
 def training_session(engine: Engine) -> Iterator[None]:
     """Opens the hooks and signal handlers for a run and closes them whatever happens."""
     check_before_training(engine)
+    if engine.step == 0 and not engine.loaded:
+        separate_streams()
     engine.exit_plans = [plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None]
     signals = [number for plan in engine.exit_plans for number in plan.signals]
     if distributed.rank() == 0:

@@ -59,8 +59,18 @@ def test_a_stateful_loader_with_other_workers_is_refused_in_words():
 def test_a_tensor_loader_over_other_rows_is_refused_in_words():
     data = Augmented()
     state = stopped(TensorLoader(data.x, data.y, batch_size=4))
-    with pytest.raises(ConfigError, match="batch_size was 4"):
-        resumed(state, TensorLoader(data.x, data.y, batch_size=2))
+    with pytest.raises(ConfigError, match="num_rows was 20"):
+        resumed(state, TensorLoader(data.x[:16], data.y[:16], batch_size=4))
+
+
+def test_another_batch_size_of_a_tensor_loader_goes_on_with_the_rows_that_are_left(caplog):
+    data = Augmented()
+    state = stopped(TensorLoader(data.x, data.y, batch_size=4))
+    loader = TensorLoader(data.x, data.y, batch_size=3)
+    engine = resumed(state, loader)
+    assert list(loader.last_rows) == [11, 12, 13], "8 rows were read, then two batches of 3"
+    assert "after 8 of its 20 samples" in caplog.text
+    assert engine.target.total_steps(engine) == engine.step
 
 
 def test_another_model_is_refused_with_every_name(caplog):

@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from treadle.data.cursor import Cursor, Group, steps_per_epoch
+from treadle.data.order import GlobalOrder
+from treadle.data.ranks import RankBatchSampler, rank_and_worker, shard_iterable
 from treadle.data.sources import Source, open_source
 from treadle.data.tensors import TensorLoader
 
-__all__ = ["Cursor", "Group", "Source", "TensorLoader", "open_source", "steps_per_epoch"]
+__all__ = [
+    "Cursor",
+    "GlobalOrder",
+    "Group",
+    "RankBatchSampler",
+    "Source",
+    "TensorLoader",
+    "open_source",
+    "rank_and_worker",
+    "shard_iterable",
+    "steps_per_epoch",
+]

@@ -8,11 +8,14 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from treadle import distributed
+from treadle.data.agreement import Lengths, fewest, lengths_of_ranks
+from treadle.data.elastic import Place, find_place
+from treadle.data.order import in_global_order
 from treadle.data.sources import Source, generators_of, open_source, samplers_of
 from treadle.errors import CheckpointError
 from treadle.seed import RngState, mix_seed
@@ -53,10 +56,17 @@ class Group:
 class Cursor:
     """Owns the position in the data. It exists before its loader, so a checkpoint can be loaded into it first.
 
+    Args:
+        ranks: what it does on several ranks. ``"together"``: their epochs must have equally many micro-batches; where
+            one of them cannot tell, all end with the first. ``"told"``: they tell each other, and may differ.
+            ``"apart"``: nothing.
+
     Attributes:
         epoch: epochs completed.
-        position: micro-batches consumed in the running epoch.
+        position: micro-batches consumed in the running epoch. In an epoch that another number of ranks began, as many
+            as leave what is left of it now.
         ended: whether the running epoch has no more micro-batches.
+        lengths: what the ranks said when the epoch was opened; None on one rank or apart.
 
     Example:
         >>> cursor = Cursor()
@@ -65,10 +75,14 @@ class Cursor:
         ([10, 20], [30], True)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ranks: Literal["together", "told", "apart"] = "apart") -> None:
+        self.ranks = ranks
         self.epoch = 0
         self.position = 0
         self.ended = False
+        self.lengths: Lengths | None = None
+        self._place = Place(0)  # where the running epoch was entered
+        self._passed = 0  # positions before that place that this loader never had
         self._source: Source | None = None
         self._loader: Any = None
         self._iterator: Iterator[Any] | None = None
@@ -93,10 +107,27 @@ class Cursor:
             self._restore_pending()
             return
         _set_epoch(loader, self.epoch)
+        self._ask_ranks()
         if self._opening is None:
             self._open_fresh()
         else:
             self._reopen(self._opening)
+
+    def _ask_ranks(self) -> None:
+        """Learns how long the epoch is on the other ranks, before any of them begins it."""
+        if self.ranks == "apart" or distributed.world_size() == 1:
+            return
+        source, ordered = self._the_source(), in_global_order(self._loader)
+        certain = source.exact or isinstance(self._loader, (list, tuple, range))
+        order = None if ordered is None else ordered.order
+        self.lengths = lengths_of_ranks(source.length, certain=certain, order=order)
+        if self.ranks == "together":
+            self.lengths.check_equal()
+
+    @property
+    def _asks_at_each_step(self) -> bool:
+        """Whether some rank may end before the others think, so that they must agree on each group."""
+        return self.ranks == "together" and self.lengths is not None and not self.lengths.certain
 
     def _open_fresh(self) -> None:
         self._restore_pending()
@@ -111,17 +142,37 @@ class Cursor:
         present = self._pending_rng or RngState.capture()
         loaded = self._loaded or {}
         source = self._the_source()
-        self._refuse_other_workers(loaded)
-        self._warn(self._mismatches(loaded) + source.warnings(resuming=True))
+        self._go_to_place(loaded)
+        if self._place.keeps_state:
+            self._refuse_other_workers(loaded)
+        self._warn(self._place.warnings + self._mismatches(loaded) + source.warnings(resuming=True))
         _set_generators(self._loader, opening["generators"])
         RngState.from_plain(opening["rng"]).restore()
-        state = loaded.get("loader") if loaded.get("kind") == source.kind else None
-        self._iterator = self._iterate(skip=self.position, state=state)
+        keeps_state = self._place.keeps_state and loaded.get("kind") == source.kind
+        state = loaded.get("loader") if keeps_state else None
+        self._iterator = self._iterate(skip=self.position - self._passed, state=state)
         if not self._num_workers:
             # A generator may be shared with the dataset; without prefetching its state is known exactly.
             _set_generators(self._loader, self._pending_generators)
         self._loaded, self._pending_rng, self._pending_generators = None, None, []
         present.restore()
+
+    def _go_to_place(self, loaded: Mapping[str, Any]) -> None:
+        """Finds the stored position in the attached loader, whose ranks and batches may be others."""
+        ordered = in_global_order(self._loader)
+        self._place = find_place(
+            loaded,
+            position=self.position,
+            order=None if ordered is None else ordered.order,
+            length=self.length,
+            ranks=distributed.world_size(),
+            loader=type(self._loader).__name__,
+        )
+        self.position = self._place.position
+        self._passed = 0
+        if ordered is not None:
+            ordered.start_at(self._place.start)
+            self._passed = ordered.order.num_batches() - ordered.order.num_batches(self._place.start)
 
     def _refuse_other_workers(self, loaded: Mapping[str, Any]) -> None:
         """A loader's own state is one of its workers; torchdata fails on another number with a bare assertion."""
@@ -144,7 +195,8 @@ class Cursor:
     def _iterate(self, *, skip: int, state: Any) -> Iterator[Any]:
         assert self._opening is not None
         digest = hashlib.blake2b(self._opening["rng"]["torch"].numpy().tobytes(), digest_size=8).digest()
-        seed = mix_seed(int.from_bytes(digest, "little"), self.epoch, distributed.rank())
+        entered = [self._place.start] if self._place.start else []
+        seed = mix_seed(int.from_bytes(digest, "little"), self.epoch, distributed.rank(), *entered)
         return self._the_source().open(skip=skip, seed=seed, state=state)
 
     @property
@@ -163,6 +215,8 @@ class Cursor:
     def take(self, count: int) -> Group:
         """Draws up to ``count`` micro-batches of the running epoch; an empty group means the epoch ended."""
         group = Group()
+        if self.ended:
+            return group
         source = self._the_source()
         while len(group.batches) < count and not self.ended:
             assert self._iterator is not None, "open() comes first"
@@ -177,21 +231,38 @@ class Cursor:
                 break
             group.data_time.append(time.perf_counter() - start)
             group.batches.append(batch)
-            group.sample_ids.append(source.ids_at(self.position))
+            group.sample_ids.append(source.ids_at(self.position - self._passed))
             self.position += 1
-            if source.exact and self.position >= (source.length or 0):
+            if source.exact and self.position >= (source.length or 0) and not self._asks_at_each_step:
                 source.finish(self._iterator)
                 self.ended = True
+        if self._asks_at_each_step:
+            self._end_with_the_first(group, count)
         if self.ended:
             self._iterator = None
             self._warn(source.warnings(resuming=False))
         return group
 
+    def _end_with_the_first(self, group: Group, count: int) -> None:
+        """Gives up what other ranks have no micro-batch for, and ends the epoch on all of them."""
+        used = fewest(len(group.batches))
+        unused = len(group.batches) - used
+        if unused:
+            self.position -= unused
+            more = "" if self.ended else " or more"
+            self._warn([
+                f"rank {distributed.rank()}: another rank has no more data in this epoch, so it ends for all: "
+                f"{unused}{more} micro-batches are not used here"
+            ])  # fmt: skip
+            for part in (group.batches, group.data_time, group.sample_ids):
+                del part[used:]
+        self.ended = used < count
+
     def _next_batch(self, iterator: Iterator[Any]) -> Any:
         try:
             return next(iterator)
         except StopIteration as error:
-            if not self._the_source().is_over_at(self.position):
+            if not self._the_source().is_over_at(self.position - self._passed):
                 raise RuntimeError(
                     "a StopIteration was raised inside the data set, its collate function or a worker: that is not the "
                     "end of the data"
@@ -213,6 +284,7 @@ class Cursor:
         self._iterator = None
         self._opening = None
         self._loaded = None
+        self._place, self._passed = Place(0), 0
 
     def restart(self) -> None:
         """Goes back to the start of epoch 0, keeping the loader and its persistent workers."""
@@ -246,21 +318,36 @@ class Cursor:
             "length": source.length if source else None,
             "loader": source.state() if source and opened else None,
             "num_workers": self._num_workers,
+            "num_ranks": distributed.world_size(),
+            "order": self._order_state(),
         }
+
+    def _order_state(self) -> dict[str, Any] | None:
+        """Returns how far the ranks together are in the global order, if the loader has one."""
+        ordered, start = in_global_order(self._loader), self._place.start
+        if ordered is None:
+            return None
+        consumed = ordered.order.consumed(self.position - self._passed, start)
+        return {**ordered.order.describe(), "start": start, "consumed": consumed}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, rng: RngState | None = None) -> None:
         """Restores the position; the loader is opened there when it comes.
 
         Args:
-            state_dict: what :meth:`state_dict` returned.
+            state_dict: what :meth:`state_dict` returned, with what is each rank's own under ``"ranks"`` where several
+                wrote it.
             rng: the checkpoint's RNG, restored last, after the epoch is reopened.
         """
+        of_ranks = state_dict.get("ranks") or []
+        if len(of_ranks) == distributed.world_size() > 1:
+            state_dict = {**state_dict, **of_ranks[distributed.rank()]}
         self.epoch = int(state_dict["epoch"])
         self.position = int(state_dict["position"])
         self.ended = bool(state_dict["ended"])
+        self._place, self._passed = Place(self.position), 0
         self._iterator = None
         self._opening = state_dict["opening"]
-        self._loaded = dict(state_dict)
+        self._loaded = {key: value for key, value in state_dict.items() if key != "ranks"}
         self._pending_rng = rng
         self._pending_generators = list(state_dict["generators"])
 
@@ -270,7 +357,7 @@ class Cursor:
         words = []
         if loaded.get("kind") not in (None, source.kind):
             words.append(f"the checkpoint's loader was of kind {loaded['kind']!r}, this one is {source.kind!r}")
-        if loaded.get("length") not in (None, source.length):
+        if self._place.exact and loaded.get("length") not in (None, source.length):
             words.append(
                 f"an epoch had {loaded['length']} micro-batches and now has {source.length}: another batch size, "
                 "data set or number of ranks"

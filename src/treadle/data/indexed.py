@@ -29,6 +29,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from treadle.data.ranks import RankBatchSampler
 from treadle.seed import RngState, mix_seed
 
 # These draw from the global RNG when they are opened and never again while they run, and their length is right.
@@ -36,6 +37,7 @@ from treadle.seed import RngState, mix_seed
 _KNOWN = (
     DistributedSampler,
     RandomSampler,
+    RankBatchSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,

@@ -1,0 +1,98 @@
+"""What ranks agree on about their data: equal lengths before an epoch, and its end where a length is unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from treadle import distributed
+from treadle.data.order import GlobalOrder
+from treadle.errors import ConfigError
+
+_SETTINGS = ("num_samples", "global_batch_size", "num_replicas", "shuffle", "seed", "drop_last")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What the ranks say about their loaders.
+
+    Attributes:
+        batches: micro-batches in an epoch for each rank, None where a loader does not say.
+        certain: whether all ranks know for certain, so that none can end before the others think.
+    """
+
+    batches: tuple[int | None, ...]
+    certain: bool
+
+    @property
+    def common(self) -> int:
+        """How many micro-batches every rank certainly has."""
+        return min(length or 0 for length in self.batches) if self.certain else 0
+
+    def check_equal(self) -> None:
+        """Raises on every rank if two ranks say different lengths.
+
+        Raises:
+            ConfigError: they do.
+
+        Example:
+            >>> try:
+            ...     Lengths((5, 6), certain=True).check_equal()
+            ... except ConfigError as error:
+            ...     print(str(error)[:102])
+            loader: the ranks have unequal numbers of micro-batches in an epoch: 5 on rank 0, 6 on rank 1. Those t
+        """
+        if len({length for length in self.batches if length is not None}) > 1:
+            told = ", ".join(f"{'unknown' if n is None else n} on rank {rank}" for rank, n in enumerate(self.batches))
+            raise ConfigError(
+                f"loader: the ranks have unequal numbers of micro-batches in an epoch: {told}. Those that have more "
+                "would wait for ever. Share the data with a treadle.data.RankBatchSampler, or leave batches out on "
+                "the ranks that have more"
+            )
+
+
+def lengths_of_ranks(length: int | None, *, certain: bool, order: GlobalOrder | None) -> Lengths:
+    """Returns what every rank says; all ranks must call it at the same point.
+
+    Args:
+        length: micro-batches in an epoch of this rank's loader, None if it does not say.
+        certain: whether the length is right for certain.
+        order: the loader's global order, if it has one.
+
+    Raises:
+        ConfigError: the ranks share their data by different orders.
+    """
+    settings = [0] * len(_SETTINGS) if order is None else [int(getattr(order, name)) for name in _SETTINGS]
+    own = [-1 if length is None else length, int(certain and length is not None), int(order is not None), *settings]
+    rows = numbers_of_ranks(own)
+    _refuse_other_orders([row[3:] for row in rows if row[2]])
+    batches = tuple(None if row[0] < 0 else row[0] for row in rows)
+    return Lengths(batches, certain=all(row[1] for row in rows))
+
+
+def _refuse_other_orders(rows: Sequence[Sequence[int]]) -> None:
+    shared = [row for row in rows if row[2] > 1]  # one that is not shared is the rank's own affair
+    for name, values in zip(_SETTINGS, zip(*shared, strict=True), strict=False):
+        if len(set(values)) > 1:
+            raise ConfigError(
+                f"loader: the ranks share their data by different orders: {name} is {sorted(set(values))}, and must be "
+                "the same on all ranks, or samples are lost and doubled"
+            )
+
+
+def fewest(count: int) -> int:
+    """Returns the smallest number that any rank gives; all ranks must call it at the same point."""
+    tensor = torch.tensor(count)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=distributed.control_group())
+    return int(tensor)
+
+
+def numbers_of_ranks(numbers: Sequence[int]) -> list[list[Any]]:
+    own = torch.tensor([number & ((1 << 63) - 1) if number >= 0 else number for number in numbers])
+    gathered = [torch.empty_like(own) for _ in range(distributed.world_size())]
+    dist.all_gather(gathered, own, group=distributed.control_group())
+    return [row.tolist() for row in gathered]

@@ -1,0 +1,151 @@
+"""The global order of an epoch: one for all ranks, cut into batches that the ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from treadle.errors import ConfigError
+from treadle.seed import mix_seed
+
+
+@dataclass(frozen=True)
+class GlobalOrder:
+    """Says which samples each rank reads in each batch of an epoch.
+
+    The order of the samples depends on the seed and the epoch alone, so it is the same on any number of ranks. Batch
+    t of all ranks is the next slice of it, and each rank takes a contiguous part of the slice; parts differ by one
+    sample at most. So every sample is read once in an epoch, by one rank, and all ranks have equally many batches.
+
+    A short last batch with fewer samples than ranks takes as many as it needs from the one before it. If both together
+    have less than two samples for each rank, they become one batch. Nothing is repeated and nothing is left out.
+
+    An epoch may be entered after ``start`` samples: the rest of the same order is then cut afresh, by any number of
+    ranks and any batch size. If it has fewer samples than ranks, it has no batch.
+
+    Attributes:
+        num_samples: samples in an epoch, >= the number of ranks.
+        global_batch_size: samples in a batch of all ranks together, >= the number of ranks.
+        num_replicas: ranks that share the samples, >= 1.
+        shuffle: a new order for each epoch; otherwise 0, 1, 2, ...
+        seed: seeds the orders.
+        drop_last: leave a short last batch out.
+
+    Raises:
+        ConfigError: a number is outside its range.
+
+    Example:
+        >>> order = GlobalOrder(num_samples=9, global_batch_size=4, num_replicas=2)
+        >>> [[list(order.part(number, rank)) for rank in range(2)] for number in range(order.num_batches())]
+        [[[0, 1], [2, 3]], [[4, 5], [6]], [[7], [8]]]
+    """
+
+    num_samples: int
+    global_batch_size: int
+    num_replicas: int = 1
+    shuffle: bool = False
+    seed: int = 0
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_replicas < 1:
+            raise ConfigError(f"num_replicas={self.num_replicas}: must be at least 1 rank")
+        if self.global_batch_size < self.num_replicas:
+            raise ConfigError(
+                f"global_batch_size={self.global_batch_size}: must be at least 1 sample for each of the "
+                f"{self.num_replicas} ranks"
+            )
+        if self.num_samples < self.num_replicas and self.num_replicas > 1:
+            raise ConfigError(
+                f"the data set has {self.num_samples} samples and there are {self.num_replicas} ranks: every rank "
+                "needs at least one sample; use fewer ranks, or give every rank all samples (num_replicas=1, rank=0)"
+            )
+
+    def num_batches(self, start: int = 0) -> int:
+        """Returns the batches of an epoch that is entered after ``start`` samples."""
+        whole, rest = divmod(self.num_samples - start, self.global_batch_size)
+        if self.drop_last or rest == 0:
+            return whole
+        enough_for_two = self.global_batch_size + rest >= 2 * self.num_replicas
+        return whole + 1 if rest >= self.num_replicas or (whole > 0 and enough_for_two) else whole
+
+    def consumed(self, batches: int, start: int = 0) -> int:
+        """Returns how many samples of the order are read once ``batches`` batches after ``start`` are."""
+        count = self.num_batches(start)
+        batches = min(batches, count)
+        end = start + batches * self.global_batch_size
+        if self.drop_last or batches < count - 1 or count == 0:
+            return end
+        return self.num_samples if batches == count else min(end, self.num_samples - self.num_replicas)
+
+    def part(self, number: int, rank: int, start: int = 0) -> range:
+        """Returns the places in the order that a rank reads in batch ``number`` after ``start``."""
+        begin, end = self.consumed(number, start), self.consumed(number + 1, start)
+        size, extra = divmod(end - begin, self.num_replicas)
+        first = begin + rank * size + min(rank, extra)
+        return range(first, first + size + (rank < extra))
+
+    def rows(self, epoch: int) -> Tensor | None:
+        """Returns the order of an epoch, (num_samples,) int64 on the CPU; None is 0, 1, 2, ..."""
+        if not self.shuffle:
+            return None
+        return torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(mix_seed(self.seed, epoch)))
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the settings as plain values."""
+        return asdict(self)
+
+    def same_samples(self, saved: Mapping[str, Any]) -> bool:
+        """Returns whether the order is that of a description, whatever the batches."""
+        names = ("num_samples", "shuffle", "seed") if self.shuffle else ("num_samples", "shuffle")
+        return all(saved[name] == getattr(self, name) for name in names)
+
+    def same_batches(self, saved: Mapping[str, Any]) -> bool:
+        """Returns whether the batches are those of a description, if the order is."""
+        return all(saved[name] == getattr(self, name) for name in ("global_batch_size", "num_replicas", "drop_last"))
+
+
+class InGlobalOrder(Protocol):
+    """A loader or batch sampler whose samples come in a global order."""
+
+    @property
+    def order(self) -> GlobalOrder:
+        """The order and how it is cut."""
+        ...
+
+    def start_at(self, consumed: int) -> None:
+        """Lets the next pass give what follows the first ``consumed`` samples of its epoch."""
+        ...
+
+
+def in_global_order(loader: Any) -> InGlobalOrder | None:
+    """Returns what gives a loader a global order, or None.
+
+    Example:
+        >>> in_global_order([1, 2]) is None
+        True
+    """
+    for owner in (loader, getattr(loader, "batch_sampler", None)):
+        if owner is not None and isinstance(getattr(owner, "order", None), GlobalOrder):
+            found: InGlobalOrder = owner
+            return found
+    return None
+
+
+def check_batch_size(batch_size: int | None, global_batch_size: int | None, *, owner: str) -> None:
+    """Raises unless exactly one size is given, and it is at least 1.
+
+    Raises:
+        ConfigError: none or both are given, or the size is below 1.
+    """
+    if (batch_size is None) == (global_batch_size is None):
+        raise ConfigError(
+            f"{owner}: give exactly one of batch_size={batch_size} (of each rank) and "
+            f"global_batch_size={global_batch_size} (of all ranks together)"
+        )
+    if batch_size is not None and batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size!r}: must be at least 1 row")

@@ -1,0 +1,172 @@
+"""Data shared among ranks: a batch sampler for map-style data sets, and every n-th item of anything else."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, TypeVar
+
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
+
+from treadle import distributed
+from treadle.data.order import GlobalOrder, check_batch_size
+from treadle.errors import ConfigError
+
+_T = TypeVar("_T")
+
+
+class RankBatchSampler(Sampler[list[int]]):
+    """Gives every rank its part of each batch: every sample once in an epoch, on one rank, equally many batches.
+
+    Pass it as ``batch_sampler`` to a ``DataLoader`` of torch or torch_geometric, for training and evaluation alike;
+    :class:`GlobalOrder` says how a short last batch is shared. No sample is repeated, so means and metrics over ranks
+    are those of one process. A run may go on with another number of ranks inside an epoch: the rest of the epoch
+    comes in the same order, without a sample lost or doubled.
+
+    Args:
+        data: a data set, or its number of samples.
+        batch_size: samples in a batch of one rank, >= 1.
+        global_batch_size: instead, samples in a batch of all ranks together; it stays when the number of ranks
+            changes, and with it the number of steps in an epoch.
+        shuffle: a new order for each epoch; it is the same on all ranks.
+        seed: seeds the orders; equal on all ranks.
+        drop_last: leave a short last batch out.
+        rank: which part is read here, from 0; None takes that of the process group.
+        num_replicas: how many share the data; None takes all ranks of the process group, 1 without one.
+
+    Raises:
+        ConfigError: not exactly one size is given, only one of ``rank`` and ``num_replicas`` is, or a number is
+            outside its range.
+
+    Example:
+        >>> [list(RankBatchSampler(9, 2, rank=rank, num_replicas=2)) for rank in range(2)]
+        [[[0, 1], [4, 5], [7]], [[2, 3], [6], [8]]]
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        batch_size: int | None = None,
+        *,
+        global_batch_size: int | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        num_replicas: int | None = None,
+    ):
+        check_batch_size(batch_size, global_batch_size, owner="RankBatchSampler")
+        check_rank(rank, num_replicas)
+        self.data = data
+        self.batch_size = batch_size
+        self.global_batch_size = global_batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        self._rank = rank
+        self._num_replicas = num_replicas
+        self._start = 0
+
+    @property
+    def order(self) -> GlobalOrder:
+        """The order and how it is cut; read anew each time, since a process group may be started later."""
+        replicas = distributed.world_size() if self._num_replicas is None else self._num_replicas
+        size = self.global_batch_size if self.batch_size is None else self.batch_size * replicas
+        assert size is not None, "the constructor checks it"
+        length = self.data if isinstance(self.data, int) else len(self.data)
+        return GlobalOrder(length, size, replicas, self.shuffle, self.seed, self.drop_last)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch whose order the next pass has; an engine calls it."""
+        self.epoch = epoch
+        self._start = 0
+
+    def start_at(self, consumed: int) -> None:
+        """Lets the next pass give what follows the first ``consumed`` samples of its epoch."""
+        self._start = consumed
+
+    def __len__(self) -> int:
+        """Returns the batches of a whole epoch, the same on all ranks."""
+        return self.order.num_batches()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yields the indices of each batch of this rank."""
+        order, start = self.order, self._start
+        rank = distributed.rank() if self._rank is None else self._rank
+        rows = order.rows(self.epoch)
+        for number in range(order.num_batches(start)):
+            part = order.part(number, rank, start)
+            yield list(part) if rows is None else rows[part.start : part.stop].tolist()
+
+
+def check_rank(rank: int | None, num_replicas: int | None) -> None:
+    """Raises unless both or none are given, and they fit.
+
+    Raises:
+        ConfigError: one is missing, or the rank is not below the number.
+    """
+    if (rank is None) != (num_replicas is None):
+        raise ConfigError(f"rank={rank} and num_replicas={num_replicas}: give both, or none to ask the process group")
+    if rank is not None and num_replicas is not None and not 0 <= rank < num_replicas:
+        raise ConfigError(f"rank={rank}: must be from 0 to num_replicas - 1 = {num_replicas - 1}")
+
+
+def rank_and_worker() -> tuple[int, int]:
+    """Returns which of how many readers this is, counting every worker of a loader on every rank.
+
+    For data sets of your own that yield: take item i where ``i % count == index``.
+
+    Returns:
+        (index, count), 0 <= index < count; (0, 1) in one process without workers.
+
+    Example:
+        >>> rank_and_worker()
+        (0, 1)
+    """
+    return _reader(*_ranks())
+
+
+def _ranks() -> tuple[int, int]:
+    """Returns rank and number of ranks, also in a worker that was spawned and so has no process group."""
+    if get_worker_info() is not None and not distributed.is_distributed():
+        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return distributed.rank(), distributed.world_size()
+
+
+def _reader(rank: int, world_size: int) -> tuple[int, int]:
+    info = get_worker_info()
+    worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+    return rank * workers + worker, world_size * workers
+
+
+class _Shard(IterableDataset[_T]):
+    def __init__(self, iterable: Iterable[_T]):
+        self.iterable = iterable
+        self._of_main_process: tuple[int, int] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A spawned worker has no process group, and a launcher need not set its environment.
+        return {**self.__dict__, "_of_main_process": self._of_main_process or _ranks()}
+
+    def __iter__(self) -> Iterator[_T]:
+        index, count = _reader(*(self._of_main_process or _ranks()))
+        return itertools.islice(self.iterable, index, None, count)
+
+
+def shard_iterable(iterable: Iterable[_T]) -> IterableDataset[_T]:
+    """Returns a data set that gives each rank, and each of its loader's workers, every n-th item of an iterable.
+
+    All of them iterate over the whole iterable, which must give the same items in the same order everywhere, and each
+    leaves out what the others read. Where passing over items is costly, use :func:`rank_and_worker` to open other
+    files in each.
+
+    Args:
+        iterable: picklable if the loader's workers are spawned; a fresh iterator is made for each epoch.
+
+    Example:
+        >>> list(shard_iterable("abc"))
+        ['a', 'b', 'c']
+    """
+    return _Shard(iterable)
