@@ -16,8 +16,9 @@ from treadle.data.cursor import Group
 from treadle.errors import ConfigError, NonFiniteError
 from treadle.guard import Place
 from treadle.nested import map_nested_tensor
-from treadle.session import leave_on_signal
+from treadle.session import leave_after_step, notices
 from treadle.task import StepOutput, WeighsTerms, add_output
+from treadle.weights import GroupWeights
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -88,6 +89,14 @@ def sum_term_counts(engine: Engine, batches: Sequence[Any]) -> Mapping[str, floa
             totals[term] = totals.get(term, 0.0) + float(count)
     summed = distributed.sum_over_ranks(torch.tensor(list(totals.values()), dtype=torch.float64), engine.device)
     return dict(zip(totals, summed.tolist(), strict=True))
+
+
+def group_weights(engine: Engine, group: Group) -> GroupWeights:
+    """Returns what weighs the micro-batches of a step and, on several ranks, carries what they tell each other."""
+    return GroupWeights(
+        len(group.batches), device=engine.device, undivided=engine.term_totals is not None,
+        largest=engine.accumulation_steps, notices=lambda: notices(engine),
+    )  # fmt: skip
 
 
 def note_output(engine: Engine, output: StepOutput) -> None:
@@ -181,4 +190,4 @@ def finish_step(engine: Engine, outcome: Outcome) -> None:
         add_output(engine.epoch_means, output)
     engine.emit("on_after_step")
     engine.write_requested()
-    leave_on_signal(engine)
+    leave_after_step(engine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from treadle.errors import ConfigError
 
-_BUCKET_ELEMENTS = 1 << 23
 _control: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the default group and the one made for it
 
 
@@ -78,30 +77,33 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def collective_device(device: torch.device) -> torch.device:
-    """Returns where a tensor must lie for a collective: the accelerator under NCCL, else the CPU."""
-    return device if dist.get_backend() == "nccl" else torch.device("cpu")
+    """Returns where a tensor must lie for a collective: on its device, or on the CPU if the ranks talk by gloo."""
+    return torch.device("cpu") if dist.get_backend() == "gloo" else device
 
 
 def sum_over_ranks(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns the sum of a tensor over all ranks on the tensor's own device; ``tensor`` on one rank."""
-    if world_size() == 1:
-        return tensor
-    moved = tensor.detach().to(collective_device(device), copy=True)
-    dist.all_reduce(moved)
-    return moved.to(tensor.device)
+    """Returns the sum of a tensor over all ranks on the tensor's own device; ``tensor`` on one rank.
+
+    A tensor on the CPU goes through the control group, so that no rank's host waits for a GPU.
+    """
+    return _reduced(tensor, dist.ReduceOp.SUM)
 
 
 def max_over_ranks(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns the maximum of a tensor over all ranks on the tensor's own device; ``tensor`` on one rank."""
+    return _reduced(tensor, dist.ReduceOp.MAX)
+
+
+def _reduced(tensor: Tensor, op: Any) -> Tensor:
     if world_size() == 1:
         return tensor
-    moved = tensor.detach().to(collective_device(device), copy=True)
-    dist.all_reduce(moved, op=dist.ReduceOp.MAX)
+    moved = tensor.detach().to(collective_device(tensor.device), copy=True)
+    dist.all_reduce(moved, op=op, group=control_group() if moved.device.type == "cpu" else None)
     return moved.to(tensor.device)
 
 
 def agree(value: int, device: torch.device) -> int:
-    """Returns the largest value any rank gives: one all-reduce, one decision for all.
+    """Returns the largest value any rank gives: one all-reduce between the hosts, one decision for all.
 
     Example:
         >>> agree(3, torch.device("cpu"))
@@ -109,7 +111,22 @@ def agree(value: int, device: torch.device) -> int:
     """
     if world_size() == 1:
         return value
-    return int(max_over_ranks(torch.tensor(value, dtype=torch.int64), device).item())
+    return int(max_over_ranks(torch.tensor(value, dtype=torch.int64), device).numpy())
+
+
+def tell_ranks(values: Sequence[float]) -> list[list[float]]:
+    """Returns the numbers of every rank, in rank order: one exchange between the hosts.
+
+    Example:
+        >>> tell_ranks([1.0, 2.0])
+        [[1.0, 2.0]]
+    """
+    told = torch.tensor(values, dtype=torch.float64)
+    if world_size() == 1:
+        return [told.tolist()]
+    heard = [torch.empty_like(told) for _ in range(world_size())]
+    dist.all_gather(heard, told, group=control_group())
+    return [numbers.tolist() for numbers in heard]
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -142,65 +159,10 @@ def replicated(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
     return inner if isinstance(inner, nn.parallel.DistributedDataParallel) else None
 
 
-def local_backward(model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
-    """Keeps ranks from exchanging gradients inside the block.
-
-    Replicas never exchange in a backward pass: one without a loss on some rank would make the others wait for ever.
-    :func:`exchange` does it afterwards. Other models exchange with the last micro-batch of a step.
-    """
-    replicas = replicated(model)
-    if replicas is not None:
-        replicas.require_forward_param_sync = False  # buffers are exchanged with the gradients
-        return replicas.no_sync()
-    return contextlib.nullcontext() if last else no_sync(model)
-
-
-@torch.no_grad()
-def exchange(model: nn.Module, device: torch.device) -> None:
-    """Gives every replica the mean gradients over the ranks, and the buffers of rank 0.
-
-    A rank without a gradient counts as zeros; a parameter without one on every rank stays without.
-    """
-    replicas = replicated(model)
-    if replicas is None or world_size() == 1:
-        return
-    parameters = [parameter for parameter in replicas.parameters() if parameter.requires_grad]
-    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-    used = max_over_ranks(present, device).tolist()
-    grads = []
-    for parameter, anywhere in zip(parameters, used, strict=True):
-        if anywhere and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if parameter.grad is not None:
-            grads.append(parameter.grad)
-    for bucket in _buckets(grads):
-        flat = torch.cat([grad.reshape(-1) for grad in bucket]) / world_size()
-        flat = sum_over_ranks(flat, device)
-        parts = torch.split(flat, [grad.numel() for grad in bucket])
-        torch._foreach_copy_(bucket, [part.view_as(grad) for part, grad in zip(parts, bucket, strict=True)])
-    if replicas.broadcast_buffers:
-        for buffer in replicas.buffers():
-            shared = buffer.to(collective_device(device))
-            dist.broadcast(shared, src=0)
-            buffer.copy_(shared)
-
-
-def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups gradients of one type and place, up to a size that is worth a message."""
-    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for grad in grads:
-        bucket = buckets.setdefault((grad.dtype, grad.device), [])
-        if bucket and sum(other.numel() for other in bucket) + grad.numel() > _BUCKET_ELEMENTS:
-            yield list(bucket)
-            bucket.clear()
-        bucket.append(grad)
-    yield from (bucket for bucket in buckets.values() if bucket)
-
-
 def gather_objects(value: Any) -> list[Any]:
     """Returns one value per rank, in rank order, on every rank."""
     if world_size() == 1:
         return [value]
     gathered: list[Any] = [None] * world_size()
-    dist.all_gather_object(gathered, value)
+    dist.all_gather_object(gathered, value, group=control_group())
     return gathered

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -82,7 +83,6 @@ class Engine:
     """
 
     face = "engine"
-    exchange: GradientExchange
 
     def __init__(
         self,
@@ -292,10 +292,8 @@ class Engine:
         """
         self.prepare()
         begin_step(self)
-        try:
+        with contextlib.closing(self.exchange):
             outcome = self.train_step(Group(list(batches), [0.0] * len(batches)))
-        finally:
-            self.exchange.close()
         if outcome == "refused":
             raise non_finite_error(self)
         finish_step(self, outcome)
@@ -335,11 +333,8 @@ class Engine:
             precision=self.precision,
             eval_seed=self.eval_seed,
             cursor=self.eval_cursor,
-            interrupted=self._signalled if self.exit_plans else None,
+            interrupted=session.interruption(self),
         )
-
-    def _signalled(self) -> bool:
-        return bool(distributed.agree(self.signals.received or 0, self.device))
 
     def request_write(self, write: Callable[[], Any]) -> None:
         """Asks for a file to be written once every hook has seen the step, so that hook order cannot matter."""
@@ -360,7 +355,7 @@ class Engine:
         announce_running(self)
         self.averages = averages_of_hooks(self)
         self.base = FrozenBase(self.model)
-        self.exchange = gradient_exchange(self.model)
+        self.exchange: GradientExchange = gradient_exchange(self.model)
         self.guard = finite_guard(self)
         self._prepared = True
 

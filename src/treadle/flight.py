@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle import distributed
+from treadle.gradients import total_norm
 from treadle.nested import flatten_nested_dict
 from treadle.optim import parameter_names
 from treadle.seed import RngState
@@ -220,12 +221,13 @@ def _run_again(engine: Engine, finding: Finding) -> None:
     weights = GroupWeights(len(group.batches), device=engine.device, undivided=engine.term_totals is not None)
     for number, batch in enumerate(group.batches):
         finding.micro_batch = number if finding.module is None else finding.micro_batch
-        with distributed.no_sync(engine.model):
+        with engine.exchange.micro_batch(syncs=False):
             with engine.precision.autocast():
                 output = as_step_output(engine.forward(batch), training=True)
             loss = weights.scaled(output) if one_rank else output.loss
             finding.losses.append(None if output.loss is None else float(output.loss.detach()))
             finding.loss_finite &= output.loss is None or is_finite(output.loss.detach())
+            loss = engine.exchange.loss_or_zero(loss)
             if loss is not None:
                 engine.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
 
@@ -280,4 +282,4 @@ def layer_norms(engine: Engine) -> dict[str, Tensor]:
             if parameter.grad is not None:
                 layer = names.get(id(parameter), "<unnamed>").rpartition(".")[0] or "<the model itself>"
                 parts.setdefault(layer, []).append(parameter.grad)
-    return {layer: nn.utils.get_total_norm(grads) for layer, grads in parts.items()}
+    return {layer: total_norm(grads) for layer, grads in parts.items()}

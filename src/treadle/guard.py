@@ -88,6 +88,7 @@ class FiniteGuard:
         deferred: whether the answer comes one step late; only where the optimizer skips on the device, and not with
             retries, an fp16 scaler or a plan.
         plan: what a hook asks for at a refusal, or None.
+        agreed: whether gradients and weights are the same on all ranks already, so that nothing is to be exchanged.
 
     Example:
         >>> guard = FiniteGuard(torch.device("cpu"))
@@ -95,8 +96,11 @@ class FiniteGuard:
         Verdict(finite=False, counted=True)
     """
 
-    def __init__(self, device: torch.device, *, deferred: bool = False, plan: RefusalPlan | None = None):
+    def __init__(
+        self, device: torch.device, *, deferred: bool = False, plan: RefusalPlan | None = None, agreed: bool = False
+    ):
         self.device = device
+        self.agreed = agreed
         self.deferred = deferred
         self.plan = plan
         self._waiting: tuple[Place, Tensor, torch.cuda.Event] | None = None
@@ -109,7 +113,7 @@ class FiniteGuard:
         bad = ~torch.isfinite(norm).reshape(1)
         if isinstance(total_weight, Tensor):
             bad = torch.cat([bad, ~(total_weight.to(norm.device) > 0).reshape(1)])
-        shared = distributed.max_over_ranks(bad.to(torch.uint8), self.device)
+        shared = bad if self.agreed else distributed.max_over_ranks(bad.to(torch.uint8), self.device)
         flags = [bool(flag) for flag in (shared.numpy() if shared.device.type == "cpu" else shared.tolist())]
         return Verdict(finite=not flags[0], counted=len(flags) == 1 or not flags[1])
 

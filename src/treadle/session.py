@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from torch.nn.parameter import is_lazy
@@ -57,8 +57,10 @@ def finite_guard(engine: Engine) -> FiniteGuard:
     """Returns what protects the weights: on the device, where nobody must know of a refused step at once."""
     plan = refusal_plan(engine)
     must_know_now = bool(engine.max_non_finite_grad_retries) or engine.precision.scaled or plan is not None
-    deferred = not must_know_now and skips_on_device(engine.optimizer, engine.device)
-    return FiniteGuard(engine.device, deferred=deferred, plan=plan)
+    # A fused optimizer over sharded parameters is not known to skip on the device.
+    can_wait = not must_know_now and not distributed.is_sharded(engine.model)
+    deferred = can_wait and skips_on_device(engine.optimizer, engine.device)
+    return FiniteGuard(engine.device, deferred=deferred, plan=plan, agreed=engine.exchange.equal)
 
 
 def resume_from_hooks(engine: Engine) -> None:
@@ -99,6 +101,7 @@ def training_session(engine: Engine) -> Iterator[None]:
     finally:
         engine.cursor.close()
         engine.eval_cursor.close()
+        engine.exchange.close()
         close_hooks(engine, opened, failure)
 
 
@@ -136,11 +139,49 @@ def check_before_training(engine: Engine) -> None:
         )  # fmt: skip
 
 
+def notices(engine: Engine) -> tuple[float, float]:
+    """Returns what this rank tells the others in each step: the signal that it received, and whether it is to stop."""
+    return float(engine.signals.received or 0), float(engine.should_stop)
+
+
+def stops_here(engine: Engine) -> bool:
+    """Returns whether the run stops after this step: on several ranks, once all of them have been told."""
+    if distributed.world_size() == 1:
+        return engine.should_stop
+    if any(stop for _, stop in engine.heard):
+        engine.should_stop = True
+        return True
+    return False
+
+
+def ranks_stop(engine: Engine) -> bool:
+    """Returns whether any rank is to stop, between two epochs, and stops this one too."""
+    engine.should_stop = bool(distributed.agree(int(engine.should_stop), engine.device))
+    return engine.should_stop
+
+
+def leave_after_step(engine: Engine) -> None:
+    """As :func:`leave_on_signal`, by what the ranks told each other in the step: nothing more is exchanged."""
+    if distributed.world_size() == 1:
+        leave_on_signal(engine)
+    elif engine.exit_plans:
+        _leave(engine, int(max((signal for signal, _ in engine.heard), default=0)))
+
+
+def interruption(engine: Engine) -> Callable[[], bool] | None:
+    """Returns what says that an evaluation is to be abandoned for a signal; None where no hook waits for one."""
+    if not engine.exit_plans:
+        return None
+    return lambda: bool(distributed.agree(engine.signals.received or 0, engine.device))
+
+
 def leave_on_signal(engine: Engine) -> None:
     """If a signal arrived on any rank: saves by each hook's plan, waits, and raises SystemExit."""
-    if not engine.exit_plans:
-        return
-    received = distributed.agree(engine.signals.received or 0, engine.device)
+    if engine.exit_plans:
+        _leave(engine, distributed.agree(engine.signals.received or 0, engine.device))
+
+
+def _leave(engine: Engine, received: int) -> None:
     if not received:
         return
     plans = [plan for plan in engine.exit_plans if received in plan.signals] or engine.exit_plans

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,10 +21,20 @@ class GroupWeights:
     with the weights (fp16), equal weights give exactly ``loss / size`` and no second division, and a single
     micro-batch on one rank is not scaled at all: a plain loop is matched to the bit.
 
+    Ranks tell each other their numbers after the first and after the last forward pass of a step, which is one
+    exchange where a step has one micro-batch. It is between the hosts; only weights that lie on a device are reduced
+    there.
+
     Args:
         size: micro-batches in the group.
-        device: where collectives run.
+        device: where weights on a device are reduced over ranks.
         undivided: gradients are summed, not averaged (the task divided by its totals already).
+        largest: micro-batches of a whole group, equal on all ranks; by default ``size``.
+        notices: what ranks tell each other on the last of these occasions.
+
+    Attributes:
+        total: the weight of the group; after its last micro-batch that of all ranks.
+        heard: the notices of each rank, after the last micro-batch on several ranks.
 
     Example:
         >>> weights = GroupWeights(1, device=torch.device("cpu"))
@@ -33,82 +43,139 @@ class GroupWeights:
         (True, None)
     """
 
-    def __init__(self, size: int, *, device: torch.device, undivided: bool = False):
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: torch.device,
+        undivided: bool = False,
+        largest: int | None = None,
+        notices: Callable[[], Sequence[float]] = tuple,
+    ):
         self.size = size
         self.device = device
         self.undivided = undivided
         self.num_losses = 0
         self.total: float | Tensor = 0.0
+        self.heard: list[list[float]] = []
+        self._last = size
+        self._tells_twice = max(largest or 1, size) > 1
+        self._notices = notices
+        self._seen = 0
+        self._first: float | Tensor = 0.0
         self._reference: float | Tensor | None = None
-        self._reduction = "mean"
+        self._reduction: str | None = None
         self._ranks = distributed.world_size()
+        self._anybody = False
 
     def scaled(self, output: StepOutput) -> Tensor | None:
         """Returns the loss to backpropagate, or None when the micro-batch contributes nothing.
 
         Raises:
-            ConfigError: the weight is negative or not finite, or means and sums meet in one group.
+            ConfigError: the weight is negative or not finite, or means and sums meet in one step.
         """
         weight = _checked(output.weight)
         missing = output.loss is None or (not isinstance(weight, Tensor) and weight == 0)
-        if self._reference is None and not self.undivided and not self._alone:
-            self._share_reference(0.0 if missing else weight)
+        if not missing:
+            self._count(output, weight)
+        self._seen += 1
+        self._agree(0.0 if missing else weight)
         if output.loss is None or missing:
             return None
-        if self.num_losses and output.reduction != self._reduction:
-            raise ConfigError(
-                f"reduction={output.reduction!r}: an earlier micro-batch of this step had {self._reduction!r}; "
-                "a step either averages its losses or adds them up"
-            )
-        self._reduction = output.reduction
-        self.num_losses += 1
-        self.total = self.total + weight
-        if self.undivided or output.reduction == "sum":
-            self.undivided = True
-            return output.loss
-        if self._alone or self._reference is None:
+        if self.undivided or self._alone or self._reference is None:
             return output.loss
         return output.loss / (self.size * self._reference / weight)
+
+    def _count(self, output: StepOutput, weight: float | Tensor) -> None:
+        if self._reduction not in (None, output.reduction):
+            raise _mixed(output.reduction, f"an earlier micro-batch had {self._reduction!r}")
+        self._reduction = output.reduction
+        self.undivided |= output.reduction == "sum"
+        self.num_losses += 1
+        self.total = self.total + weight
 
     @property
     def _alone(self) -> bool:
         return self.size == 1 and self._ranks == 1
 
-    def _share_reference(self, weight: float | Tensor) -> None:
-        """Takes the first weight as reference; on several ranks all take part, with a loss or without."""
-        if self._ranks > 1:
-            weight = distributed.max_over_ranks(torch.as_tensor(weight, dtype=torch.float32), self.device)
+    def _agree(self, weight: float | Tensor) -> None:
+        """Finds the reference, and on several ranks everything else that must be the same on all of them."""
+        if self._ranks == 1:
+            if self._reference is None and not self.undivided and not self._alone:
+                self._take_reference(weight)
+            return
+        if self._seen == 1:
+            self._first = weight
+            if self._tells_twice:
+                self._share_reference(self._told())
+        if self._seen == self._last:
+            told = self._told()
+            if not self._tells_twice:
+                self._share_reference(told)
+            self._share_total(told)
+
+    def _take_reference(self, weight: float | Tensor) -> None:
         if isinstance(weight, Tensor):
             self._reference = torch.where(weight > 0, weight, torch.ones_like(weight)).float()
         elif weight > 0:
             self._reference = weight
 
+    def _told(self) -> dict[str, list[float]]:
+        """Tells the other ranks this one's numbers and returns those of all by their names."""
+        own = {
+            "size": self.size, "undivided": self.undivided, "losses": self.num_losses,
+            "summed": self._reduction == "sum", "averaged": self._reduction == "mean",
+            "first": _number(self._first), "first on device": isinstance(self._first, Tensor),
+            "total": _number(self.total), "total on device": isinstance(self.total, Tensor),
+        }  # fmt: skip
+        numbers = distributed.tell_ranks([*own.values(), *self._notices()])
+        self.heard = [told[len(own) :] for told in numbers]
+        return {name: [told[index] for told in numbers] for index, name in enumerate(own)}
+
+    def _share_reference(self, told: Mapping[str, list[float]]) -> None:
+        self.size = int(max(told["size"]))  # groups may differ where one rank's data ends first
+        self.undivided = any(told["undivided"])
+        if self.undivided:
+            return
+        if any(told["first on device"]):
+            first = torch.as_tensor(self._first, dtype=torch.float32, device=self.device)
+            self._take_reference(distributed.max_over_ranks(first, self.device))
+        else:
+            self._reference = max(told["first"]) or 1.0
+
+    def _share_total(self, told: Mapping[str, list[float]]) -> None:
+        if any(told["summed"]) and any(told["averaged"]):
+            raise _mixed(self._reduction or "none here", "another rank had another one")
+        self.undivided = any(told["undivided"])
+        self._anybody = any(told["losses"])
+        if any(told["total on device"]):
+            total = torch.as_tensor(self.total, dtype=torch.float64, device=self.device)
+            self.total = distributed.sum_over_ranks(total, self.device)
+        else:
+            self.total = sum(told["total"])
+
     def any_loss(self) -> bool:
-        """Decides for all ranks whether any had a loss, and makes the total the same kind of number everywhere."""
-        if self._ranks == 1:
-            return self.num_losses > 0
-        told = [self.num_losses > 0, isinstance(self.total, Tensor), self.undivided]
-        heard = distributed.max_over_ranks(torch.tensor(told, dtype=torch.uint8), self.device).tolist()
-        anybody, on_device, self.undivided = (bool(flag) for flag in heard)
-        if on_device:
-            self.total = torch.as_tensor(self.total, dtype=torch.float64)
-        return anybody
+        """Returns whether any micro-batch had a loss, on any rank."""
+        return self._anybody if self._ranks > 1 else self.num_losses > 0
 
     def divisor(self) -> float | Tensor | None:
-        """Returns what the gradients must be divided by, or None for nothing; they are averaged over ranks before.
-
-        Afterwards ``total`` is the sum over the ranks where it is a tensor.
-        """
+        """Returns what the gradients must be divided by, or None for nothing; they are averaged over ranks before."""
         if self.undivided:
             return None if self._ranks == 1 else 1.0 / self._ranks
         if self._alone or self._reference is None:
             return None
-        total = self.total
-        if self._ranks > 1:
-            total = distributed.sum_over_ranks(torch.as_tensor(total, dtype=torch.float64), self.device)
-            self.total = total if isinstance(self.total, Tensor) else self.total
-        divisor = total / (self._ranks * self.size * self._reference)
+        divisor = self.total / (self._ranks * self.size * self._reference)
         return None if not isinstance(divisor, Tensor) and divisor == 1.0 else divisor
+
+
+def _mixed(reduction: str, other: str) -> ConfigError:
+    return ConfigError(
+        f"reduction={reduction!r}: {other} in this step; a step either averages its losses or adds them up"
+    )
+
+
+def _number(value: float | Tensor) -> float:
+    return 0.0 if isinstance(value, Tensor) else value  # the host does not know what lies on a device
 
 
 def _checked(weight: float | Tensor | None) -> float | Tensor:
@@ -119,16 +186,6 @@ def _checked(weight: float | Tensor | None) -> float | Tensor:
     if not 0.0 <= weight < math.inf:
         raise ConfigError(f"weight={weight!r}: how many things the loss is a mean over must be finite and >= 0")
     return float(weight)
-
-
-@torch.no_grad()
-def divide_(grads: Sequence[Tensor], divisor: float | Tensor | None) -> None:
-    """Divides gradients in place, all in one call; None leaves them alone."""
-    if divisor is None or not grads:
-        return
-    if isinstance(divisor, Tensor):
-        divisor = divisor.to(device=grads[0].device, dtype=torch.float32)
-    torch._foreach_div_(list(grads), divisor)
 
 
 def as_count(count: Tensor) -> float | Tensor:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from treadle.errors import ConfigError
+from treadle.gradients import divide_
 from treadle.task import StepOutput
-from treadle.weights import GroupWeights, divide_
+from treadle.weights import GroupWeights
 
 CPU = torch.device("cpu")
 
