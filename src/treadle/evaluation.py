@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DistributedSampler
 
 from treadle import distributed
 from treadle.data.cursor import Cursor
@@ -16,7 +17,7 @@ from treadle.data.sources import generators_of
 from treadle.means import RunningMeans
 from treadle.nested import as_number, flatten_nested_dict, unflatten
 from treadle.precision import Precision
-from treadle.seed import forked_rng
+from treadle.seed import forked_rng, mix_seed
 from treadle.task import HasMetrics, Task, add_output, as_step_output
 
 
@@ -43,7 +44,7 @@ def evaluate(
         precision: autocast as in training.
         eval_seed: seeds the RNG of the evaluation.
         cursor: reused between evaluations to keep a loader's persistent workers.
-        interrupted: asked before each batch.
+        interrupted: asked before each batch; on several ranks, before each that all of them have.
 
     Returns:
         ``loss``, the records, then the metrics; all reduced over ranks.
@@ -55,14 +56,16 @@ def evaluate(
     metrics = task.new_metrics() if isinstance(task, HasMetrics) else None
 
     def score(batch: Any) -> None:
-        if interrupted is not None and interrupted():
-            raise EvaluationAbandoned
         output = as_step_output(task.step(model, batch), training=False)
         add_output(means, output)
         if metrics is not None and output.outputs is not None:
             metrics.update(output.outputs)
 
-    for_each_batch(model, loader, score, precision=precision, eval_seed=eval_seed, cursor=cursor)
+    for_each_batch(
+        model, loader, score, precision=precision, eval_seed=eval_seed, cursor=cursor, interrupted=interrupted
+    )
+    if distributed.world_size() > 1:
+        means.align(distributed.gather_objects(means.names()))  # a rank may have had no batch, and so no names
     values = means.compute(lambda table: distributed.sum_over_ranks(table, precision.device))
     result = {"loss": values.get("loss", math.nan), **values.get("records", {})}
     return {**result, **(_as_numbers(metrics.compute()) if metrics is not None else {})}
@@ -87,25 +90,60 @@ def for_each_batch(
     precision: Precision,
     eval_seed: int = 0,
     cursor: Cursor | None = None,
+    interrupted: Callable[[], bool] | None = None,
 ) -> None:
     """Calls ``fn`` with every batch under the rules of an evaluation.
 
     Eval mode, no gradients, autocast, and an RNG of its own. The mode of every module, the generators of the loader
-    and the training RNG are put back, also after an exception.
+    and the training RNG are put back, also after an exception. Ranks may have unequal numbers of batches, unless the
+    model is sharded: then they need each other in every forward pass.
+
+    Raises:
+        ConfigError: the model is sharded and the ranks have unequal numbers of batches.
+        EvaluationAbandoned: ``interrupted`` says so.
     """
     cursor = Cursor() if cursor is None else cursor
+    cursor.ranks = "together" if distributed.is_sharded(model) else "apart" if interrupted is None else "told"
     with evaluation_rules(model, loader, eval_seed=eval_seed):
         cursor.restart()
+        cursor.warn(copies_in(loader))
         cursor.open(loader)
+        left_in_common = math.inf if cursor.lengths is None else cursor.lengths.common
         while batches := cursor.take(1).batches:
+            if interrupted is not None and left_in_common > 0 and interrupted():
+                raise EvaluationAbandoned
+            left_in_common -= 1
             with precision.autocast():
                 fn(batches[0])
+
+
+def copies_in(loader: Any) -> list[str]:
+    """Says what a DistributedSampler does to the means of an evaluation; nothing for other loaders.
+
+    Example:
+        >>> from torch.utils.data import DataLoader, DistributedSampler
+        >>> copies_in(DataLoader(range(4), sampler=DistributedSampler(range(4), num_replicas=2, rank=0)))
+        []
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        return []
+    copies = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]  # a map-style data set has a length
+    if not copies:
+        return []
+    return [
+        f"the evaluation's DistributedSampler repeats {copies} of {sampler.total_size - copies} samples so that the "
+        f"{sampler.num_replicas} ranks have equally many: they count twice in means over ranks; a "
+        "treadle.data.RankBatchSampler repeats none"
+    ]
 
 
 @contextlib.contextmanager
 def evaluation_rules(model: nn.Module, loader: Any, *, eval_seed: int = 0) -> Iterator[None]:
     """Eval mode, no gradients, and random numbers of its own inside the block; training does not notice."""
-    with forked_rng(eval_seed), _kept_generators(loader), evaluation_mode(model):
+    rank = distributed.rank()
+    seed = mix_seed(eval_seed, rank) if rank else eval_seed  # ranks must not draw the same
+    with forked_rng(seed), _kept_generators(loader), evaluation_mode(model):
         yield
 
 
@@ -115,11 +153,24 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _kept_to_itself(distributed.replicated(model)):
             yield
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextlib.contextmanager
+def _kept_to_itself(replicas: nn.parallel.DistributedDataParallel | None) -> Iterator[None]:
+    """Keeps a replica from exchanging buffers in its forward passes, of which other ranks may have fewer."""
+    if replicas is None:
+        yield
+        return
+    before, replicas.require_forward_param_sync = replicas.require_forward_param_sync, False
+    try:
+        yield
+    finally:
+        replicas.require_forward_param_sync = before
 
 
 @contextlib.contextmanager

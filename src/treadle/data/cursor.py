@@ -95,10 +95,12 @@ class Cursor:
     def attach(self, loader: Any) -> None:
         """Names the loader; cheap when it is the one already attached."""
         if loader is not self._loader:
+            if self._place.start:  # the samples that are left are found again in another loader
+                self._loaded = {**self.state_dict(), "loader": None}
             self._source = open_source(loader)
             self._loader = loader
             self._iterator = None
-            self._warn(self._source.warnings(resuming=False))
+            self.warn(self._source.warnings(resuming=False))
 
     def open(self, loader: Any) -> None:
         """Opens the running epoch: afresh, where it stands, or at the position of a loaded checkpoint."""
@@ -116,6 +118,7 @@ class Cursor:
     def _ask_ranks(self) -> None:
         """Learns how long the epoch is on the other ranks, before any of them begins it."""
         if self.ranks == "apart" or distributed.world_size() == 1:
+            self.lengths = None
             return
         source, ordered = self._the_source(), in_global_order(self._loader)
         certain = source.exact or isinstance(self._loader, (list, tuple, range))
@@ -145,7 +148,7 @@ class Cursor:
         self._go_to_place(loaded)
         if self._place.keeps_state:
             self._refuse_other_workers(loaded)
-        self._warn(self._place.warnings + self._mismatches(loaded) + source.warnings(resuming=True))
+        self.warn(self._place.warnings + self._mismatches(loaded) + source.warnings(resuming=True))
         _set_generators(self._loader, opening["generators"])
         RngState.from_plain(opening["rng"]).restore()
         keeps_state = self._place.keeps_state and loaded.get("kind") == source.kind
@@ -233,14 +236,14 @@ class Cursor:
             group.batches.append(batch)
             group.sample_ids.append(source.ids_at(self.position - self._passed))
             self.position += 1
-            if source.exact and self.position >= (source.length or 0) and not self._asks_at_each_step:
+            if source.exact and not self._asks_at_each_step and self.position >= (source.length or 0):
                 source.finish(self._iterator)
                 self.ended = True
         if self._asks_at_each_step:
             self._end_with_the_first(group, count)
         if self.ended:
             self._iterator = None
-            self._warn(source.warnings(resuming=False))
+            self.warn(source.warnings(resuming=False))
         return group
 
     def _end_with_the_first(self, group: Group, count: int) -> None:
@@ -250,7 +253,7 @@ class Cursor:
         if unused:
             self.position -= unused
             more = "" if self.ended else " or more"
-            self._warn([
+            self.warn([
                 f"rank {distributed.rank()}: another rank has no more data in this epoch, so it ends for all: "
                 f"{unused}{more} micro-batches are not used here"
             ])  # fmt: skip
@@ -370,7 +373,8 @@ class Cursor:
             )
         return [f"resume inside an epoch is not exact: {sentence}" for sentence in words]
 
-    def _warn(self, sentences: list[str]) -> None:
+    def warn(self, sentences: list[str]) -> None:
+        """Logs what was not said before."""
         for sentence in sentences:
             if sentence not in self._warned:
                 self._warned.add(sentence)
