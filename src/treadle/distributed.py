@@ -63,7 +63,22 @@ def is_sharded(model: nn.Module) -> bool:
         >>> is_sharded(nn.Linear(1, 1))
         False
     """
-    return any(is_dtensor(parameter) for parameter in model.parameters())
+    return bool(sharded_parts(model)) or any(is_dtensor(parameter) for parameter in model.parameters())
+
+
+def sharded_parts(model: nn.Module) -> list[Any]:
+    """Returns the modules of a model that ``fully_shard`` was called on."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    return [] if module is None else [part for part in model.modules() if isinstance(part, module.FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the whole weights that a forward pass without a backward pass left behind in a sharded model.
+
+    Its parameters are their parts again, and the next forward pass gathers what they have become until then.
+    """
+    for part in sharded_parts(model):
+        part.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:

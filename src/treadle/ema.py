@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from treadle.device import get_device
-from treadle.distributed import unwrap
+from treadle.distributed import is_sharded, local, reshard, unwrap
 from treadle.errors import ConfigError
 from treadle.naming import load_model_state, model_state
 
@@ -36,6 +36,9 @@ class Ema(AveragedModel):
     The shadow starts as a copy of the weights it is given, so there is no first-update copy. Half-precision
     weights are averaged in float32: in bfloat16 a step of 1e-4 of the difference would round to nothing.
 
+    Of a sharded model every rank averages its parts. ``module`` then has the parameters and buffers under their names
+    and cannot be called: use :meth:`swapped_into`.
+
     Args:
         model: the model to average, wrapped or not.
         decay: d in [0, 1].
@@ -44,7 +47,7 @@ class Ema(AveragedModel):
         device: where the shadow lives; None puts it beside the model.
 
     Raises:
-        ConfigError: a value is outside its range.
+        ConfigError: a value is outside its range, or a device is given for the average of a sharded model.
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False); _ = nn.init.ones_(model.weight)
@@ -64,7 +67,13 @@ class Ema(AveragedModel):
         device: torch.device | str | int | None = None,
     ):
         check_average(decay, update_interval)
-        super().__init__(unwrap(model), device=get_device(device) if device is not None else None)
+        source = unwrap(model)
+        if is_sharded(source):
+            if device is not None:
+                raise ConfigError(f"device={device!r}: the average of a sharded model lies beside its parts; use None")
+            reshard(source)
+            source = _bare(source, set(source.state_dict()))
+        super().__init__(source, device=get_device(device) if device is not None else None)
         self.decay = decay
         self.update_interval = update_interval
         self.use_buffers = use_buffers
@@ -91,10 +100,12 @@ class Ema(AveragedModel):
         self.num_updates += 1
 
     def _pairs(self, source: nn.Module) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """Gives shadow, live weight, and whether it is a buffer: of what is spread over ranks, this rank's parts."""
+        reshard(source)
         for shadow, live in zip(self.module.parameters(), source.parameters(), strict=True):
-            yield shadow, live.detach(), False
+            yield local(shadow.detach()), local(live.detach()), False
         for shadow_buffer, live_buffer in zip(self.module.buffers(), source.buffers(), strict=True):
-            yield shadow_buffer, live_buffer.detach(), True
+            yield local(shadow_buffer), local(live_buffer.detach()), True
 
     @torch.no_grad()
     def restart_from(self, model: nn.Module) -> None:
@@ -143,6 +154,30 @@ class Ema(AveragedModel):
         """
         load_model_state(self.module, entry["shadow"], what="average", kept=kept)
         self.num_updates = int(entry["num_updates"])
+
+
+def _bare(module: nn.Module, persistent: Collection[str]) -> nn.Module:
+    """Returns a tree of empty modules with the parameters and buffers of another, which refuses to be copied.
+
+    Args:
+        module: what ``fully_shard`` was called on.
+        persistent: the names of its state dict.
+    """
+    made: dict[int, nn.Module] = {}
+
+    def build(inner: nn.Module, prefix: str) -> nn.Module:
+        if id(inner) in made:
+            return made[id(inner)]
+        bare = made[id(inner)] = nn.Module()
+        for name, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
+            bare.register_parameter(name, parameter)
+        for name, buffer in inner.named_buffers(recurse=False, remove_duplicate=False):
+            bare.register_buffer(name, buffer, persistent=prefix + name in persistent)
+        for name, child in inner._modules.items():
+            bare.add_module(name, None if child is None else build(child, f"{prefix}{name}."))
+        return bare
+
+    return build(module, "")
 
 
 def _widen_halves(module: nn.Module) -> None:

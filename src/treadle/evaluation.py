@@ -149,7 +149,11 @@ def evaluation_rules(model: nn.Module, loader: Any, *, eval_seed: int = 0) -> It
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Puts every module into eval mode without gradients, and each module's own mode back afterwards."""
+    """Puts every module into eval mode without gradients, and each module's own mode back afterwards.
+
+    A sharded model has its parts as parameters before and after.
+    """
+    distributed.reshard(model)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -158,6 +162,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+        distributed.reshard(model)
 
 
 @contextlib.contextmanager

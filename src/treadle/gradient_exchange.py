@@ -201,10 +201,7 @@ class ReplicaExchange(GradientExchange):
             self._copy_back(bucket, heard)
             bucket.flat = bucket.work = None
         if self.replicas.broadcast_buffers:
-            for buffer in self.replicas.buffers():
-                shared = buffer.to(distributed.collective_device(buffer.device))
-                dist.broadcast(shared, group=self._group, group_src=0)
-                buffer.copy_(shared)
+            _share_buffers(list(self.replicas.buffers()), self._group)
 
     def _heard(self) -> Sequence[int]:
         """Returns for each parameter what any rank has to say of its gradient."""
@@ -244,22 +241,38 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
     return buckets
 
 
+@torch.no_grad()
+def _share_buffers(buffers: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Gives every rank the buffers of the first, in one message for each type and place."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in buffers:
+        by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for some in by_kind.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in some])
+        flat = flat.to(distributed.collective_device(flat.device))
+        dist.broadcast(flat, group=group, group_src=0)
+        for buffer, part in zip(some, torch.split(flat, [buffer.numel() for buffer in some]), strict=True):
+            buffer.copy_(part.view_as(buffer))
+
+
 class ShardExchange(GradientExchange):
     """Gradients of a model that ``fully_shard`` spread over ranks: torch reduces them in the backward pass.
 
     That pass is collective, so a rank whose micro-batch has no loss runs one of zeros through what the model gave.
+    Saved buffers, such as the running mean of a batch norm, are those of rank 0 after a step, as in replicas.
 
     Args:
         model: has parameters that are spread over ranks.
     """
 
     def __init__(self, model: nn.Module):
-        from torch.distributed.fsdp import FSDPModule
-
         super().__init__(model)
         self.equal = True
-        self._parts = [part for part in distributed.unwrap(model).modules() if isinstance(part, FSDPModule)]
+        self._parts = distributed.sharded_parts(model)
         self._outputs: list[Tensor] = []
+        inner = distributed.unwrap(model)
+        saved = inner.state_dict().keys()
+        self._buffers = [buffer for name, buffer in inner.named_buffers() if name in saved]
 
     @contextlib.contextmanager
     def micro_batch(self, *, syncs: bool) -> Iterator[None]:
@@ -272,6 +285,8 @@ class ShardExchange(GradientExchange):
         finally:
             handle.remove()
             self._outputs = []
+        if syncs and distributed.world_size() > 1:
+            _share_buffers([buffer for buffer in self._buffers if not distributed.is_dtensor(buffer)])
 
     def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
         def keep(tensor: Tensor) -> Tensor:

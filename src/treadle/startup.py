@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from treadle import distributed
+from treadle.naming import clean_name
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -18,6 +19,7 @@ def start_block(engine: Engine) -> str:
         "device": f"{engine.device} ({_why_device(engine)})",
         "precision": _precision(engine),
         "ranks": _ranks(),
+        "model": _model(engine),
         "start": _start(engine),
         "target": f"{engine.target}",
         "non-finite": _non_finite(engine),
@@ -48,6 +50,17 @@ def _ranks() -> str:
     if not distributed.is_distributed():
         return "1 (no process group was started)"
     return f"{size} (process group {torch.distributed.get_backend()}), this is rank {distributed.rank()}"
+
+
+def _model(engine: Engine) -> str:
+    if distributed.replicated(engine.model) is not None:
+        return "a replica on each rank, gradients exchanged during the backward pass"
+    if not distributed.is_sharded(engine.model):
+        return "whole, on this rank"
+    names = {module: clean_name(name) for name, module in distributed.unwrap(engine.model).named_modules()}
+    blocks = [names[part] for part in distributed.sharded_parts(engine.model) if names.get(part)]
+    shown = ", ".join(blocks[:8]) + (f" and {len(blocks) - 8} more" if len(blocks) > 8 else "")
+    return f"sharded over the ranks; gathered one at a time: {shown or 'nothing but the whole'}"
 
 
 def _start(engine: Engine) -> str:

@@ -1,0 +1,108 @@
+"""A small regression that one process, replicas and sharded models train alike; for the tests of steps on ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from treadle.engine import Engine
+from treadle.parallel import parallelize
+from treadle.task import StepOutput
+
+
+class Net(nn.Module):
+    """Blocks in a list, a norm, and a head that is tied to the first layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inward = nn.Linear(5, 7)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 7), nn.GELU()) for _ in range(2))
+        self.narrow = nn.Linear(7, 5)
+        self.outward = nn.Linear(5, 7)
+        self.outward.weight = self.inward.weight
+
+    def forward(self, x):
+        x = self.inward(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.outward(self.narrow(x))
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return Net()
+
+
+class Rows:
+    """The mean over the rows of a batch, weighted by their number; an empty batch runs the model and has no loss."""
+
+    def __init__(self, run_empty=True):
+        self.run_empty = run_empty
+
+    def step(self, model, batch, totals=None, generator=None):
+        if len(batch) == 0:
+            if self.run_empty:
+                model(torch.zeros(1, 5))
+            return StepOutput(None)
+        errors = (model(batch) - batch.sum(1, keepdim=True)).square().mean(1)
+        return StepOutput(errors.mean(), {"size": float(len(batch))}, weight=float(len(batch)))
+
+
+def batches(sizes, seed=1):
+    """A micro-batch of so many rows for each number."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randn(size, 5, generator=generator) for size in sizes]
+    return rows
+
+
+def share(rank, ranks, sizes, seed=1):
+    """This rank's micro-batches; ``sizes`` has those of all ranks for one moment after the other."""
+    return batches([size for moment in sizes for size in moment], seed)[rank::ranks]
+
+
+def engine_of(kind, *, make=torch.optim.SGD, lr=0.3, task=None, settings=None, model=None, **rest):
+    """An engine over a model of ``kind``: None, "ddp" or "fsdp"; the optimizer was made before."""
+    model = net() if model is None else model
+    optimizer = make(model.parameters(), lr=lr)
+    if kind is not None:
+        model = parallelize(model, kind, optimizer=optimizer, **(settings or {}))
+    return Engine(model, optimizer, task or Rows(), device="cpu", **rest)
+
+
+def whole(model):
+    """The weights by name, put together from all ranks; a collective where the model is sharded."""
+    state = model.state_dict()
+    return {
+        name.removeprefix("module."): (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+        for name, value in state.items()
+    }
+
+
+def train(kind, sizes, k=1, **rest):
+    """Trains over all micro-batches, k a step; returns weights, norms and what each step said."""
+    from treadle.hooks.base import BaseHook
+
+    said = []
+
+    class Note(BaseHook):
+        def on_after_step(self, trainer):
+            info = trainer.step_info
+            said.append((info["applied"], round(float(info.get("grad_norm", -1.0)), 4)))
+
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if kind is not None else (len(sizes[0]), None)
+    hooks = [*rest.pop("hooks", []), Note()]
+    steps = len(sizes) // k
+    if kind is None:
+        engine = engine_of(None, accumulation_steps=k * ranks, hooks=hooks, **rest)
+        engine.run(share(0, 1, sizes), max_steps=steps)
+    else:
+        engine = engine_of(kind, accumulation_steps=k, hooks=hooks, **rest)
+        engine.run(share(rank, ranks, sizes), max_steps=steps)
+    return {"weights": whole(engine.model), "said": said, "engine": engine}
+
+
+def differing(mine, other, tolerance=2e-6):
+    """The names of weights that differ by more than ``tolerance``."""
+    assert mine.keys() == other.keys()
+    return [name for name, value in mine.items() if not torch.allclose(value, other[name], atol=tolerance, rtol=1e-5)]
