@@ -107,6 +107,8 @@ class AstroRunConfig:
 
     def __post_init__(self) -> None:
         at_least(1, threads=self.threads)
+        if not 0 <= self.hidden_scalars <= 0.5:
+            raise ConfigError(f"hidden_scalars={self.hidden_scalars!r}: must lie in [0, 0.5]")
         if self.mixed_precision not in (None, "bf16", "fp16"):
             raise ConfigError(f"mixed_precision={self.mixed_precision!r}: must be none, bf16 or fp16")
 

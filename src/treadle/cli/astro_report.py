@@ -160,12 +160,12 @@ def _tokens_table(quality: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def _predictions_table(predictions: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title="One modality from another, test objects", title_justify="left", box=None, pad_edge=False)
-    table.add_column("variance explained, rmse", min_width=26)
-    for name in ("objects", "model", "ridge", "true bin", "rmse", "ridge", "mean"):
+    table.add_column("variance explained, rmse", min_width=27)
+    for name in ("objects", "model", "ridge", "true bin", "rmse", "ridge"):
         table.add_column(name, justify="right")
     for found in predictions:
         explained = [_number(found[method]["explained"]) for method in ("model", "ridge", "bins")]
-        errors = [f"{found[method]['rmse']:.3g}" for method in ("model", "ridge", "mean")]
+        errors = [f"{found[method]['rmse']:.3g}" for method in ("model", "ridge")]
         table.add_row(question_name(found["target"], found["given"]), f"{found['n']:,}", *explained, *errors)
     return table
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import os
 import re
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,15 +17,14 @@ import pytest
 from rdkit import RDConfig
 
 import graph_data_kit  # noqa: F401  (lets the warnings of torch_geometric's import through)
+from command_kit import Killed, Stop, files, interrupt, kill, read, treadle
 from helpers import differences
 from treadle import load_weights
 from treadle.checkpoint import load_checkpoint
 from treadle.cli import graphs_report
 from treadle.cli.graphs_config import GraphsConfig
 from treadle.cli.main import main
-from treadle.engine import Engine
 from treadle.graphs import get_dataset
-from treadle.hooks.base import BaseHook
 from treadle.observers import observing
 
 TINY = [
@@ -51,24 +48,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def run(root: Path, out: Path, *arguments: str) -> int:
-    """Runs the command in this process and returns its exit code."""
-    with pytest.raises(SystemExit) as left:
-        main(["train", "graphs", *TINY, f"dataset.root={root}", "--out", str(out), "--device", "cpu", *arguments])
-    return left.value.code if isinstance(left.value.code, int) else 0
+    return treadle("train", "graphs", *TINY, f"dataset.root={root}", "--out", out, "--device", "cpu", *arguments)
 
 
 def evaluate(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as left:
-        main(["evaluate", *map(str, arguments), "--device", "cpu"])
-    return left.value.code if isinstance(left.value.code, int) else 0
-
-
-def read(*parts: object) -> dict:
-    return json.loads(Path(*map(str, parts)).read_text(encoding="utf-8"))
-
-
-def files(folder: Path) -> dict[str, int]:
-    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    return treadle("evaluate", *arguments, "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -191,36 +175,6 @@ def the_end(out: Path) -> dict[str, object]:
     return {"history": history, "metrics": read(out, "metrics.json"), "steps": steps, **trees}
 
 
-class Killed(BaseException):
-    """Stands for the end of the process: nothing in the library may hold it up."""
-
-
-def kill() -> None:
-    raise Killed
-
-
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-class Stop(BaseHook):
-    """Does something at one event of one step."""
-
-    def __init__(self, event: str, step: int, act: Callable[[], None]):
-        self.step, self.act = step, act
-        setattr(self, event, self._happens)
-
-    def _happens(self, trainer: Engine, *rest: object) -> None:
-        if trainer.step == self.step:
-            self.act()
-
-    def before_building(self, engine: Engine) -> None:
-        """Of the step face only."""
-
-    def before_running(self, engine: Engine) -> None:
-        engine.hooks = [*engine.hooks, self]
-
-
 PLACES_TO_STOP = {
     "first step, nothing saved": ("on_before_optimizer_step", 1),
     "first epoch evaluated, not written": ("on_after_epoch", 4),
@@ -321,6 +275,7 @@ def test_a_damaged_last_checkpoint_is_named_and_passed_over(
         (["training.scheduler.type=cosin"], ["'cosin'", "'cosine'"]),
         (["dataset.splits=official", "dataset.seed=3"], ["seed"]),
         (["pe.node.dim=2"], ["node.dim=2"]),
+        (["pe.node.lap.k=4"], ["pe.node.lap.k=4", "pe.node.type is 'rwse'"]),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_exit_code_2(

@@ -1,0 +1,63 @@
+"""What tests of the commands of packs share: running one, looking at its files, stopping it at a place."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treadle.cli.main import main
+from treadle.engine import Engine
+from treadle.hooks.base import BaseHook
+
+
+def treadle(*arguments: object) -> int:
+    """Runs a command in this process and returns its exit code."""
+    with pytest.raises(SystemExit) as left:
+        main([str(argument) for argument in arguments])
+    return left.value.code if isinstance(left.value.code, int) else 0
+
+
+def read(*parts: object) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(Path(*map(str, parts)).read_text(encoding="utf-8"))
+    return values
+
+
+def files(folder: Path) -> dict[str, int]:
+    """Returns when each file of a folder was last written."""
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing in the library may hold it up."""
+
+
+def kill() -> None:
+    raise Killed
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+class Stop(BaseHook):
+    """Does something at one event of one step."""
+
+    def __init__(self, event: str, step: int, act: Callable[[], None]):
+        self.step, self.act = step, act
+        setattr(self, event, self._happens)
+
+    def _happens(self, trainer: Engine, *rest: object) -> None:
+        if trainer.step == self.step:
+            self.act()
+
+    def before_building(self, engine: Engine) -> None:
+        """Of the step face only."""
+
+    def before_running(self, engine: Engine) -> None:
+        engine.hooks = [*engine.hooks, self]
