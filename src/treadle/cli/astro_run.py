@@ -25,7 +25,7 @@ from treadle.cli.astro_data import TOKENIZERS, AstroData, prepare_data
 from treadle.cli.astro_report import finish_run, print_results, print_start
 from treadle.cli.console import as_settings
 from treadle.cli.overrides import apply_overrides
-from treadle.cli.run_folder import explain_changes, readable, set_aside, stored_json, writable
+from treadle.cli.run_folder import explain_changes, finished_metrics, readable, set_aside, stored_json, writable
 from treadle.cli.settings import changes
 from treadle.cli.start_block import cpu_threads, print_settings
 from treadle.device import get_device
@@ -82,10 +82,8 @@ def run_astro(
         ImportError: a package is missing; the message names what to install.
     """
     run = AstroRun(read_settings(settings, device), out, get_device(device), messages)
-    finished = stored_json(out / "metrics.json") if resume else None
-    best = run.checkpoints / "best.pt"
-    if finished is not None and finished.get("config") == run.config.to_dict() and best.exists():
-        _log.info("%s is finished; --no-resume would start it afresh", out)
+    finished = finished_metrics(out, run.config.to_dict(), needed=["checkpoints/best.pt"]) if resume else None
+    if finished is not None:
         print_results(finished, out, results)
         return finished
     with cpu_threads(run.config.threads):

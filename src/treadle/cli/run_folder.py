@@ -32,6 +32,25 @@ def stored_json(path: Path) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
+def finished_metrics(out: Path, settings: Mapping[str, Any], *, needed: Collection[str] = ()) -> dict[str, Any] | None:
+    """Returns what ``metrics.json`` holds if the run of a folder is finished and is of these settings, else None.
+
+    Args:
+        out: the run folder.
+        settings: nested plain values, as ``metrics.json`` has them under ``config``.
+        needed: files of the folder that must be there too.
+
+    Example:
+        >>> finished_metrics(Path("no_such_run"), {}) is None
+        True
+    """
+    found = stored_json(out / "metrics.json")
+    if found is None or found.get("config") != settings or not all((out / name).exists() for name in needed):
+        return None
+    _log.info("%s is finished; --no-resume would start it afresh", out)
+    return found
+
+
 @contextmanager
 def usable_config(run: Path) -> Iterator[dict[str, Any]]:
     """Gives the settings in the folder of a pack's run, and turns what does not fit into a ConfigError.

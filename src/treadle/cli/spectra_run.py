@@ -20,7 +20,7 @@ from treadle.checkpoint.lock import check_free
 from treadle.checkpoint.store import find_latest, write_text
 from treadle.cli.console import as_settings
 from treadle.cli.overrides import apply_overrides
-from treadle.cli.run_folder import readable, stored_json, writable
+from treadle.cli.run_folder import finished_metrics, readable, stored_json, writable
 from treadle.cli.settings import changes
 from treadle.cli.spectra_config import FLAGS, SpectraConfig, check_changes
 from treadle.cli.spectra_data import SpectraData, prepare_data
@@ -61,10 +61,8 @@ def run_spectra(
     """
     where = get_device(device)
     config = read_settings(settings, device)
-    values = config.to_dict()
-    finished = stored_json(out / "metrics.json") if resume else None
-    if finished is not None and finished.get("config") == values and (out / "best_model.pt").exists():
-        _log.info("%s is finished; --no-resume would start it afresh", out)
+    finished = finished_metrics(out, config.to_dict(), needed=["best_model.pt"]) if resume else None
+    if finished is not None:
         print_results(finished, out, results)
         return finished
     with cpu_threads(config.threads):

@@ -18,7 +18,7 @@ from treadle.checkpoint.lock import check_free, run_lock
 from treadle.checkpoint.store import load_weights, write_text
 from treadle.cli.console import as_settings
 from treadle.cli.overrides import apply_overrides
-from treadle.cli.run_folder import explain_changes, readable, set_aside, stored_json, writable
+from treadle.cli.run_folder import explain_changes, finished_metrics, readable, set_aside, stored_json, writable
 from treadle.cli.settings import changes
 from treadle.cli.start_block import cpu_threads, print_settings
 from treadle.cli.text_config import FREE, TextConfig, needs_new_lora
@@ -75,9 +75,8 @@ def run_text(
         ImportError: a package of the extra ``hf`` is missing.
     """
     config = read_settings(settings, device)
-    finished = stored_json(out / "metrics.json") if resume else None
-    if finished is not None and finished.get("config") == config.to_dict():
-        _log.info("%s is finished; --no-resume would start it afresh", out)
+    finished = finished_metrics(out, config.to_dict()) if resume else None
+    if finished is not None:
         print_results(finished, out, results)
         return finished
     with cpu_threads(config.threads), without_progress_bars():

@@ -5,29 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Optional
 
-import typer
-
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
+from treadle.cli.pack_options import Device, Out, Resume, Show, settings_argument
 
 
 def graphs(
-    settings: Annotated[
-        Optional[list[str]],  # noqa: UP045  (typer on Python 3.10 reads this form)
-        typer.Argument(
-            metavar="KEY=VALUE", show_default=False,
-            help="Settings, such as pe=none model.hidden_dim=96 training.epochs=20.",
-        ),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="The run folder; made if it is not there.")] = Path("runs/graphs"),
-    device: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="cpu, cuda, cuda:1, mps. By default CUDA, then MPS, then the CPU.", show_default=False),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on from the folder's checkpoint, or start afresh.")
-    ] = True,
-    show: Annotated[bool, typer.Option("--show-settings", help="Show every setting and its value, and leave.")] = False,
-) -> None:  # fmt: skip
+    settings: Annotated[Optional[list[str]], settings_argument("pe=none training.epochs=20")] = None,  # noqa: UP045
+    out: Out = Path("runs/graphs"),
+    device: Device = None,
+    resume: Resume = True,
+    show: Show = False,
+) -> None:
     """Train a graph transformer with positional encodings on 4,990 real molecules and show what it learned.
 
     The molecules come with rdkit; nothing is downloaded unless dataset names a benchmark. A run that was stopped, at

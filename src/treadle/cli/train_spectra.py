@@ -5,25 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Optional
 
-import typer
-
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
+from treadle.cli.pack_options import Device, Out, Resume, Show, settings_argument
 
 
 def spectra(
-    settings: Annotated[
-        Optional[list[str]],  # noqa: UP045  (typer on Python 3.10 reads this form)
-        typer.Argument(metavar="KEY=VALUE", show_default=False, help="Settings, such as epochs=20 model.d_model=32."),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="The run folder; made if it is not there.")] = Path("runs/spectra"),
-    device: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="cpu, cuda, cuda:1, mps. By default CUDA, then MPS, then the CPU.", show_default=False),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on from the folder's checkpoint, or start afresh.")
-    ] = True,
-    show: Annotated[bool, typer.Option("--show-settings", help="Show every setting and its value, and leave.")] = False,
+    settings: Annotated[Optional[list[str]], settings_argument("epochs=20 model.d_model=32")] = None,  # noqa: UP045
+    out: Out = Path("runs/spectra"),
+    device: Device = None,
+    resume: Resume = True,
+    show: Show = False,
 ) -> None:
     """Train a masked autoencoder on 1,939 real near-infrared spectra and show what it learned.
 

@@ -1,0 +1,30 @@
+"""The options that the commands of all packs have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+Out = Annotated[Path, typer.Option(help="The run folder; made if it is not there.")]
+Device = Annotated[
+    Optional[str],  # noqa: UP045  (typer on Python 3.10 reads this form)
+    typer.Option(help="cpu, cuda, cuda:1, mps. By default CUDA, then MPS, then the CPU.", show_default=False),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume/--no-resume", help="Go on from the folder's checkpoint, or start afresh.")
+]
+Show = Annotated[bool, typer.Option("--show-settings", help="Show every setting and its value, and leave.")]
+
+
+def settings_argument(example: str) -> typer.models.ArgumentInfo:
+    """Returns the argument ``KEY=VALUE``.
+
+    Args:
+        example: settings that the command has.
+    """
+    found: typer.models.ArgumentInfo = typer.Argument(
+        metavar="KEY=VALUE", show_default=False, help=f"Settings, such as {example}."
+    )
+    return found
