@@ -29,7 +29,8 @@ from treadle.errors import ConfigError
 _PIECE_LOGITS = 3 << 24
 # Numbers of the head's gradient that exist beside their sum at one time: 32 MiB in bfloat16.
 _PRODUCT = 1 << 24
-# Rows of logits begin at multiples of this, as the fast matrix products of GPUs ask for; V itself may be odd.
+# The fast matrix products of GPUs want every length to be a multiple of 8 or more; with 68,613 ids as they are they
+# took seven times as long. So rows of logits begin at multiples of this, and the last ids are multiplied apart.
 _ALIGNED = 64
 # In float16 a sum over the rows of a piece could leave the range; hidden states this much smaller keep it inside.
 _FLOAT16_SHRINK = 2.0**-5
@@ -149,6 +150,7 @@ class _HeadLogits:
         hidden_NE = hidden.reshape(-1, hidden.shape[-1])
         self.hidden_NE, self.weight_VE = hidden_NE.to(dtype), weight_VE.to(dtype)
         self.vocab_size = len(weight_VE)
+        self.parts = _aligned_parts(self.weight_VE)
         self.device = hidden.device
         self.piece_logits = _PIECE_LOGITS
         self.shrink = _FLOAT16_SHRINK if dtype == torch.float16 else 1.0
@@ -158,8 +160,9 @@ class _HeadLogits:
 
     def at(self, rows: Rows) -> Tensor:
         hidden_RE = self.hidden_NE[rows]
-        logits = hidden_RE.new_empty(len(hidden_RE), -(-self.vocab_size // _ALIGNED) * _ALIGNED)
-        torch.mm(hidden_RE, self.weight_VE.T, out=logits[:, : self.vocab_size])
+        logits = hidden_RE.new_empty(len(hidden_RE), sum(len(part) for _, part in self.parts))
+        for first, part in self.parts:
+            torch.mm(hidden_RE, part.T, out=logits[:, first : first + len(part)])
         logits[:, self.vocab_size :] = -torch.inf
         return logits
 
@@ -167,16 +170,24 @@ class _HeadLogits:
         return torch.bmm(self.hidden_NE[block.rows_GM], self._groups(self.weight_VE, block).mT)
 
     def add_at(self, rows: Rows, gradient_RV: Tensor, *, scale: float) -> None:
-        gradient_RV = gradient_RV[:, : self.vocab_size]
-        if self.hidden_grad_NE is not None:
-            product_RE = gradient_RV @ self.weight_VE
-            self.hidden_grad_NE[rows] += product_RE.to(self.hidden_grad_NE.dtype).mul_(scale)
-        if self.weight_grad_VE is not None:
-            hidden_RE = self._shrunk(self.hidden_NE[rows])
-            step = max(1, _PRODUCT // (hidden_RE.shape[1] * _ALIGNED)) * _ALIGNED
-            for start in range(0, self.vocab_size, step):
-                product_KE = gradient_RV[:, start : start + step].T @ hidden_RE
-                self.weight_grad_VE[start : start + step].add_(product_KE, alpha=scale / self.shrink)
+        for first, part in self.parts:
+            gradient_RK = gradient_RV[:, first : first + len(part)]
+            if self.hidden_grad_NE is not None:
+                product_RE = gradient_RK @ part
+                self.hidden_grad_NE[rows] += product_RE.to(self.hidden_grad_NE.dtype).mul_(scale)
+            if self.weight_grad_VE is not None:
+                sums_KE = self.weight_grad_VE[first : first + len(part)]
+                self._add_products(sums_KE, gradient_RK, self._shrunk(self.hidden_NE[rows]), scale / self.shrink)
+
+    @staticmethod
+    def _add_products(sums_KE: Tensor, gradient_RK: Tensor, hidden_RE: Tensor, factor: float) -> None:
+        """Adds ``factor`` times gradientᵀ @ hidden, some ids at a time; columns beyond the sums' are left out."""
+        ids = gradient_RK.shape[1]
+        step = _aligned(-(-ids // max(1, -(-ids * hidden_RE.shape[1] // _PRODUCT))))
+        for start in range(0, len(sums_KE), step):
+            product_KE = gradient_RK[:, start : start + step].T @ hidden_RE
+            sums = sums_KE[start : start + step]
+            sums.add_(product_KE[: len(sums)], alpha=factor)
 
     def add_of(self, block: Block, gradient_GMK: Tensor, *, scale: float) -> None:
         size = None
@@ -211,6 +222,22 @@ class _HeadLogits:
         num_groups = len(block.rows_GM)
         ids = table_VE[block.first_id : block.first_id + num_groups * block.num_ids]
         return torch.unflatten(ids, 0, (num_groups, block.num_ids))
+
+
+def _aligned(length: int) -> int:
+    return -(-length // _ALIGNED) * _ALIGNED
+
+
+def _aligned_parts(weight_VE: Tensor) -> list[tuple[int, Tensor]]:
+    """Returns (first id, rows) of parts of aligned lengths: nearly all rows as they are, the rest filled up with 0."""
+    whole = len(weight_VE) - len(weight_VE) % _ALIGNED
+    rest_KE = weight_VE[whole:]
+    parts = [(0, weight_VE[:whole])] if whole else []
+    if len(rest_KE):
+        filled_KE = rest_KE.new_zeros(_ALIGNED, rest_KE.shape[1])
+        filled_KE[: len(rest_KE)] = rest_KE
+        parts.append((whole, filled_KE))
+    return parts
 
 
 class _LossOfHidden(torch.autograd.Function):

@@ -183,6 +183,7 @@ def _cross_entropy(source: LogitSource, positions: LossPositions, scale: float, 
         sums += _negative_log_likelihoods(logits_RV, positions.ce_targets[piece], with_gradient)
         if with_gradient:
             source.add_at(rows, logits_RV, scale=scale)
+        del logits_RV  # so that the next piece can take its memory
     return torch.stack(sums).sum()
 
 

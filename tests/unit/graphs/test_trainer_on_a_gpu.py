@@ -13,7 +13,11 @@ from treadle import ReproducibilityContext
 from treadle.graphs import PaddingCollater, get_loss_fn, plan_buckets
 from treadle.hooks import BaseHook
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),  # said once a process
+]
 
 TASKS = {"regression": ({"width": 2, "unknown": 0.3}, 2), "classification": ({"classes": 3}, 3)}
 
