@@ -32,6 +32,7 @@ FREE = (
 """What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
 
 _TASKS = ("regression", "classification", "multilabel", "edge_prediction")
+_NONE_IS_A_CHOICE = ("pe.node.type", "pe.node.normalize", "pe.relative.type", "training.scheduler.type")
 _OPEN = ("dataset.graph_params", "dataset.task_params")  # their keys are for the data set to know
 
 
@@ -145,7 +146,8 @@ def read_settings(settings: Sequence[str], device: str | None = None) -> GraphsC
         if key in GROUPS:
             choices[key] = _choice(key, value.strip("'\""))
         else:
-            assignments.append((key, "null" if value.lower() == "none" else value))
+            is_null = value.lower() == "none" and key not in _NONE_IS_A_CHOICE
+            assignments.append((key, "null" if is_null else value))
     chosen = [f"{key}={value}" for key, value in choices.items()]
     with _composer() as compose:
         known = flat(compose(chosen))

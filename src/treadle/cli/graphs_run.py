@@ -21,6 +21,7 @@ from treadle.checkpoint.lock import check_free
 from treadle.checkpoint.store import find_latest, load_weights, write_text
 from treadle.cli.graphs_build import build_trainer, loader, prepare_data
 from treadle.cli.graphs_config import FREE, GraphsConfig, read_settings
+from treadle.cli.graphs_idle import refuse_idle
 from treadle.cli.graphs_report import finish_run, print_results, print_start
 from treadle.cli.run_folder import explain_changes, readable, set_aside, stored_json, writable
 from treadle.cli.settings import changes, flat
@@ -45,6 +46,7 @@ class GraphRun:
         device: None takes CUDA, then MPS, then the CPU.
         resume: go on from the folder's checkpoint; else an earlier run's checkpoints are set aside.
         checkpoint: a file whose weights a fresh start begins with.
+        given: the settings that were set by hand, as texts ``key=value``; one without effect is refused.
         results: where the summary goes.
         messages: where progress goes.
     """
@@ -55,6 +57,7 @@ class GraphRun:
     results: Console
     messages: Console
     checkpoint: Path | None = None
+    given: Sequence[str] = ()
 
     @property
     def checkpoints(self) -> Path:
@@ -75,7 +78,8 @@ def run_graphs(
         results: where the summary goes.
         messages: where progress goes.
     """
-    return train_graphs(read_settings(settings, device), GraphRun(out, device, resume, results, messages))
+    run = GraphRun(out, device, resume, results, messages, given=settings)
+    return train_graphs(read_settings(settings, device), run)
 
 
 def show_settings(settings: Sequence[str], device: str | None, console: Console) -> None:
@@ -110,7 +114,8 @@ def train_graphs(config: GraphsConfig, run: GraphRun) -> dict[str, Any]:
 
 def _train(config: GraphsConfig, run: GraphRun, device: torch.device) -> dict[str, Any]:
     data = prepare_data(config, run.messages)
-    trainer = build(config, run, data, device)
+    trainer = build(config, run, data, device)  # refuses wrong values, which say more than idle ones
+    refuse_idle(run.given, config, level=data.level, task_type=data.task_type)
     start = _open_folder(config, run, trainer)
     print_start(config, data, trainer, start=start, explicit=run.device is not None, console=run.messages)
     fit(trainer, config, data)

@@ -29,13 +29,15 @@ def train(cfg: Any) -> float | None:
         options = {key: values.pop(key, None) for key in _OF_TRAIN}
         if not isinstance(options["resume"], bool):
             raise ConfigError(f"resume={options['resume']!r}: must be true or false")
+        hydra = HydraConfig.get()
         run = GraphRun(
-            out=_short(Path(HydraConfig.get().runtime.output_dir)),
+            out=_short(Path(hydra.runtime.output_dir)),
             device=_text(options["device"]),
             resume=options["resume"],
             results=result_console(),
             messages=messages,
             checkpoint=None if options["checkpoint"] is None else Path(options["checkpoint"]),
+            given=list(hydra.overrides.task),
         )
         metrics = train_graphs(GraphsConfig.from_values(values), run)
     best: float | None = metrics["best_val_metric"]

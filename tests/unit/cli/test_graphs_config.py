@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from treadle.cli.graphs_config import CONF, FREE, GraphsConfig, read_settings
+from treadle.cli.graphs_idle import _OF_OPTIMIZER, _OF_SCHEDULER, refuse_idle
 from treadle.cli.settings import flat
 from treadle.errors import ConfigError
-from treadle.graphs import dataset_names
+from treadle.graphs import dataset_names, get_optimizer, get_scheduler
 from treadle.graphs.encodings import PE_PRESETS, parse_pe_config
 from treadle.graphs.model_options import ModelOptions
 
@@ -79,6 +83,8 @@ def test_settings_survive_a_checkpoint_and_a_yaml_file() -> None:
         (["model=gps", "model=light"], "model.num_layers", 4),
         (["training.grad_clip=None"], "training.grad_clip", None),
         (["training.loss.regression=null"], "training.loss.regression", None),
+        (["training.scheduler.type=none", "pe.node.normalize=none"], "training.scheduler.type", "none"),
+        (["pe.node.type=none"], "pe.node.type", "none"),
         (["training.optimizer.lr=1e-3"], "training.optimizer.lr", 1e-3),
         (["training.epochs=7", "train=default"], "training.epochs", 7),
         (["training.class_weights=[1, 2.5]"], "training.class_weights", [1, 2.5]),
@@ -132,3 +138,81 @@ def test_stored_settings_of_another_form_are_refused(change: dict[str, object], 
     with pytest.raises(ConfigError) as refused:
         GraphsConfig.from_values({**read_settings([]).to_dict(), **change})
     assert words in str(refused.value)
+
+
+@cache
+def composed(group: str) -> dict[str, Any]:
+    return read_settings([group] if group else []).to_dict()
+
+
+def quickly(texts: list[str]) -> GraphsConfig:
+    """What `read_settings` reads of a choice of encodings and of values; Hydra takes its time for each text."""
+    (group,) = [text for text in texts if text.startswith("pe=")] or [""]
+    values = OmegaConf.create(composed(group))
+    merged = OmegaConf.merge(values, OmegaConf.from_dotlist([t.lstrip("+") for t in texts if t != group]))
+    return GraphsConfig.from_values(OmegaConf.to_container(merged))
+
+
+PAIRS = {"level": "edge", "task_type": "regression"}
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (["pe=light", "pe.node.lap.k=8"], "pe.node.lap.k=8: would be without effect, as pe.node.type is 'rwse'"),
+        (["pe=light", "pe.node.rwse.scales=[2,4]"], None),
+        (["pe.node.lap.k=8", "pe.node.normalize=graph"], None),
+        (["pe=none", "pe.node.dim=64"], "as pe.node.enabled is False"),
+        (["pe=none", "pe.node.enabled=true"], None),
+        (["pe.relative.type=none", "pe.relative.num_buckets=8"], "as pe.relative.type is 'none'"),
+        (["pe.relative.type=none"], None),
+        (["pe.relative.scales=[1.0]"], "as pe.relative.type is 'spd'"),
+        (["pe.relative.type=diffusion", "pe.relative.scales=[1.0]"], None),
+        (["pe.relative.seed=3"], "as pe.relative.type is 'spd'"),
+        (["pe.relative.type=landmark", "pe.relative.seed=3"], None),
+        (["training.optimizer.momentum=0.5"], "as training.optimizer.type is 'adamw'"),
+        (["training.optimizer.momentum=null"], None),
+        (["training.optimizer.type=sgd", "training.optimizer.eps=1e-6"], "as training.optimizer.type is 'sgd'"),
+        (["training.scheduler.step_size=3"], "as training.scheduler.type is 'cosine_warmup'"),
+        (["training.scheduler.type=step", "training.scheduler.gamma=0.3", "training.scheduler.step_size=3"], None),
+        (["training.scheduler.type=none", "training.scheduler.min_lr=0.1"], "as training.scheduler.type is 'none'"),
+        (["training.loss.multilabel=bce"], "as the task of the data is 'regression'"),
+        (["training.loss.regression=mae"], None),
+        (["model.readout=max"], "as the targets of the data are those of pairs"),
+        (["model.name=mpnn", "model.num_heads=2"], "as the model has no attention"),
+        (["model.name=mpnn", "model.mpnn_type=gat", "model.num_heads=2"], None),
+        (["+pe.relative.reduce=[min]"], "pe.relative.reduce=['min']"),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_refused(texts: list[str], words: str | None) -> None:
+    config = quickly(texts)
+    if words is None:
+        refuse_idle(texts, config, **PAIRS)
+        return
+    with pytest.raises(ConfigError) as refused:
+        refuse_idle(texts, config, **PAIRS)
+    assert words in str(refused.value)
+
+
+def test_what_only_some_types_read_is_what_they_are_changed_by() -> None:
+    """The table of optimizers and schedules, against what they do with a setting."""
+    model = torch.nn.Linear(2, 2)
+    for kind, used in _OF_OPTIMIZER.items():
+        plain = get_optimizer(model, kind).defaults
+        for key, value in {"betas": (0.5, 0.6), "eps": 0.1, "momentum": 0.5}.items():
+            assert (get_optimizer(model, kind, **{key: value}).defaults != plain) == (key in used)
+    for kind, used in _OF_SCHEDULER.items():
+        for key, value in {"warmup_epochs": 3, "min_lr": 1e-5, "step_size": 2, "gamma": 0.5}.items():
+            assert (rates(kind, {key: value}) != rates(kind, {})) == (key in used), (kind, key)
+
+
+def rates(kind: str, settings: dict[str, Any]) -> list[float]:
+    optimizer = get_optimizer(torch.nn.Linear(2, 2), "sgd", lr=1e-3)
+    scheduler = get_scheduler(optimizer, kind, total_epochs=40, **settings)
+    found = []
+    for _ in range(35):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return found

@@ -100,7 +100,7 @@ def test_a_checkpoint_gives_the_weights_that_another_run_starts_from(
     trained: Path, tmp_path: Path, run: Callable[..., str]
 ) -> None:
     best = trained / "logs" / "experiment" / "checkpoints" / "best.pt"
-    arguments = (f"checkpoint={best}", "training.optimizer.lr=0", "training.scheduler.type=none", "training.epochs=1")
+    arguments = (f"checkpoint={best}", "training.optimizer.lr=0", "training.scheduler.min_lr=0", "training.epochs=1")
     said = run("train.py", tmp_path, *CHOICES, *SMALL, *arguments)
     assert f"with the weights of {best}" in said
     last, given = (load_checkpoint(path) for path in (tmp_path / "logs/experiment/checkpoints/last.pt", best))
@@ -120,4 +120,7 @@ def test_a_sweep_gives_every_run_a_folder_and_its_own_result(tmp_path: Path, run
 def test_a_key_that_is_none_is_refused(tmp_path: Path, run: Callable[..., str]) -> None:
     assert "Could not override 'model.foo'" in run("train.py", tmp_path, *CHOICES, "model.foo=1", code=1)
     assert "unknown setting 'training.foo'" in run("train.py", tmp_path, *CHOICES, "+training.foo=1", code=2)
+    assert "training.loss.multilabel=bce: would be without effect" in run(
+        "train.py", tmp_path, *CHOICES, *SMALL, "training.loss.multilabel=bce", code=2
+    )
     assert "resume=3: must be true or false" in run("train.py", tmp_path, *CHOICES, "resume=3", code=2)

@@ -26,8 +26,6 @@ _log = logging.getLogger("treadle.graphs")
 
 _Array: TypeAlias = npt.NDArray[Any]
 
-_MOST_NAMED = 20  # molecules without a graph that a log line names
-
 _OTHER = "other"
 _ATOM_PROPERTIES: dict[str, tuple[str | int, ...]] = {
     "element": ("B", "C", "N", "O", "F", "Si", "P", "S", "Cl", "As", "Se", "Br", "I", _OTHER),
@@ -172,12 +170,12 @@ def graphs_from_smiles(
     return graphs, unusable
 
 
-def describe_unusable(unusable: Sequence[str], total: int) -> str:
-    """Returns one sentence that counts the molecules that gave no graph and names them, of very many the first.
+def describe_unusable(unusable: Sequence[str], total: int, *, most: int = 20) -> str:
+    """Returns one sentence that counts the molecules that gave no graph and names the first ones, at most so many.
 
     Example:
         >>> describe_unusable(["number 2, 'C1CC': RDKit cannot read it"], 3)
         "1 of 3 SMILES left out: number 2, 'C1CC': RDKit cannot read it"
     """
-    more = f"; and {len(unusable) - _MOST_NAMED:,} more" if len(unusable) > _MOST_NAMED else ""
-    return f"{len(unusable):,} of {total:,} SMILES left out: {'; '.join(unusable[:_MOST_NAMED])}{more}"
+    more = f"; and {len(unusable) - most:,} more" if len(unusable) > most else ""
+    return f"{len(unusable):,} of {total:,} SMILES left out: {'; '.join(unusable[:most])}{more}"

@@ -91,8 +91,8 @@ def _processed(name: str, root: Path, key: dict[str, Any], build: Any) -> dict[s
     rdkit_version = import_rdkit("rdBase").rdkitVersion
     key = {"name": name, "version": _VERSION, "rdkit": rdkit_version, **key}
     content, from_file = cached(root / name, key, build)
-    if from_file and content["unusable"]:
-        _log.info("%s: %s", name, describe_unusable(content["unusable"], content["total"]))
+    if from_file and content["unusable"]:  # all were named when the file was made
+        _log.info("%s: %s", name, describe_unusable(content["unusable"], content["total"], most=3))
     return content
 
 
