@@ -43,7 +43,7 @@ from treadle.astro.model import CausalTransformerLM
 from treadle.astro.sampling import LossPositions, choose_positions, sample_positions
 from treadle.astro.scalar_tokenizer import ScalarTokenizer
 from treadle.astro.schedule import cosine_schedule_with_warmup
-from treadle.astro.sequences import collate_sequences, encode_sequence
+from treadle.astro.sequences import collate_sequences, encode_sequence, move_scalars_last
 from treadle.astro.survey_files import iter_columns, read_columns, read_survey
 from treadle.astro.survey_tokens import ScalarDropout, SurveyTokenizers, code_use, explained_variance, fit_tokenizers
 from treadle.astro.surveys import Survey, load_surveys
@@ -111,6 +111,7 @@ __all__ = [
     "load_tokenizers",
     "log_gradient_stats",
     "meaningful_loss",
+    "move_scalars_last",
     "prepare_codebooks",
     "quantile_bins",
     "read_columns",

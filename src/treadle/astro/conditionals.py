@@ -1,9 +1,11 @@
 """What a trained model says of one modality when it is shown others.
 
-A causal model gives each token from those before it, and scalars stand before spectra. So the distribution of a scalar
-given all the rest of its sequence is taken by Bayes' rule, from what the model gives as it is:
-p(bin | before, after) ∝ p(bin | before) · p(after | before, bin). Where nothing is known after the scalar the second
-factor is absent.
+A causal model gives each token from those before it. The distribution of a scalar given all the rest of its sequence is
+taken by Bayes' rule, from what the model gives as it is: p(bin | before, after) ∝ p(bin | before) · p(after | before,
+bin). Where nothing is known after the scalar the second factor is absent.
+
+`encode_sequence` puts spectra after scalars, and the errors of all spectrum tokens add up in that second factor. A
+model that was also trained with the scalars last (`move_scalars_last`) gives them from a spectrum without it.
 
 Shapes: N = sequences, L = positions, V = vocabulary, K = bins of a column, T = tokens of a modality, D = numbers behind
 one of them.
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treadle.astro.sequences import collate_sequences
+from treadle.astro.sequences import collate_sequences, move_scalars_last
 from treadle.astro.vocab import NUM_SPECIAL, VocabSpec
 from treadle.errors import ConfigError
 from treadle.evaluation import evaluation_mode
@@ -26,7 +28,13 @@ Sequences = Sequence[Mapping[str, Any]]
 
 
 def column_probabilities(
-    model: nn.Module, sequences: Sequences, vocab: VocabSpec, column: int, *, batch_size: int = 256
+    model: nn.Module,
+    sequences: Sequences,
+    vocab: VocabSpec,
+    column: int,
+    *,
+    scalars_last: bool = False,
+    batch_size: int = 256,
 ) -> Tensor:
     """Returns the model's distribution of a scalar given everything else in its sequence.
 
@@ -38,6 +46,7 @@ def column_probabilities(
         sequences: of `encode_sequence`, with one place for each column.
         vocab: the vocabulary.
         column: number of the column.
+        scalars_last: show the sequences with the scalars behind the spectra, for a model that was trained so.
         batch_size: rows of one forward pass.
 
     Returns:
@@ -56,7 +65,10 @@ def column_probabilities(
         torch.Size([1, 2])
     """
     first_id = vocab.scalar_id(column, 0)
-    places = [_place(vocab, sequence, number, column) for number, sequence in enumerate(sequences)]
+    section = -1 if scalars_last else 1
+    if scalars_last:
+        sequences = [move_scalars_last(sequence, vocab) for sequence in sequences]
+    places = [_place(vocab, sequence, number, column, section) for number, sequence in enumerate(sequences)]
     rows = max(1, batch_size // vocab.scalar_bins)
     found = []
     with evaluation_mode(model):
@@ -154,16 +166,16 @@ def hide_columns(sequences: Sequences, vocab: VocabSpec, columns: Sequence[int])
     return hidden
 
 
-def _place(vocab: VocabSpec, sequence: Mapping[str, Any], number: int, column: int) -> int:
-    """Returns the position of a column: the scalars follow the first SEP."""
+def _place(vocab: VocabSpec, sequence: Mapping[str, Any], number: int, column: int, section: int = 1) -> int:
+    """Returns the position of a column; the scalars are the second part of a sequence (1), or the last (-1)."""
     vocab.scalar_id(column, 0)
     ends = (torch.as_tensor(sequence["tokens"]) == vocab.sep_id).nonzero().flatten().tolist()
-    if len(ends) < 2 or ends[1] - ends[0] != vocab.n_columns + 1:
+    if len(ends) < 2 or ends[section] - ends[section - 1] != vocab.n_columns + 1:
         raise ConfigError(
             f"sequences[{number}] has no place for each of the {vocab.n_columns} columns; encode it with "
             "scalars=[None, ...] where they are missing"
         )
-    return int(ends[0]) + 1 + column
+    return int(ends[section - 1]) + 1 + column
 
 
 def _logits(model: nn.Module, tokens: Tensor, types: Tensor, attn_mask: Tensor) -> Tensor:

@@ -95,6 +95,7 @@ def cross_predict(
     test: Mapping[str, Survey],
     *,
     questions: Sequence[CrossPrediction] = CROSS_PREDICTIONS,
+    scalars_last: bool = False,
     batch_size: int = 256,
 ) -> list[CrossResult]:
     """Asks a model questions about test objects, and simple methods that learn from the training objects.
@@ -108,6 +109,7 @@ def cross_predict(
         train: surveys by name.
         test: other objects of the same surveys.
         questions: what to ask.
+        scalars_last: ask with the scalars behind the spectra, for a model that was trained so (`column_probabilities`).
         batch_size: rows of one forward pass.
 
     Raises:
@@ -121,7 +123,9 @@ def cross_predict(
         y_train, y_test = known_train.column(question.target), known_test.column(question.target)
         column = tokenizers.scalar.columns.index(question.target)
         centers = tokenizers.scalar.centers[column]
-        probabilities = _asked(model, tokenizers, known_test, question, batch_size)
+        probabilities = _asked(
+            model, tokenizers, known_test, question=question, scalars_last=scalars_last, batch_size=batch_size
+        )
         predicted = {
             "model": probabilities @ centers,
             "mean": np.full(len(y_test), y_train.mean()),
@@ -215,7 +219,13 @@ def _known(surveys: Mapping[str, Survey], question: CrossPrediction) -> Survey:
 
 
 def _asked(
-    model: nn.Module, tokenizers: SurveyTokenizers, survey: Survey, question: CrossPrediction, batch_size: int
+    model: nn.Module,
+    tokenizers: SurveyTokenizers,
+    survey: Survey,
+    *,
+    question: CrossPrediction,
+    scalars_last: bool,
+    batch_size: int,
 ) -> Floats:
     """Returns (N, K): the model is shown what the question gives, and MISS for all else."""
     shown = Survey(
@@ -231,7 +241,10 @@ def _asked(
     hidden = [number for number, name in enumerate(columns) if name not in given]
     sequences = hide_columns(tokenizers.encode(shown), vocab, hidden)
     target = columns.index(question.target)
-    return column_probabilities(model, sequences, vocab, target, batch_size=batch_size).numpy().astype(np.float64)
+    probabilities = column_probabilities(
+        model, sequences, vocab, target, scalars_last=scalars_last, batch_size=batch_size
+    )
+    return probabilities.numpy().astype(np.float64)
 
 
 def _classes(

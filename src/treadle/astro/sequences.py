@@ -71,6 +71,45 @@ def encode_sequence(
     return {"tokens": tokens, "types": vocab.types_of(tokens)}
 
 
+def move_scalars_last(sequence: Mapping[str, Any], vocab: VocabSpec) -> dict[str, Tensor]:
+    """Puts the scalars of a sequence behind its spectra: BOS, image, SEP, each group and SEP, scalars, SEP, EOS.
+
+    A causal model that was trained on this order too gives a scalar directly from a spectrum.
+
+    Args:
+        sequence: of `encode_sequence`.
+        vocab: the vocabulary.
+
+    Returns:
+        ``tokens`` and ``types``, both long (L,).
+
+    Raises:
+        ConfigError: the sequence does not have the SEP of every modality.
+
+    Example:
+        >>> from treadle.astro.vocab import build_vocab_spec
+        >>> vocab = build_vocab_spec(2, 4, 2, ["a", "b"], scalar_bins=2)
+        >>> encoded = encode_sequence(vocab, image=[0, 1], scalars=[1, None], spectra={"b": [0]})
+        >>> move_scalars_last(encoded, vocab)["tokens"].tolist()
+        [1, 5, 6, 3, 4, 3, 13, 3, 8, 4, 3, 2]
+    """
+    tokens, types = (torch.as_tensor(sequence[part]) for part in ("tokens", "types"))
+    ends = ((tokens == vocab.sep_id).nonzero().flatten() + 1).tolist()
+    if len(ends) != 2 + len(vocab.spectrum_groups):
+        raise ConfigError(
+            f"sequence: {len(ends)} SEP; one of encode_sequence has {2 + len(vocab.spectrum_groups)}, one behind the "
+            "image, the scalars and each spectrum group"
+        )
+    image, scalars, last = ends[0], ends[1], ends[-1]
+    lengths = [image, scalars - image, last - scalars, len(tokens) - last]
+
+    def moved(part: Tensor) -> Tensor:
+        first, columns, spectra, rest = part.split(lengths)
+        return torch.cat([first, spectra, columns, rest])
+
+    return {"tokens": moved(tokens), "types": moved(types)}
+
+
 def _numbers(tokens: Sequence[int] | Tensor | None) -> list[int]:
     return [] if tokens is None else torch.as_tensor(tokens).reshape(-1).tolist()
 

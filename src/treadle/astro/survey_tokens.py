@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from treadle.astro.scalar_tokenizer import MISSING, ScalarTokenizer
-from treadle.astro.sequences import encode_sequence
+from treadle.astro.sequences import encode_sequence, move_scalars_last
 from treadle.astro.surveys import Survey
 from treadle.astro.tokenizers import ImageTokenizer, SpectrumTokenizer
 from treadle.astro.vocab import VocabSpec
@@ -203,9 +203,11 @@ class ScalarDropout(Dataset[dict[str, Tensor]]):
         sequences: as `SurveyTokenizers.encode` gives them.
         vocab: the vocabulary.
         share: of the scalars of a sequence is drawn evenly from [0, 2 share], so that some show all and some few.
+        scalars_last: probability that the scalars stand behind the spectra (`move_scalars_last`). Between 0 and 1 the
+            model learns scalars from spectra as well as spectra from scalars.
 
     Raises:
-        ConfigError: the share is not in [0, 0.5].
+        ConfigError: the share is not in [0, 0.5], or the probability not in [0, 1].
 
     Example:
         >>> vocab = VocabSpec(2, 4, 2, ("a",), 2)
@@ -214,18 +216,31 @@ class ScalarDropout(Dataset[dict[str, Tensor]]):
         (1, torch.Size([9]))
     """
 
-    def __init__(self, sequences: Sequence[Mapping[str, Any]], vocab: VocabSpec, *, share: float = 0.25):
+    def __init__(
+        self,
+        sequences: Sequence[Mapping[str, Any]],
+        vocab: VocabSpec,
+        *,
+        share: float = 0.25,
+        scalars_last: float = 0.0,
+    ):
         if not 0 <= share <= 0.5:
             raise ConfigError(f"share={share}: must lie in [0, 0.5]; it is the mean share of hidden scalars")
+        if not 0 <= scalars_last <= 1:
+            raise ConfigError(f"scalars_last={scalars_last}: must be a probability, in [0, 1]")
         self.sequences = sequences
         self.vocab = vocab
         self.share = share
+        self.scalars_last = scalars_last
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens, types = self.sequences[index]["tokens"], self.sequences[index]["types"]
+        sequence = self.sequences[index]
+        if self.scalars_last and torch.rand(()) < self.scalars_last:
+            sequence = move_scalars_last(sequence, self.vocab)
+        tokens, types = sequence["tokens"], sequence["types"]
         limit = 2 * self.share * torch.rand(())
         scalar = (tokens >= self.vocab.base_scalar) & (tokens < self.vocab.first_spectrum_id)
         hidden = scalar & (torch.rand(tokens.shape) < limit)

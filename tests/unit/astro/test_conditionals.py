@@ -13,6 +13,7 @@ from treadle.astro import (
     encode_sequence,
     expected_vectors,
     hide_columns,
+    move_scalars_last,
 )
 from treadle.errors import ConfigError
 
@@ -68,6 +69,33 @@ def test_tokens_after_it_count_by_bayes_rule(tokens):
     expected = (PRIOR.log() + log_p(tokens)).softmax(0)
     found = column_probabilities(KnownWorld(), [sequence(tokens)], VOCAB, 1)
     assert torch.allclose(found[0], expected, atol=1e-5)
+
+
+def test_with_the_scalars_last_a_spectrum_comes_before_them_and_is_not_evidence_by_bayes_rule():
+    torch.manual_seed(0)
+    model = CausalTransformerLM(VOCAB.vocab_size, 8, 16, 2, 2, 32, 0.0, 32).eval()
+    sequences = [sequence([1, 0, 1], scalars=(2, bin), image=image) for bin in (None, 1) for image in (None, [0, 1])]
+    found = column_probabilities(model, sequences, VOCAB, 1, scalars_last=True, batch_size=6)
+    for asked, probabilities in zip(sequences, found, strict=True):
+        moved = move_scalars_last(asked, VOCAB)
+        logits = model(moved["tokens"][None], moved["types"][None])[0, -4]  # column 0; column 1, SEP and EOS follow
+        assert moved["tokens"][-4] == VOCAB.scalar_id(0, 2)
+        first = VOCAB.scalar_id(1, 0)
+        assert torch.allclose(probabilities, logits[first : first + 3].softmax(0), atol=1e-6)
+    assert not torch.allclose(found[0], column_probabilities(model, sequences[:1], VOCAB, 1)[0], atol=1e-3)
+
+
+def test_columns_behind_the_one_asked_for_are_evidence_with_the_scalars_last_too():
+    torch.manual_seed(0)
+    model = CausalTransformerLM(VOCAB.vocab_size, 8, 16, 2, 2, 32, 0.0, 32).eval()
+    found = column_probabilities(model, [sequence([1, 0], scalars=(None, 2))], VOCAB, 0, scalars_last=True)[0]
+    by_hand = []
+    for bin in range(3):
+        moved = move_scalars_last(sequence([1, 0], scalars=(bin, 2)), VOCAB)
+        tokens = moved["tokens"]
+        logs = model(tokens[None], moved["types"][None])[0].log_softmax(-1)
+        by_hand.append(logs[-5, tokens[-4]] + logs[-4, tokens[-3]])
+    assert torch.allclose(found, torch.stack(by_hand).softmax(0), atol=1e-5)
 
 
 def test_the_true_bin_and_the_batch_do_not_change_the_answer():

@@ -76,6 +76,18 @@ def test_nothing_but_what_is_given_is_shown(case):
         assert seen - {question.target} == (set() if isinstance(question.given, str) else set(question.given))
 
 
+def test_with_the_scalars_last_the_model_sees_the_spectrum_before_it_is_asked(case):
+    tokenizers, train, test = case
+    vocab, question = tokenizers.vocab(), CROSS_PREDICTIONS[1]
+    for scalars_last in (False, True):
+        watcher = Watcher(vocab)
+        cross_predict(watcher, tokenizers, train, test, questions=[question], scalars_last=scalars_last)
+        shown = vocab.types_of(watcher.shown[0])
+        first_spectrum = int((shown >= 7).nonzero()[0])
+        before = shown[:first_spectrum].tolist()  # BOS, MISS for the image, SEP, and perhaps all columns
+        assert len(before) == (3 if scalars_last else 3 + vocab.n_columns + 1)
+
+
 def test_the_target_itself_is_never_evidence(case):
     tokenizers, train, test = case
     question = next(question for question in CROSS_PREDICTIONS if question.target == "sdss.redshift")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from treadle.astro import load_codebook
+from treadle.astro import load_codebook, move_scalars_last
 from treadle.astro.survey_tokens import ScalarDropout, code_use, explained_variance, fit_tokenizers
 from treadle.astro.surveys import Survey, load_surveys
 from treadle.astro.tokenizer_files import load_tokenizers, save_tokenizers
@@ -158,6 +158,21 @@ def test_hidden_scalars_are_miss_and_nothing_else_changes(fitted):
     torch.manual_seed(7)
     assert torch.equal(shown[3]["tokens"], first)
     assert torch.equal(ScalarDropout(sequences, vocab, share=0.0)[3]["tokens"], sequences[3]["tokens"])
+
+
+def test_scalars_stand_last_as_often_as_asked(fitted):
+    tokenizers, test = fitted
+    vocab, sequences = tokenizers.vocab(), tokenizers.encode(test["spex"])
+    moved = [move_scalars_last(sequence, vocab)["tokens"] for sequence in sequences]
+    torch.manual_seed(0)
+    mixed = ScalarDropout(sequences, vocab, share=0.0, scalars_last=0.5)
+    are_moved = [torch.equal(mixed[row]["tokens"], moved[row]) for row in range(len(sequences)) for _ in range(5)]
+    assert 0.4 < sum(are_moved) / len(are_moved) < 0.6
+    for share, expected in ((0.0, [sequence["tokens"] for sequence in sequences]), (1.0, moved)):
+        shown = ScalarDropout(sequences, vocab, share=0.0, scalars_last=share)
+        assert all(torch.equal(shown[row]["tokens"], tokens) for row, tokens in enumerate(expected))
+    with pytest.raises(ConfigError, match=r"scalars_last=1\.5: must be a probability"):
+        ScalarDropout([], vocab, scalars_last=1.5)
 
 
 def test_surveys_that_do_not_fit_are_refused(fitted, surveys):

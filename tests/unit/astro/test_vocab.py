@@ -8,7 +8,8 @@ import pickle
 import pytest
 import torch
 
-from treadle.astro import VocabSpec, build_vocab_spec, collate_sequences, encode_sequence
+from treadle.astro import VocabSpec, build_vocab_spec, collate_sequences, encode_sequence, move_scalars_last
+from treadle.errors import ConfigError
 
 
 def tiny() -> VocabSpec:
@@ -114,6 +115,18 @@ def test_a_sequence_that_does_not_fit_is_refused_when_it_is_encoded(parts, messa
 
 def test_a_sequence_of_exactly_the_greatest_length_is_taken():
     assert len(encode_sequence(tiny(), image=[0, 1, 0], max_len=12)["tokens"]) == 12
+
+
+def test_moved_scalars_keep_their_types_and_all_else_its_order():
+    vocab = build_vocab_spec(2, 4, 2, ["a", "b"], scalar_bins=2)
+    encoded = encode_sequence(vocab, image=[1], scalars=[0, None], spectra={"a": [1, 0]})
+    moved = move_scalars_last(encoded, vocab)
+    assert moved["tokens"].tolist() == [1, 6, 3, 12, 11, 3, 4, 3, 7, 4, 3, 2]
+    assert torch.equal(moved["types"], vocab.types_of(moved["tokens"]))
+    absent = move_scalars_last(encode_sequence(vocab, spectra={"b": [0]}), vocab)
+    assert absent["tokens"].tolist() == [1, 4, 3, 4, 3, 13, 3, 4, 3, 2]
+    with pytest.raises(ConfigError, match="sequence: 2 SEP; one of encode_sequence has 4"):
+        move_scalars_last({"tokens": [1, 3, 3, 2], "types": [1, 3, 3, 2]}, vocab)
 
 
 def test_collating_pads_on_the_right():
