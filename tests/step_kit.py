@@ -52,8 +52,7 @@ class Rows:
 def batches(sizes, seed=1):
     """A micro-batch of so many rows for each number."""
     generator = torch.Generator().manual_seed(seed)
-    rows = [torch.randn(size, 5, generator=generator) for size in sizes]
-    return rows
+    return [torch.randn(size, 5, generator=generator) for size in sizes]
 
 
 def share(rank, ranks, sizes, seed=1):
@@ -61,7 +60,7 @@ def share(rank, ranks, sizes, seed=1):
     return batches([size for moment in sizes for size in moment], seed)[rank::ranks]
 
 
-def engine_of(kind, *, make=torch.optim.SGD, lr=0.3, task=None, settings=None, model=None, **rest):
+def engine_of(kind, *, make=torch.optim.SGD, lr=0.02, task=None, settings=None, model=None, **rest):
     """An engine over a model of ``kind``: None, "ddp" or "fsdp"; the optimizer was made before."""
     model = net() if model is None else model
     optimizer = make(model.parameters(), lr=lr)
@@ -88,7 +87,7 @@ def train(kind, sizes, k=1, **rest):
     class Note(BaseHook):
         def on_after_step(self, trainer):
             info = trainer.step_info
-            said.append((info["applied"], round(float(info.get("grad_norm", -1.0)), 4)))
+            said.append((float(info["applied"]), float(info.get("grad_norm", -1.0))))
 
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if kind is not None else (len(sizes[0]), None)
     hooks = [*rest.pop("hooks", []), Note()]

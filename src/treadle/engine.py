@@ -247,7 +247,7 @@ class Engine:
             with self.exchange.micro_batch(syncs=self._syncs(last=number == len(group.batches))):
                 with self.precision.autocast():
                     output = as_step_output(self.forward(batch), training=True)
-                loss = self.exchange.loss_or_zero(weights.scaled(output))
+                loss = self.exchange.loss_of(output, weights.scaled)
                 if loss is not None:
                     self.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
             note_output(self, output)

@@ -221,13 +221,12 @@ def _run_again(engine: Engine, finding: Finding) -> None:
     weights = GroupWeights(len(group.batches), device=engine.device, undivided=engine.term_totals is not None)
     for number, batch in enumerate(group.batches):
         finding.micro_batch = number if finding.module is None else finding.micro_batch
-        with engine.exchange.micro_batch(syncs=False):
+        with engine.exchange.second_look(last=number + 1 == len(group.batches)):
             with engine.precision.autocast():
                 output = as_step_output(engine.forward(batch), training=True)
-            loss = weights.scaled(output) if one_rank else output.loss
+            loss = engine.exchange.loss_of(output, weights.scaled if one_rank else lambda output: output.loss)
             finding.losses.append(None if output.loss is None else float(output.loss.detach()))
             finding.loss_finite &= output.loss is None or is_finite(output.loss.detach())
-            loss = engine.exchange.loss_or_zero(loss)
             if loss is not None:
                 engine.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from treadle import distributed
 from treadle.errors import ConfigError
 from treadle.nested import map_nested_tensor
+from treadle.task import StepOutput
 
 _FIRST_BUCKET = 1 << 20  # bytes; small, so that the exchange starts soon
 _BUCKET = 25 << 20
@@ -48,9 +50,22 @@ class GradientExchange:
         with contextlib.nullcontext() if syncs else distributed.no_sync(self.model):
             yield
 
-    def loss_or_zero(self, loss: Tensor | None) -> Tensor | None:
-        """Returns the loss to run backward from; None where there is none and no rank waits for this one."""
-        return loss
+    def second_look(self, *, last: bool) -> AbstractContextManager[None]:
+        """Goes round forward and backward of a micro-batch that is only run again to see where it went wrong.
+
+        Args:
+            last: whether it is the last of its step.
+        """
+        return self.micro_batch(syncs=False)
+
+    def loss_of(self, output: StepOutput, scaled: Callable[[StepOutput], Tensor | None]) -> Tensor | None:
+        """Returns the loss to run backward from; None where there is none and no rank waits for this one.
+
+        Args:
+            output: of the micro-batch.
+            scaled: gives its loss as the step weighs it, which ranks may have to agree on.
+        """
+        return scaled(output)
 
     def close(self) -> None:
         """Takes every hook off the model; a later step puts them on again."""
@@ -288,26 +303,31 @@ class ShardExchange(GradientExchange):
         if syncs and distributed.world_size() > 1:
             _share_buffers([buffer for buffer in self._buffers if not distributed.is_dtensor(buffer)])
 
+    def second_look(self, *, last: bool) -> AbstractContextManager[None]:
+        """As in a step: what is not reduced in the end would be added to the next step's gradients."""
+        return self.micro_batch(syncs=last)
+
     def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
         def keep(tensor: Tensor) -> Tensor:
-            self._outputs.append(tensor)
+            if tensor.requires_grad:
+                self._outputs.append(tensor)
             return tensor
 
         map_nested_tensor(keep, output)
 
-    def loss_or_zero(self, loss: Tensor | None) -> Tensor | None:
+    def loss_of(self, output: StepOutput, scaled: Callable[[StepOutput], Tensor | None]) -> Tensor | None:
         """Returns the loss, or zero times what the model gave.
 
         Raises:
             ConfigError: there is no loss and the model was not run.
         """
-        if loss is not None:
-            return loss
-        zeros = [output.sum() * 0 for output in self._outputs if output.requires_grad]
-        if not zeros:
+        if output.loss is None and not self._outputs:
             raise ConfigError(
                 "loss: None, and the model was not run on this micro-batch. The forward and backward passes of a "
                 "sharded model exchange weights, so every rank must run it on every micro-batch; call the model first "
                 "and return loss None afterwards"
             )
-        return torch.stack([zero.float() for zero in zeros]).sum()
+        loss = scaled(output)
+        if loss is not None:
+            return loss
+        return torch.stack([(kept.sum() * 0).float() for kept in self._outputs]).sum()
