@@ -224,14 +224,32 @@ def link_checkpoint(source: Path, target: Path) -> Path:
 
 
 def point_to(target: Path, name: str) -> Path:
-    """Makes ``name``, beside ``target``, a symbolic link to it, atomically; where there are none, a second name."""
+    """Makes ``name``, beside ``target``, a symbolic link to it, atomically; where there are none, a second name.
+
+    A folder cannot have a second name: without symbolic links it goes without.
+    """
     link = target.with_name(name)
+    if target.is_dir() and not _can_link(link):
+        return link
     with reported(link), replacing(link) as temporary:
         try:
             os.symlink(target.name, temporary)
         except OSError:  # a file system without symbolic links
             _give_second_name(target, temporary)
     return link
+
+
+def _can_link(link: Path) -> bool:
+    trial = link.with_name(f".{link.name}.trial")
+    try:
+        trial.unlink(missing_ok=True)
+        os.symlink("nothing", trial)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO):
+            raise
+        return False
+    trial.unlink()
+    return True
 
 
 def _give_second_name(source: Path, name: Path) -> None:

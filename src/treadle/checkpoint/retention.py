@@ -9,14 +9,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from treadle.checkpoint.marker import MARKER, is_whole, remove_folder
+
 _log = logging.getLogger("treadle.checkpoint")
 
 
 def write_order(path: Path) -> tuple[int, int]:
-    """Returns a key that sorts checkpoints by write time, then by number; a file that vanished sorts first."""
+    """Returns a key that sorts checkpoints by write time, then by number; a file that vanished sorts first.
+
+    A folder of shards was written when its marker was.
+    """
     digits = re.findall(r"\d+", path.stem)
     try:
-        written = os.stat(path).st_mtime_ns
+        written = os.stat(path / MARKER if path.is_dir() else path).st_mtime_ns
     except OSError:
         written = -1
     return written, int(digits[-1]) if digits else -1
@@ -42,20 +47,21 @@ class Retention:
         """Deletes what the rule does not keep, oldest number first.
 
         Args:
-            folder: where the files lie; files that do not match, folders and links are never touched.
-            pattern: regular expression with one group, the number.
+            folder: where the checkpoints lie, files or folders of shards alike; what does not match, other folders
+                and links are never touched.
+            pattern: regular expression with one group, the number; the name of a folder ends in a slash.
             protect: files that stay in any case: the one just written, since a clock that was set back makes it look
                 old, and the one resumed from.
 
         Returns:
-            What was deleted. A file that cannot be deleted is logged, not raised.
+            What was deleted. What cannot be deleted is logged, not raised.
         """
         if self.keep_previous is None:
             return []
         safe = {os.path.realpath(path) for path in protect}
         try:
             with os.scandir(folder) as entries:
-                names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+                names = [f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries if _is_there(entry)]
         except OSError as error:
             _log.warning("old checkpoints in %s cannot be listed and stay: %s", folder, error)
             return []
@@ -68,8 +74,14 @@ class Retention:
             if kept_for_ever or os.path.realpath(path) in safe:
                 continue
             try:
-                os.unlink(path)
+                remove_folder(path) if path.is_dir() else os.unlink(path)
                 deleted.append(path)
             except Exception as error:  # noqa: BLE001  (one file too many must not end a run)
                 _log.warning("old checkpoint %s cannot be deleted: %s", path, error)
         return deleted
+
+
+def _is_there(entry: os.DirEntry[str]) -> bool:
+    if entry.is_dir(follow_symlinks=False):
+        return is_whole(Path(entry.path))
+    return entry.is_file(follow_symlinks=False)

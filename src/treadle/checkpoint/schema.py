@@ -93,7 +93,7 @@ def to_plain(
         {'betas': [0.9, 0.95], 'n': 3}
     """
     copies = {} if copies is None else copies
-    below = {"copies": copies, "buffers": buffers, "parts": parts}
+    below: dict[str, Any] = {"copies": copies, "buffers": buffers, "parts": parts}
     if tree is None or type(tree) in _PLAIN:  # subclasses, such as an Enum of strings, would be pickled by class
         return tree
     if isinstance(tree, Tensor):
@@ -171,18 +171,24 @@ def check_format(tree: Any, source: str) -> None:
 def non_finite_names(tree: Mapping[str, Any]) -> list[str]:
     """Returns the names of model and EMA tensors that hold a NaN or an infinity, of a checkpoint or an export."""
     if not isinstance(tree.get("model"), Mapping):
-        return [name for name, value in tree.items() if not _finite(value)]
+        return [name for name, value in tree.items() if not is_finite(value)]
     groups: list[tuple[str, Any]] = [("model", tree["model"])]
     for name, entry in (tree.get("ema") or {}).items():
         groups.append((f"ema.{name}", entry.get("shadow") if isinstance(entry, Mapping) else None))
     bad = []
     for prefix, weights in groups:
         if isinstance(weights, Mapping):
-            bad += [f"{prefix}.{name}" for name, value in weights.items() if not _finite(value)]
+            bad += [f"{prefix}.{name}" for name, value in weights.items() if not is_finite(value)]
     return bad
 
 
-def _finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
+    """Returns whether a value of a checkpoint tree holds neither NaN nor infinity; what is no number has neither.
+
+    Example:
+        >>> is_finite(torch.tensor([1.0, math.nan])), is_finite("nan")
+        (False, True)
+    """
     if isinstance(value, Tensor):
         return _all_finite(value.detach())
     return not isinstance(value, float) or math.isfinite(value)

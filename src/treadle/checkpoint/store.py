@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from treadle import distributed
 from treadle.checkpoint.archive import ArchiveError, read_archive
 from treadle.checkpoint.files import (
     first_line,
@@ -29,6 +30,7 @@ from treadle.checkpoint.files import (
     write_bytes,
     write_text,
 )
+from treadle.checkpoint.marker import STATE, folder_problems, read_marker
 from treadle.checkpoint.pickled import walk_pickle
 from treadle.checkpoint.retention import Retention, write_order
 from treadle.checkpoint.schema import check_format, non_finite_names
@@ -41,6 +43,7 @@ __all__ = [
     "link_checkpoint",
     "load_checkpoint",
     "load_weights",
+    "open_checkpoint",
     "point_to",
     "replacing",
     "save_checkpoint",
@@ -54,24 +57,38 @@ __all__ = [
 
 _log = logging.getLogger("treadle.checkpoint")
 _ASIDE = ".nonfinite"
+_Opened = Callable[[Path], dict[str, Any]]
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
-    """Returns the problems found in a checkpoint file; an empty list means it is intact and holds no code.
+    """Returns the problems found in a checkpoint; an empty list means it is intact and holds no code.
 
-    Checks that the file is a whole archive of the kind that ``torch.save`` writes, that every record's CRC-32 is
+    Of a file, checks that it is a whole archive of the kind that ``torch.save`` writes, that every record's CRC-32 is
     right, that its pickle names nothing but tensors and plain values, and that every tensor lies inside its storage.
-    One pass; nothing in the file is executed.
+    One pass; nothing in the file is executed. Of a folder of shards, checks every byte of every file, and that its
+    metadata holds nothing but places of tensors in them.
 
     Example:
         >>> verify_checkpoint("no_such_file.pt")
         ['no such file']
     """
+    if os.path.isdir(path):
+        return _problems_of_folder(Path(path))
     try:
         archive = read_archive(path)
     except ArchiveError as error:
         return [str(error)]
     return [f"refused: {reason}" for reason in walk_pickle(archive.pickle, archive.storages).refused]
+
+
+def _problems_of_folder(folder: Path) -> list[str]:
+    problems = folder_problems(folder) or [f"{STATE}: {problem}" for problem in verify_checkpoint(folder / STATE)]
+    if not problems:
+        try:
+            open_checkpoint(folder, share=(1, 1))
+        except CheckpointError as error:
+            problems.append(str(error))
+    return problems
 
 
 def check_written(path: Path) -> list[str]:
@@ -87,14 +104,19 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a checkpoint to the CPU after checking every byte of it.
 
     Args:
-        path: the file.
+        path: the file, or the folder of shards, which gives the same tree in one process, without any process group.
 
     Returns:
         The tree that was saved.
 
     Raises:
-        CheckpointError: the file is missing, damaged, holds pickled code, or is of a newer format.
+        CheckpointError: it is missing, damaged, unfinished, holds pickled code, or is of a newer format.
     """
+    if os.path.isdir(path):
+        from treadle.checkpoint.stored import in_memory
+
+        tree: dict[str, Any] = in_memory(open_checkpoint(path))
+        return tree
     problems = verify_checkpoint(path)
     if problems:
         raise CheckpointError(f"checkpoint {os.fspath(path)!r} cannot be used: {'; '.join(problems[:3])}")
@@ -107,6 +129,32 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise
     except Exception as error:  # whatever torch's reader trips over
         raise CheckpointError(f"checkpoint {os.fspath(path)!r} cannot be read: {first_line(error)}") from error
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
+    """Reads a checkpoint but for the tensors of a folder of shards, which are read when they are asked for.
+
+    What loads a state into a model takes such tensors as they are, and reads of each what this rank needs.
+
+    Args:
+        path: a file, which is read to its end, or a folder.
+        share: (which, of how many): of a folder, check the contents of every how-many-th file only, so that ranks can
+            share the work; sizes are checked of all.
+
+    Raises:
+        CheckpointError: as :func:`load_checkpoint` raises it.
+    """
+    if not os.path.isdir(path):
+        return load_checkpoint(path)
+    folder = Path(path)
+    marker, _ = read_marker(folder)
+    problems = folder_problems(folder, share=share)
+    if problems or marker is None:
+        raise CheckpointError(f"checkpoint {os.fspath(path)!r} cannot be used: {'; '.join(problems[:3])}")
+    from treadle.checkpoint.stored import ShardFolder, with_stored
+
+    tree: dict[str, Any] = with_stored(load_checkpoint(folder / STATE), ShardFolder(folder, marker.files))
+    return tree
 
 
 def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
@@ -128,13 +176,7 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
     target = Path(path)
     bad = non_finite_names(tree)
     if bad:
-        aside = target.with_name(f"{target.stem}{_ASIDE}{target.suffix}")
-        _log.warning(
-            "not writing %s: %d tensors are not finite (first: %s); the state goes to %s and no file is pruned",
-            target.name, len(bad), bad[0], aside.name,
-        )  # fmt: skip
-        target = aside
-
+        target = put_aside(target, bad)
     with reported(target):
         make_folder(target.parent)
         with replacing(target) as temporary:
@@ -148,14 +190,39 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
     return target
 
 
-def find_latest(candidates: Iterable[Path], *, prefer: Path | None = None) -> tuple[Path, dict[str, Any]] | None:
+def put_aside(target: Path, bad: list[str]) -> Path:
+    """Returns where a state that is not finite goes instead, and says so."""
+    aside = target.with_name(f"{target.stem}{_ASIDE}{target.suffix}")
+    if distributed.rank() == 0:
+        _log.warning(
+            "not writing %s: %d tensors are not finite (first: %s); the state goes to %s and no file is pruned",
+            target.name, len(bad), bad[0], aside.name,
+        )  # fmt: skip
+    return aside
+
+
+def is_aside(path: Path) -> bool:
+    """Returns whether a file or folder holds a state that was put aside because it is not finite.
+
+    Example:
+        >>> is_aside(Path("best.nonfinite.pt")), is_aside(Path("best.pt"))
+        (True, False)
+    """
+    return _ASIDE in (path.suffix, Path(path.stem).suffix)
+
+
+def find_latest(
+    candidates: Iterable[Path], *, prefer: Path | None = None, load: _Opened = load_checkpoint
+) -> tuple[Path, dict[str, Any]] | None:
     """Returns the newest intact checkpoint by write time and its tree, naming each damaged one it passes over.
 
     States that were put aside because they are not finite are passed over too.
 
     Args:
-        candidates: files that may exist. A link whose file is gone counts as a state that was lost.
-        prefer: the one to try first, whatever its write time; a link stands for its file.
+        candidates: files, or folders of shards, that may exist. A link whose target is gone counts as a state that
+            was lost.
+        prefer: the one to try first, whatever its write time; a link stands for its target.
+        load: reads one.
 
     Returns:
         (path, tree), or None when no candidate exists.
@@ -167,10 +234,10 @@ def find_latest(candidates: Iterable[Path], *, prefer: Path | None = None) -> tu
     first = None if prefer is None else os.path.realpath(prefer)
     newest_first = sorted(present.items(), key=lambda item: (item[0] == first, write_order(item[1])), reverse=True)
     for _, path in newest_first:
-        if path.stem.endswith(_ASIDE):
+        if is_aside(path):
             continue
         try:
-            return path, load_checkpoint(path)
+            return path, load(path)
         except CheckpointError as error:
             _log.warning("%s; looking for an older one", error)
     if present:
@@ -190,7 +257,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Returns the scored weights of any treadle file: a checkpoint or a weights-only export.
 
     Args:
-        path: the file.
+        path: the file, or a folder of shards.
 
     Returns:
         A plain state dict. Of a checkpoint whose averaged weights were validated, the averaged ones; of a run with

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
-from treadle.checkpoint.lock import RunLock, check_free
-from treadle.checkpoint.store import Retention, find_latest, load_checkpoint, point_to, save_checkpoint
+from treadle.checkpoint.lock import RunLock, check_free, run_lock
+from treadle.checkpoint.marker import is_whole, tidy, unfinished
+from treadle.checkpoint.ranks import on_rank_0, open_on_ranks, writers_group
+from treadle.checkpoint.store import Retention, find_latest, point_to, save_checkpoint
 from treadle.checkpoint.writer import CheckpointWriter
 from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks.base import BaseHook
 from treadle.hooks.files import in_workspace
+from treadle.naming import clean_name
 from treadle.signals import ExitCode, ExitPlan, exit_plan
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
 
-_PATTERN = r"checkpoint_step_(\d+)\.pt"
-_ANY = r"checkpoint_step_\d+(\.nonfinite)?\.pt"
-_LATEST = "checkpoint_latest.pt"
+_PATTERN = r"checkpoint_step_(\d+)(?:\.pt|/)"
+_FOLDER = r"checkpoint_step_\d+(?:\.nonfinite)?"
+_FILE = rf"{_FOLDER}\.pt"
+_LATEST = "checkpoint_latest"
 
 
 class CheckpointingHook(BaseHook):
     """Saves ``checkpoint_step_{step}.pt`` every ``interval`` steps, at the last step and at a signal.
+
+    Of a sharded model it saves a folder ``checkpoint_step_{step}``, to which every rank writes its part. A folder is
+    whole or does not count: one that a killed rank left unfinished is removed when the next run starts. Either kind
+    resumes on any number of ranks, sharded or not.
 
     Args:
         interval: steps between checkpoints, >= 1.
@@ -39,7 +48,9 @@ class CheckpointingHook(BaseHook):
         exit_wait: seconds or a timedelta to sleep between saving and leaving.
         background: copy the state and write it while training goes on. One write at a time: a save that comes while
             another is written waits for it, as the end of the run and a signal do. A write that failed raises at the
-            next step. Costs host memory for one copy of the state during the run.
+            next step. Costs host memory for one copy of the state during the run, of a folder for each rank's part.
+        sharded: True writes folders, False single files, also of a sharded model, whose weights then pass through
+            rank 0 one by one; None: folders if the model is sharded.
 
     One process at a time trains in a folder; a second one is refused before it reads or writes anything.
 
@@ -62,6 +73,7 @@ class CheckpointingHook(BaseHook):
         exit_wait: float | timedelta = 0.0,
         *,
         background: bool = False,
+        sharded: bool | None = None,
     ):
         if interval < 1:
             raise ConfigError(f"interval={interval!r}: must be at least 1 step")
@@ -80,7 +92,9 @@ class CheckpointingHook(BaseHook):
         self._resumed_from: Path | None = None
         self._lock = RunLock()
         self._background = background
+        self._sharded = sharded
         self._writer = CheckpointWriter()
+        self._in_flight = False  # a folder is written in the background; the same on all ranks
 
     def folder(self, trainer: Engine) -> Path:
         """Returns the folder of the checkpoints.
@@ -97,8 +111,7 @@ class CheckpointingHook(BaseHook):
             CheckpointError: another process trains in this folder, or no file is intact.
         """
         folder = self.folder(trainer)
-        if distributed.rank() == 0:
-            check_free(folder)  # before any event, so that no hook touches the files of the other run
+        links, numbered = on_rank_0(lambda: self._readied(folder))
         if self.load is None:
             return None
         if str(self.load) != "latest":
@@ -106,29 +119,52 @@ class CheckpointingHook(BaseHook):
             inside = folder / path
             self._resumed_from = inside if len(path.parts) == 1 and inside.exists() else path
             trainer.resume_source = str(self._resumed_from)
-            return load_checkpoint(self._resumed_from)
-        link = folder / _LATEST  # a copy, where there are no links, and then as good as the others
-        candidates = [path for path in folder.glob("checkpoint_step_*.pt") if re.fullmatch(_ANY, path.name)]
-        found = find_latest([*candidates, link], prefer=link)
+            return open_on_ranks(self._resumed_from)
+        prefer = links[0] if links else None
+        found = find_latest([*numbered, *links], prefer=prefer, load=open_on_ranks)
         if found is None:
             return None
         self._resumed_from, tree = found
         trainer.resume_source = str(self._resumed_from)
         return tree
 
+    def _readied(self, folder: Path) -> tuple[list[Path], list[Path]]:
+        """Checks that the folder is free, removes what is unfinished and lists the rest: links, and what has a number.
+
+        Before any event, so that no hook touches the files of another run.
+        """
+        check_free(folder)
+        left = unfinished(folder, _FOLDER)
+        if left:
+            with run_lock(folder):
+                for path in left:
+                    tidy(path)
+        links = [folder / name for name in (_LATEST, f"{_LATEST}.pt") if os.path.lexists(folder / name)]
+        links.sort(key=lambda link: link.lstat().st_mtime_ns, reverse=True)  # copies, where there are no links
+        numbered = list(folder.glob("checkpoint_step_*"))
+        files = [path for path in numbered if re.fullmatch(_FILE, path.name)]
+        return links, [*files, *(path for path in numbered if re.fullmatch(_FOLDER, path.name) and is_whole(path))]
+
     def on_before_train(self, trainer: Engine) -> None:
         """Takes the folder for this process, and so checks that it can be written before any work is lost."""
-        if distributed.rank() == 0:
-            self._lock.take(self.folder(trainer))
+        on_rank_0(lambda: self._lock.take(self.folder(trainer)))
+        if self._writes_folders(trainer):
+            writers_group()  # made here, where all ranks are at the same point
         self._saved_step = trainer.step if self._resumed_from is not None else None
 
     def on_after_step(self, trainer: Engine) -> None:
         """Asks for a checkpoint when one is due; it is written once every hook has seen the step."""
-        if self._writer.landed:
+        if self._landed(trainer):
             trainer.request_write(self.wait_for_writes)
         due = trainer.step % self.interval == 0 or trainer.is_last_step
         if due or (self.keep_interval and trainer.step % self.keep_interval == 0):
             trainer.request_write(lambda: self.save(trainer))
+
+    def _landed(self, trainer: Engine) -> bool:
+        """Returns whether a write has ended; one to which all ranks write, on all of them, so that all hear of it."""
+        if not self._in_flight:
+            return self._writer.landed
+        return not distributed.agree(int(not self._writer.landed), trainer.device)
 
     def on_after_train(self, trainer: Engine) -> None:
         """Saves the last step of a run that was stopped early, and waits for what is being written."""
@@ -158,6 +194,7 @@ class CheckpointingHook(BaseHook):
         self._save(trainer, background=self._background)
 
     def _save_and_leave(self, trainer: Engine) -> None:
+        self._in_flight = False
         late = self._writer.settle()
         if late is not None:  # a state of the present step makes up for the one that failed
             trainer.logger.error("%s", late)
@@ -170,6 +207,7 @@ class CheckpointingHook(BaseHook):
         Raises:
             CheckpointError: it could not be written.
         """
+        self._in_flight = False
         try:
             self._writer.wait()
         except CheckpointError:
@@ -180,24 +218,57 @@ class CheckpointingHook(BaseHook):
         self.wait_for_writes()
         if self._saved_step == trainer.step:
             return
-        if distributed.rank() != 0:
-            trainer.state_dict()  # the ranks' generators are gathered
+        if self._writes_folders(trainer):
+            self._in_flight = background
+            write = self._write_folder(trainer)
+            self._writer.save(
+                lambda buffers: trainer.state_dict(buffers=buffers, parts=True), write, background=background
+            )
+        elif distributed.rank() != 0:
+            trainer.state_dict()  # what is spread over ranks is gathered
         else:
-            write = self._write_to(trainer)
+            write = self._write_file(trainer)
             self._writer.save(lambda buffers: trainer.state_dict(buffers=buffers), write, background=background)
         self._saved_step = trainer.step
 
-    def _write_to(self, trainer: Engine) -> Callable[[Mapping[str, Any]], None]:
+    def _writes_folders(self, trainer: Engine) -> bool:
+        return distributed.is_sharded(trainer.model) if self._sharded is None else self._sharded
+
+    def _write_file(self, trainer: Engine) -> Callable[[Mapping[str, Any]], None]:
         """Returns what writes a copy of the present state; it asks nothing of the trainer or the hook any more."""
         target = self.folder(trainer) / f"checkpoint_step_{trainer.step}.pt"
+        finish = self._finisher()
+
+        def write(tree: Mapping[str, Any]) -> None:
+            if save_checkpoint(tree, target) == target:
+                finish(target)  # else it is not finite and put aside, nothing linked, nothing pruned
+
+        return write
+
+    def _write_folder(self, trainer: Engine) -> Callable[[Mapping[str, Any]], None]:
+        """Returns what writes this rank's part of a copy of the present state, and on rank 0 publishes the folder."""
+        target = self.folder(trainer) / f"checkpoint_step_{trainer.step}"
+        named = distributed.unwrap(trainer.model).named_parameters(remove_duplicate=False)
+        equal = {clean_name(name) for name, parameter in named if not distributed.is_dtensor(parameter)}
+        finish = self._finisher()
+
+        from treadle.checkpoint.sharded import save_sharded
+
+        def write(tree: Mapping[str, Any]) -> None:
+            save_sharded(tree, target, equal=equal, finish=finish)
+
+        return write
+
+    def _finisher(self) -> Callable[[Path], None]:
+        """Returns what points the link to a new checkpoint and prunes the old ones."""
         # A clock that was set back makes the newest file look old; it is never the one to go.
-        protect = [target] if self._resumed_from is None else [target, self._resumed_from]
+        protect = [] if self._resumed_from is None else [self._resumed_from]
         retention = self.retention
-        return lambda tree: _write(tree, target, retention, protect)
 
+        def finish(target: Path) -> None:
+            point_to(target, f"{_LATEST}{target.suffix}")
+            for other in {f"{_LATEST}.pt", _LATEST} - {f"{_LATEST}{target.suffix}"}:
+                target.with_name(other).unlink(missing_ok=True)  # of a run that wrote the other kind
+            retention.prune(target.parent, _PATTERN, [target, *protect])
 
-def _write(tree: Mapping[str, Any], target: Path, retention: Retention, protect: Iterable[Path]) -> None:
-    if save_checkpoint(tree, target) != target:
-        return  # not finite: put aside, nothing linked, nothing pruned
-    point_to(target, _LATEST)
-    retention.prune(target.parent, _PATTERN, protect)
+        return finish

@@ -13,7 +13,8 @@ import torch
 
 from treadle import distributed
 from treadle.checkpoint.nearest import nearest_state, stamp_of, states_in
-from treadle.checkpoint.store import sync_folder, write_bytes, write_text
+from treadle.checkpoint.retention import write_order
+from treadle.checkpoint.store import open_checkpoint, sync_folder, write_bytes, write_text
 from treadle.errors import CheckpointError, ConfigError
 from treadle.flight import Attempt, Finding, bad_inputs, batch_as_plain, find_non_finite, ids_as_plain, is_finite
 from treadle.guard import RefusalPlan
@@ -187,7 +188,7 @@ class NonFiniteHook(BaseHook):
         # A write of the last checkpoint may still be under way: what is gone back to must not depend on the disk.
         for hook in trainer.hooks:
             hook.wait_for_writes()
-        found = nearest_state(folder, trainer.step - 1, without=self.foreign_states)
+        found = nearest_state(folder, trainer.step - 1, without=self.foreign_states, load=open_checkpoint)
         if distributed.agree(int(found is None), trainer.device) or found is None:
             return f"raised, as {folder} holds no good checkpoint of this run", False
         path, tree = found
@@ -231,7 +232,7 @@ class NonFiniteHook(BaseHook):
             files = states_in(in_workspace(trainer, self.checkpoints))
             files = [path for path in files if stamp_of(path) not in self.foreign_states]
             if files:
-                return max(files, key=lambda path: path.stat().st_mtime_ns).name
+                return max(files, key=write_order).name
         return None
 
     def _write(self, trainer: Engine, event: dict[str, Any]) -> Path | None:

@@ -1,0 +1,221 @@
+"""The marker that makes a folder of shards a checkpoint: ``WHOLE.json`` with the size and CRC-32 of every file.
+
+One rank writes it, by rename, once every rank has written its part and read it back. A folder without it is
+unfinished: some rank may never have written. Whoever deletes a folder deletes the marker first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treadle.checkpoint.files import sync_folder, write_text
+from treadle.errors import CheckpointError
+
+MARKER = "WHOLE.json"
+STATE = "state.pt"
+METADATA = ".metadata"
+_BEGUN = "UNFINISHED"
+_OLD = ".old"
+_NAME, _VERSION = "treadle sharded", 1
+_CHUNK = 1 << 22
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+_log = logging.getLogger("treadle.checkpoint")
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What a marker says.
+
+    Attributes:
+        ranks: how many wrote the folder.
+        files: name to ``{"size", "crc32"}``.
+    """
+
+    ranks: int
+    files: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(int(entry["size"]) for entry in self.files.values())
+
+    @property
+    def shards(self) -> int:
+        """Number of files with tensors."""
+        return sum(_SHARD.fullmatch(name) is not None for name in self.files)
+
+
+def checksum(path: Path) -> dict[str, Any]:
+    """Returns the size and the CRC-32 of a file, read once."""
+    size, crc = 0, 0
+    with open(path, "rb") as file:
+        while block := file.read(_CHUNK):
+            size += len(block)
+            crc = zlib.crc32(block, crc)
+    return {"size": size, "crc32": f"{crc:08x}"}
+
+
+def is_whole(folder: Path) -> bool:
+    """Returns whether a folder of shards was published; its files may have been damaged since.
+
+    Example:
+        >>> is_whole(Path("no_such_folder"))
+        False
+    """
+    return (folder / MARKER).is_file()
+
+
+def publish(folder: Path, files: Mapping[str, Mapping[str, Any]], *, ranks: int) -> None:
+    """Writes the marker, by rename, once all else in the folder is durable.
+
+    Raises:
+        CheckpointError: it cannot be written; the folder is unfinished then.
+    """
+    sync_folder(folder)
+    described = {"format": {"name": _NAME, "version": _VERSION}, "ranks": ranks, "files": dict(sorted(files.items()))}
+    write_text(json.dumps(described, indent=1) + "\n", folder / MARKER)
+    (folder / _BEGUN).unlink(missing_ok=True)
+    sync_folder(folder.parent)
+
+
+def read_marker(folder: Path) -> tuple[Marker | None, list[str]]:
+    """Returns the marker of a folder, or None and what is wrong with it."""
+    try:
+        found = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        version, marker = int(found["format"]["version"]), Marker(int(found["ranks"]), dict(found["files"]))
+        named = found["format"]["name"] == _NAME and {STATE, METADATA} <= marker.files.keys()
+        plain = all(
+            os.path.basename(name) == name and type(entry["size"]) is int and type(entry["crc32"]) is str
+            for name, entry in marker.files.items()
+        )
+    except FileNotFoundError:
+        lacks = f"it is unfinished: it has no {MARKER}, so some rank may not have written its part"
+        return None, [lacks if folder.is_dir() else "no such folder"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return None, [f"{MARKER} cannot be read ({type(error).__name__})"]
+    if version > _VERSION:
+        return None, [f"its format {version} is newer than this treadle reads ({_VERSION}); update treadle"]
+    return (marker, []) if named and plain else (None, [f"{MARKER} is none that treadle writes"])
+
+
+def folder_problems(folder: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """Returns what is wrong with the files of a folder of shards; an empty list means that every byte is there.
+
+    Args:
+        folder: of one checkpoint.
+        share: (which, of how many): sizes are checked of all files, contents of every how-many-th one only.
+    """
+    marker, problems = read_marker(folder)
+    if marker is None:
+        return problems
+    for number, (name, entry) in enumerate(sorted(marker.files.items())):
+        try:
+            size = os.stat(folder / name).st_size
+            if size != entry["size"]:
+                problems.append(f"{_named(name)} has {size:,} bytes instead of {entry['size']:,}")
+            elif number % share[1] == share[0] and checksum(folder / name) != dict(entry):
+                problems.append(f"{_named(name)} fails its CRC-32 check")
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
+            problems.append(f"{_named(name)} {'is missing' if missing else f'cannot be read: {error.strerror}'}")
+    return problems
+
+
+def _named(name: str) -> str:
+    shard = _SHARD.fullmatch(name)
+    return f"{name} of rank {shard[1]}" if shard is not None else name
+
+
+# -- folders come and go ------------------------------------------------------------------------------------------
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Returns whether this library began to write or to delete a folder and was cut off.
+
+    Example:
+        >>> is_unfinished(Path("no_such_folder"))
+        False
+    """
+    if is_whole(folder) or not folder.is_dir():
+        return False
+    return (folder / _BEGUN).exists() or not any(folder.iterdir())
+
+
+def remove_folder(folder: Path) -> None:
+    """Deletes a folder of shards, the marker first, so that no half of it is ever taken for a checkpoint."""
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(folder / MARKER, folder / _BEGUN)
+        sync_folder(folder)
+    for path in folder.iterdir():
+        if path.name != _BEGUN:
+            os.unlink(path)
+    (folder / _BEGUN).unlink(missing_ok=True)
+    os.rmdir(folder)
+
+
+def begin(folder: Path) -> None:
+    """Makes an empty folder that says it is unfinished; a whole one of that name steps aside until the new one is.
+
+    Raises:
+        CheckpointError: there is a folder or a file of that name that this library did not write.
+    """
+    aside = _aside(folder)
+    if is_whole(folder):
+        if aside.exists():
+            remove_folder(aside)
+        os.rename(folder, aside)
+    elif is_unfinished(folder):
+        remove_folder(folder)
+    elif os.path.lexists(folder):
+        raise CheckpointError(f"{str(folder)!r} is in the way of a checkpoint and is none; move it elsewhere")
+    os.mkdir(folder)
+    (folder / _BEGUN).touch()
+    sync_folder(folder.parent)
+
+
+def end(folder: Path) -> None:
+    """Lets the folder that stepped aside go if the new one is published; else puts it back."""
+    aside = _aside(folder)
+    if is_unfinished(folder):
+        remove_folder(folder)
+    if aside.exists() and is_whole(folder):
+        remove_folder(aside)
+    elif aside.exists():
+        os.rename(aside, folder)
+        sync_folder(folder.parent)
+
+
+def unfinished(parent: Path, pattern: str) -> list[Path]:
+    """Returns the folders, by their final names, that a run which was killed left unfinished.
+
+    Args:
+        parent: the folder of the checkpoints.
+        pattern: regular expression of their names.
+    """
+    try:
+        names = [entry.name for entry in os.scandir(parent) if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+    left = {name[1 : -len(_OLD)] for name in names if re.fullmatch(rf"\.({pattern}){re.escape(_OLD)}", name)}
+    left |= {name for name in names if re.fullmatch(pattern, name) and is_unfinished(parent / name)}
+    return sorted(parent / name for name in left)
+
+
+def tidy(folder: Path) -> None:
+    """Removes an unfinished folder, and says so; what stepped aside for it comes back."""
+    if is_unfinished(folder):
+        _log.warning("%s is unfinished, as some rank never wrote its part: it is removed", folder)
+    end(folder)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}{_OLD}")

@@ -1,0 +1,109 @@
+"""What all ranks do together about checkpoints: one works and the others wait, or each does its share.
+
+A failure on one rank raises the same error on all of them, at the same point, so that nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from treadle import distributed
+from treadle.checkpoint.files import first_line
+from treadle.checkpoint.store import open_checkpoint
+from treadle.errors import CheckpointError
+
+Result = TypeVar("Result")
+_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the default group and the one made for it
+
+
+class RankLostError(CheckpointError):
+    """A rank went away or did not answer, so nobody knows what the others did."""
+
+
+def writers_group() -> dist.ProcessGroup | None:
+    """Returns the gloo group of those who write, which is not the one of those who train; None for one process.
+
+    The first call makes it, which all ranks must do at the same point.
+    """
+    global _group
+    default = dist.group.WORLD if distributed.is_distributed() else None
+    if default is None or distributed.world_size() == 1:
+        return None
+    if _group is None or _group[0] is not default:
+        _group = (default, dist.new_group(backend="gloo"))
+    return _group[1]
+
+
+def together(group: dist.ProcessGroup | None, work: Callable[[], Result]) -> list[Result]:
+    """Does a piece of work on every rank and returns all results, on every rank.
+
+    Args:
+        group: who takes part; None for one process.
+        work: what to do.
+
+    Raises:
+        CheckpointError: it failed on some rank; the same error on all of them.
+
+    Example:
+        >>> together(None, lambda: 1)
+        [1]
+    """
+    if group is None:
+        return [work()]
+    value, problem = None, None
+    try:
+        value = work()
+    except Exception as error:  # noqa: BLE001  (raised on all ranks below)
+        problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {first_line(error)}"
+    told: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(told, (value, problem), group=group)
+    except Exception as error:
+        raise RankLostError(f"a rank was lost while a checkpoint was written: {first_line(error)}") from error
+    for rank, (_, theirs) in enumerate(told):
+        if theirs is not None:
+            raise CheckpointError(f"rank {rank}: {theirs}")
+    return [result for result, _ in told]
+
+
+def on_rank_0(work: Callable[[], Result]) -> Result:
+    """Does a piece of work on rank 0 while the others wait, and returns its result on all.
+
+    Raises:
+        CheckpointError: it failed there; on all ranks.
+
+    Example:
+        >>> on_rank_0(lambda: 1)
+        1
+    """
+    results = together(_deciders(), lambda: work() if distributed.rank() == 0 else None)
+    return cast(Result, results[0])
+
+
+def open_on_ranks(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Opens a checkpoint on every rank; of a folder of shards each checks its share of the files.
+
+    Args:
+        path: the same on all ranks.
+
+    Raises:
+        CheckpointError: it is damaged, wherever that was seen; on all ranks.
+    """
+    tree: dict[str, Any] = {}
+
+    def work() -> str:
+        tree.update(open_checkpoint(path, share=(distributed.rank(), distributed.world_size())))
+        return os.fspath(path)
+
+    paths = together(_deciders(), work)
+    if len(set(paths)) > 1:
+        raise CheckpointError(f"the ranks would resume from different checkpoints: {', '.join(sorted(set(paths)))}")
+    return tree
+
+
+def _deciders() -> dist.ProcessGroup | None:
+    return distributed.control_group() if distributed.world_size() > 1 else None

@@ -1,0 +1,186 @@
+"""Writes this rank's tensors with ``torch.distributed.checkpoint`` and knows the CRC-32 of what was to be written."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import re
+import warnings
+import zlib
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from treadle.checkpoint.files import first_line, reported
+from treadle.checkpoint.marker import METADATA
+from treadle.checkpoint.ranks import RankLostError
+from treadle.errors import CheckpointError
+from treadle.shards import Part
+
+
+def write_shard(
+    tensors: Mapping[str, Tensor | Part], folder: Path, group: dist.ProcessGroup | None
+) -> dict[str, dict[str, Any]]:
+    """Writes tensors to an empty folder, of those that several ranks have one copy; all ranks of the group call it.
+
+    Args:
+        tensors: of this rank, by key.
+        folder: is there already.
+        group: of the ranks that write; None for one process.
+
+    Returns:
+        Size and CRC-32 of each file of this rank, as they were handed to the system.
+
+    Raises:
+        CheckpointError: it failed on some rank, which is named; the same on all.
+    """
+    parts = {key: value if isinstance(value, Part) else _all_of(value) for key, value in tensors.items()}
+    writer = _Writer(folder)
+    try:
+        with warnings.catch_warnings() if group is None else contextlib.nullcontext():
+            if group is None:
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be
+            save(parts, storage_writer=writer, planner=_Planner(), process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(sorted(error.failures.items())))
+        named = str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {first_line(cause)}"
+        raise CheckpointError(f"rank {rank}: {named}" if group is not None else named) from cause
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise RankLostError(f"a rank was lost while a checkpoint was written: {first_line(error)}") from error
+    return writer.files.sums
+
+
+def _all_of(tensor: Tensor) -> Part:
+    return Part(tensor.resolve_conj().resolve_neg(), (0,) * tensor.dim(), tuple(tensor.shape))
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans parts as they are, each at its place."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        """Returns one item for each part that is not empty."""
+        items = [_item(key, part) for key, part in self.state_dict.items() if part.local.numel() or _is_empty(part)]
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """Returns the values of a part."""
+        part: Part = self.state_dict[write_item.index.fqn]
+        return part.local.detach()
+
+
+def _is_empty(part: Part) -> bool:
+    return math.prod(part.shape) == 0
+
+
+def _item(key: str, part: Part) -> WriteItem:
+    offsets = torch.Size(part.offsets)
+    return WriteItem(
+        index=MetadataIndex(key, offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=offsets, sizes=part.local.shape),
+            properties=TensorProperties(dtype=part.local.dtype),
+            size=torch.Size(part.shape),
+        ),
+    )
+
+
+class _Writer(FileSystemWriter):
+    """Names the file in every error and leaves the folder's path out of the metadata: it may be moved."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+        self.fs = self.files = _SummedFiles()
+
+    def storage_meta(self) -> StorageMeta:
+        """Returns what identifies this save."""
+        return StorageMeta(save_id=self.save_id)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes the file of this rank."""
+        with reported(Path(self.path) / f"{plan.storage_data.prefix}0.distcp"):
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the metadata, on rank 0."""
+        with reported(Path(self.path) / METADATA):
+            super().finish(metadata, results)
+
+
+class _SummedFiles(FileSystem):
+    """Notes the size and the CRC-32 of what is written."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, dict[str, Any]] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        """Opens a file."""
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            summed = _Summed(stream)
+            yield summed
+            name = re.sub(r"\.tmp$", "", os.path.basename(path))  # the metadata is renamed afterwards
+            self.sums[name] = {"size": summed.size, "crc32": f"{summed.crc:08x}"}
+
+
+class _Summed(io.BufferedIOBase):
+    """A file that sums up what is written to it."""
+
+    def __init__(self, raw: Any):
+        self._raw = raw
+        self.size = 0
+        self.crc = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        count: int = self._raw.write(data)
+        self.crc = zlib.crc32(data, self.crc)
+        self.size += count
+        return count
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        if not self._raw.closed:
+            self._raw.flush()
+
+    def fileno(self) -> int:
+        self.flush()  # whoever asks for it wants to sync, and this would miss what is still in memory
+        number: int = self._raw.fileno()
+        return number
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()

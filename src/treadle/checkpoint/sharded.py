@@ -1,0 +1,122 @@
+"""Checkpoints as folders to which every rank writes its part: whole or absent, whatever happens to a rank.
+
+``torch.distributed.checkpoint`` writes the tensors, each rank its own and of equal ones a share; rank 0 writes
+``state.pt``, the tree of a single file with ``{"treadle.stored": key}`` where a tensor was. Every byte is read back by
+the rank that wrote it and compared with what was written; then rank 0 publishes the marker. Every step is agreed: what
+fails on one rank raises the same error on all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from treadle.checkpoint import marker
+from treadle.checkpoint.apart import take_apart
+from treadle.checkpoint.files import make_folder, reported, sync_folder
+from treadle.checkpoint.marker import STATE, checksum
+from treadle.checkpoint.ranks import RankLostError, together, writers_group
+from treadle.checkpoint.schema import is_finite, non_finite_names
+from treadle.checkpoint.shard_files import write_shard
+from treadle.checkpoint.store import put_aside, save_checkpoint
+from treadle.errors import CheckpointError
+from treadle.shards import Part
+
+
+def save_sharded(
+    tree: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    equal: Collection[str] = (),
+    finish: Callable[[Path], object] | None = None,
+) -> Path:
+    """Writes a state tree to a folder; every rank calls it with its own parts.
+
+    A model with a non-finite value on some rank never replaces a folder: it goes to ``<name>.nonfinite``.
+
+    Args:
+        tree: what :func:`treadle.checkpoint.schema.to_plain` returned with ``parts=True``, or a whole tree.
+        path: the folder to be; one of that name stays until the new one is whole.
+        equal: names of weights that are equal on all ranks, of which each rank writes a share. Of others that are not
+            spread over ranks, such as buffers, rank 0 writes its own.
+        finish: called on rank 0 with the published folder before any rank returns; not with one that was put aside.
+
+    Returns:
+        The folder that was written.
+
+    Raises:
+        CheckpointError: some rank could not write its part; the same on all ranks. What was there before is intact.
+    """
+    group, target = writers_group(), Path(path)
+    rank = 0 if group is None else dist.get_rank(group)
+    tensors, rest = take_apart(tree)
+    if rank != 0:
+        tensors = {key: value for key, value in tensors.items() if isinstance(value, Part) or _is_equal(key, equal)}
+    bad = [name for names in together(group, lambda: _non_finite(tensors, rest)) for name in names]
+    if bad:
+        target = put_aside(target, sorted(set(bad)))
+    try:
+        together(group, lambda: _begin(target) if rank == 0 else None)
+        written = write_shard(tensors, target, group)
+        files = together(group, lambda: _read_back(target, written, rest if rank == 0 else None))
+        together(group, lambda: _publish(target, files) if rank == 0 else None)
+    except CheckpointError as error:
+        if rank == 0 and not isinstance(error, RankLostError):  # else someone may still be writing there
+            with contextlib.suppress(OSError):  # the start of the next run tries again
+                marker.end(target)
+        raise
+    together(group, lambda: _finish(target, None if bad else finish) if rank == 0 else None)
+    return target
+
+
+def _is_equal(key: str, equal: Collection[str]) -> bool:
+    if key.startswith("optimizer.state."):
+        return True
+    part, _, name = key.partition(".")
+    return (name if part == "model" else name.partition(".shadow.")[2]) in equal
+
+
+def _non_finite(tensors: Mapping[str, Tensor | Part], rest: Mapping[str, Any]) -> list[str]:
+    weights = {key: value for key, value in tensors.items() if not key.startswith("optimizer.")}
+    bad = [key for key, value in weights.items() if not is_finite(value.local if isinstance(value, Part) else value)]
+    return bad + non_finite_names(rest)
+
+
+def _begin(target: Path) -> None:
+    with reported(target):
+        make_folder(target.parent)
+        marker.begin(target)
+
+
+def _read_back(
+    target: Path, written: Mapping[str, Mapping[str, Any]], rest: Mapping[str, Any] | None
+) -> dict[str, Mapping[str, Any]]:
+    """Returns size and CRC-32 of the files of this rank, once the disk has given every byte back."""
+    files = dict(written)
+    if rest is not None:
+        save_checkpoint(rest, target / STATE)
+        files[STATE] = checksum(target / STATE)
+    for name, expected in written.items():
+        with reported(target / name):
+            if checksum(target / name) != expected:
+                raise CheckpointError(f"{target / name} does not read back as it was written; the disk may fail")
+    sync_folder(target)
+    return files
+
+
+def _publish(target: Path, files: list[dict[str, Mapping[str, Any]]]) -> None:
+    with reported(target):
+        marker.publish(target, {name: entry for part in files for name, entry in part.items()}, ranks=len(files))
+
+
+def _finish(target: Path, finish: Callable[[Path], object] | None) -> None:
+    with contextlib.suppress(OSError):  # what stepped aside goes at the start of the next run at the latest
+        marker.end(target)
+    if finish is not None:
+        finish(target)

@@ -1,0 +1,228 @@
+"""Tensors in a folder of shards, read block by block with PyTorch's own reader; nothing foreign is unpickled.
+
+The folder's ``.metadata`` is a pickle, as ``torch.distributed.checkpoint`` writes it. It is read with the few classes
+that such a file needs and no other, and what it says must fit the files that the marker names.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from treadle.checkpoint.apart import STORED
+from treadle.checkpoint.claims import shortened
+from treadle.checkpoint.files import first_line
+from treadle.checkpoint.marker import METADATA
+from treadle.errors import CheckpointError
+
+_CLASSES: dict[tuple[str, str], Any] = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
+        Metadata, TensorStorageMetadata, TensorProperties, ChunkStorageMetadata, MetadataIndex, StorageMeta,
+        _MEM_FORMAT_ENCODING, _StorageInfo,
+    )
+}  # fmt: skip
+_CLASSES |= {("torch", name): kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
+_CLASSES |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): lambda name: torch.strided}
+
+
+class StoredTensor:
+    """A tensor in a folder of shards; :meth:`read` takes a block of it from the disk.
+
+    Attributes:
+        shape: of the whole.
+        dtype: of its elements.
+    """
+
+    def __init__(self, folder: ShardFolder, key: str):
+        self._folder = folder
+        self.key = key
+        described = folder.tensors[key]
+        self.shape = described.size
+        self.dtype = described.properties.dtype
+
+    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Returns a block on the CPU.
+
+        Raises:
+            CheckpointError: it cannot be read, or the folder does not hold all of it.
+        """
+        return self._folder.read(self.key, offsets, sizes)
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({self.key!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class ShardFolder:
+    """Knows where the tensors of a folder lie.
+
+    Args:
+        path: the folder.
+        files: the names that its marker gives.
+
+    Raises:
+        CheckpointError: its metadata is damaged, holds foreign classes, or does not fit the files.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], files: Collection[str]):
+        self.path = Path(path)
+        metadata = _read_metadata(self.path, files)
+        self.tensors: Mapping[str, TensorStorageMetadata] = metadata.state_dict_metadata  # type: ignore[assignment]
+        self._reader = FileSystemReader(self.path)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+
+    def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Returns a block of one tensor."""
+        described = self.tensors[key]
+        block = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        target = torch.empty(tuple(sizes), dtype=described.properties.dtype)
+        if target.numel() == 0:
+            return target
+        items = create_read_items_for_chunk_list(key, described, [block])
+        if sum(math.prod(item.lengths) for item in items) != target.numel():
+            raise CheckpointError(f"checkpoint {str(self.path)!r}: parts of {key!r} are in none of its files")
+        try:
+            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+        except Exception as error:
+            raise CheckpointError(
+                f"checkpoint {str(self.path)!r}: {key!r} cannot be read: {first_line(error)}"
+            ) from error
+        return target
+
+
+class _Into(LoadPlanner):
+    """Reads into one tensor."""
+
+    def __init__(self, target: Tensor):
+        self._target = target
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def create_local_plan(self) -> LoadPlan:
+        raise NotImplementedError
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        raise NotImplementedError
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        raise NotImplementedError
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise NotImplementedError
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        where = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self._target[tuple(slice(start, start + length) for start, length in where)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
+
+
+def with_stored(tree: Any, folder: ShardFolder, made: dict[str, StoredTensor] | None = None) -> Any:
+    """Returns the tree of ``state.pt`` with stored tensors in their places; tied ones are one object.
+
+    Raises:
+        CheckpointError: the folder does not have one of them.
+    """
+    made = {} if made is None else made
+    if isinstance(tree, Mapping):
+        if STORED not in tree:
+            return {key: with_stored(value, folder, made) for key, value in tree.items()}
+        key = tree[STORED]
+        if key not in folder.tensors:
+            raise CheckpointError(f"checkpoint {str(folder.path)!r} has no tensor {key!r}")
+        return made.setdefault(key, StoredTensor(folder, key))
+    if isinstance(tree, list):
+        return [with_stored(value, folder, made) for value in tree]
+    return tree
+
+
+def in_memory(tree: Any, read: dict[str, Tensor] | None = None) -> Any:
+    """Returns a tree with every stored tensor read to the CPU; tied ones share memory."""
+    read = {} if read is None else read
+    if isinstance(tree, StoredTensor):
+        if tree.key not in read:
+            read[tree.key] = tree.read([0] * len(tree.shape), tree.shape)
+        return read[tree.key]
+    if isinstance(tree, Mapping):
+        return {key: in_memory(value, read) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [in_memory(value, read) for value in tree]
+    return tree
+
+
+# -- the metadata -------------------------------------------------------------------------------------------------
+
+
+class _Restricted(pickle.Unpickler):
+    """Knows the classes of such metadata and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES:
+            return _CLASSES[module, name]
+        if (module, name) == ("builtins", "getattr"):  # so does Python 3.11 pickle an Enum
+            return _encoding
+        raise CheckpointError(
+            f"it holds pickled objects ({shortened(f'{module}.{name}')}), which metadata never has and which could run "
+            "code"
+        )
+
+
+def _encoding(kind: Any, name: str) -> Any:
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise CheckpointError("it looks up attributes, which no metadata does")
+    return kind[name]
+
+
+def _read_metadata(folder: Path, files: Collection[str]) -> Metadata:
+    try:
+        with open(folder / METADATA, "rb") as file:
+            metadata = _Restricted(file).load()
+        _check(metadata, {name: os.stat(folder / name).st_size for name in files})
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {str(folder)!r}: {METADATA} is refused: {error}") from None
+    except Exception as error:
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r}: {METADATA} is damaged ({type(error).__name__}: {first_line(error)})"
+        ) from error
+    found: Metadata = metadata
+    return found
+
+
+def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
+    """Raises CheckpointError unless all tensors are plain blocks inside the files of the folder."""
+    for key, described in metadata.state_dict_metadata.items():
+        if type(key) is not str or type(described) is not TensorStorageMetadata:
+            raise CheckpointError(f"{shortened(str(key))} is no tensor")
+        for chunk in described.chunks:
+            bounds = zip(chunk.offsets, chunk.sizes, described.size, strict=True)
+            if any(offset < 0 or size < 0 or offset + size > most for offset, size, most in bounds):
+                raise CheckpointError(f"a part of {shortened(key)} lies outside of it")
+    for index, where in metadata.storage_data.items():
+        if type(index) is not MetadataIndex or type(where) is not _StorageInfo:
+            raise CheckpointError("it places something that is no part of a tensor")
+        if getattr(where, "transform_descriptors", None):
+            raise CheckpointError("its tensors are packed in a way that treadle never asks for")
+        if where.relative_path not in sizes:
+            raise CheckpointError(f"it refers to {shortened(str(where.relative_path))}, which the marker does not name")
+        if where.offset < 0 or where.length < 0 or where.offset + where.length > sizes[where.relative_path]:
+            raise CheckpointError(f"{shortened(where.relative_path)} is shorter than it says")
