@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -105,3 +107,27 @@ def differing(mine, other, tolerance=2e-6):
     """The names of weights that differ by more than ``tolerance``."""
     assert mine.keys() == other.keys()
     return [name for name, value in mine.items() if not torch.allclose(value, other[name], atol=tolerance, rtol=1e-5)]
+
+
+class Counting:
+    """Counts what torch.distributed is asked for inside the block."""
+
+    KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+
+    def __enter__(self):
+        self.calls = Counter()
+        self.originals = {name: call for name, call in vars(dist).items() if name.startswith(self.KINDS)}
+        for name, original in self.originals.items():
+            setattr(dist, name, self.counted(name, original))
+        return self
+
+    def counted(self, name, original):
+        def call(*args, **kwargs):
+            self.calls[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    def __exit__(self, *_):
+        for name, original in self.originals.items():
+            setattr(dist, name, original)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ranks import outcomes_on_ranks, run_on_ranks
-from step_kit import Rows, differing, engine_of, net, share, train, whole
+from step_kit import Counting, Rows, differing, engine_of, net, share, train, whole
 from treadle import EmaHook, NonFiniteError
 from treadle.distributed import is_dtensor, is_sharded
 from treadle.hooks.base import BaseHook
@@ -65,30 +63,6 @@ def edges(folder):
         "bf16": mixed_precision(), "evaluated": evaluated_on_the_way(), "nobody": nobody_has_a_loss(),
         "buffers": buffers_are_those_of_rank_0(), "plain beside": plain_weights_beside_sharded_ones(),
     }  # fmt: skip
-
-
-class Counting:
-    """Counts what torch.distributed is asked for inside the block."""
-
-    KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-
-    def __enter__(self):
-        self.calls = Counter()
-        self.originals = {name: call for name, call in vars(dist).items() if name.startswith(self.KINDS)}
-        for name, original in self.originals.items():
-            setattr(dist, name, self.counted(name, original))
-        return self
-
-    def counted(self, name, original):
-        def call(*args, **kwargs):
-            self.calls[name] += 1
-            return original(*args, **kwargs)
-
-        return call
-
-    def __exit__(self, *_):
-        for name, original in self.originals.items():
-            setattr(dist, name, original)
 
 
 def counted_collectives():
