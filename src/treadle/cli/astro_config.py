@@ -98,6 +98,8 @@ class AstroRunConfig:
     """Whether the cross-entropy is part of the loss; ``training.meaningful_loss`` is about the other terms."""
     hidden_scalars: float = 0.5
     """Mean share of the scalars hidden behind MISS in training, other ones each time; at most 0.5."""
+    scalars_last: float = 0.5
+    """Share of the sequences, others each time, whose scalars stand behind the spectra and not before them."""
     data: DataConfig = field(default_factory=_data_config)
     """The split of each of the three surveys."""
     tokens: TokensConfig = field(default_factory=TokensConfig)
@@ -109,6 +111,10 @@ class AstroRunConfig:
         at_least(1, threads=self.threads)
         if not 0 <= self.hidden_scalars <= 0.5:
             raise ConfigError(f"hidden_scalars={self.hidden_scalars!r}: must lie in [0, 0.5]")
+        if not 0 <= self.scalars_last < 1:
+            raise ConfigError(
+                f"scalars_last={self.scalars_last!r}: must lie in [0, 1); with 1 no spectrum would follow its scalars"
+            )
         if self.mixed_precision not in (None, "bf16", "fp16"):
             raise ConfigError(f"mixed_precision={self.mixed_precision!r}: must be none, bf16 or fp16")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from treadle.astro.config import TrainingConfig
 from treadle.astro.loader import build_loader
+from treadle.astro.sequences import move_scalars_last
 from treadle.astro.survey_tokens import ScalarDropout, Sequences, SurveyTokenizers, fit_tokenizers
 from treadle.astro.surveys import Survey, load_surveys
 from treadle.astro.tokenizer_files import load_tokenizers
@@ -49,15 +49,20 @@ class AstroData:
         segments: int = spectrum.points // next(iter(spectrum.codebooks.values())).shape[1]
         return 4 + height * width // size**2 + vocab.n_columns + segments + len(vocab.spectrum_groups)
 
-    def train_loader(self, training: TrainingConfig, *, hidden_scalars: float) -> DataLoader[Any]:
-        """Returns the loader of the training part, some scalars hidden."""
-        hidden = ScalarDropout(self.sequences["train"], self.tokenizers.vocab(), share=hidden_scalars)
-        return build_loader(hidden, training)
+    def train_loader(self, config: AstroRunConfig) -> DataLoader[Any]:
+        """Returns the loader of the training part: some scalars hidden, and in both orders, drawn anew each time."""
+        dataset = ScalarDropout(
+            self.sequences["train"], self.tokenizers.vocab(), share=config.hidden_scalars,
+            scalars_last=config.scalars_last,
+        )  # fmt: skip
+        return build_loader(dataset, config.training)
 
-    def loader(self, part: str, training: TrainingConfig) -> Any:
-        """Returns a loader of a part as it is."""
-        dataset: Any = self.sequences[part]
-        return build_loader(dataset, training, shuffle=False)
+    def loader(self, part: str, config: AstroRunConfig) -> DataLoader[Any]:
+        """Returns a loader of a part: every sequence once in each order that was trained on, nothing hidden."""
+        dataset: Any = list(self.sequences[part])
+        if config.scalars_last:
+            dataset += [move_scalars_last(sequence, self.tokenizers.vocab()) for sequence in self.sequences[part]]
+        return build_loader(dataset, config.training, shuffle=False)
 
 
 def split_surveys(config: DataConfig) -> tuple[Surveys, Surveys, Surveys]:

@@ -79,13 +79,13 @@ def finish_run(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer, o
     Returns:
         What was written to ``metrics.json``.
     """
-    results = cross_predict(trainer.model, data.tokenizers, data.train, data.test)
+    results = cross_predict(trainer.model, data.tokenizers, data.train, data.test, scalars_last=config.scalars_last > 0)
     metrics = to_json({
         "treadle": version("treadle"),
         "epochs": trainer.epoch,
         "best_epoch": _best_epoch(trainer),
-        "val": trainer.evaluate(data.loader("val", config.training)),
-        "test": trainer.evaluate(data.loader("test", config.training)),
+        "val": trainer.evaluate(data.loader("val", config)),
+        "test": trainer.evaluate(data.loader("test", config)),
         "tokenizers": data.tokenizers.quality(data.test.values()),
         "predictions": [_as_values(result) for result in results],
         "objects": {name: {part: len(of[name]) for part, of in data.parts.items()} for name in data.train},

@@ -132,7 +132,7 @@ def build_trainer(run: AstroRun, data: AstroData) -> AstroTrainer:
     trainer = AstroTrainer(
         model,
         vocab,
-        data.train_loader(training, hidden_scalars=config.hidden_scalars),
+        data.train_loader(config),
         training,
         image_codebook=tokenizers.image.codebook,
         spectrum_codebook=tokenizers.spectrum.codebooks,
@@ -163,7 +163,7 @@ def fit(trainer: AstroTrainer, config: AstroRunConfig, data: AstroData) -> None:
     started, done = time.perf_counter(), trainer.applied_steps
     try:
         with _without_epoch_lines():
-            trainer.train(val_loader=data.loader("val", config.training), resume_from="auto")
+            trainer.train(val_loader=data.loader("val", config), resume_from="auto")
     except SystemExit:
         _log.info("saved at step %d; the same command goes on from here", trainer.global_step)
         raise

@@ -25,7 +25,6 @@ TINY = [
     "data.max_rows=60", "tokens.v_image=4", "tokens.patch_size=16", "tokens.scalar_bins=3", "tokens.v_spectra=4",
     "tokens.segment=64", "model.d_model=8", "model.n_heads=2", "model.n_layers=1", "model.d_ff=8",
     "training.epochs=2", "training.batch_size=32", "training.warmup_steps=2",
-    "training.meaningful_loss.sample_k_per_modality=20",
 ]  # fmt: skip
 STEPS = 8
 PICTURES = {"images.png", "loss_terms.png", "scalars.png", "spectra.png", "training_curves.png"}
@@ -76,6 +75,9 @@ def test_metrics_are_of_the_best_epoch_with_simple_methods_beside_the_model(fini
     best = history[metrics["best_epoch"] - 1]
     assert best["val_loss_total"] == min(record["val_loss_total"] for record in history)
     assert metrics["val"] == {name[4:]: value for name, value in best.items() if name.startswith("val_")}
+    galaxies, dwarfs = (metrics["objects"][name]["val"] for name in ("xdf", "spex"))
+    # In both orders of scalars and spectra: four patches of a picture, a segment in each of four groups of a spectrum.
+    assert (metrics["val"]["n_img"], metrics["val"]["n_spec"]) == (2 * 4 * galaxies, 2 * 4 * dwarfs)
     asked = [(found["target"], found["given"]) for found in metrics["predictions"]]
     assert [target for target, _ in asked] == ["spex.type", "spex.J-Ks", "xdf.mag", "xdf.blue-red", "sdss.redshift"]
     for found in metrics["predictions"]:
@@ -248,6 +250,7 @@ def test_a_step_run_again_is_its_record_to_the_bit(
         (["training.log_every=3"], ["steps.jsonl"]),
         (["mixed_precision=fp8"], ["mixed_precision='fp8'", "bf16"]),
         (["hidden_scalars=0.7"], ["hidden_scalars=0.7", "0.5"]),
+        (["scalars_last=1"], ["scalars_last=1", "[0, 1)"]),
         (["use_ce=false", "training.meaningful_loss.enabled=false"], ["nothing would be trained"]),
         (["data.max_rows=9"], ["data.max_rows=9"]),
     ],
