@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,7 +58,8 @@ def evaluate_graphs(
             raise ConfigError(f"{name}={value!r}: must be a whole number of at least {least}")
     with cpu_threads(threads):
         data = prepare_data(config, messages)
-        graphs = getattr(data, split)
+        graphs = copy.copy(getattr(data, split))
+        graphs.transform = None  # of the training set: signs drawn anew, which are for training only
         trainer = build_trainer(config, data, device=get_device(device))
         load_model_state(trainer.model, load_weights(path))
         batches = loader(graphs, batch_size or config.training.batch_size, num_workers=num_workers)

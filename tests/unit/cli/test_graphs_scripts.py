@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 import graph_data_kit  # noqa: F401  (lets the warnings of torch_geometric's import through)
 from helpers import differences
@@ -115,6 +116,18 @@ def test_a_sweep_gives_every_run_a_folder_and_its_own_result(tmp_path: Path, run
     assert results[0]["test_metrics"] != results[1]["test_metrics"]
     run("train.py", tmp_path, "seed=1", *CHOICES, *SMALL, "experiment_name=alone")
     assert read(tmp_path / "logs" / "alone" / "test_results.json") == results[1]
+
+
+@pytest.mark.parametrize(("base", "name"), [("synthetic/ring", "synthetic_ring"), ("nci", "nci")])
+def test_a_file_of_ones_own_builds_on_a_choice_of_the_package(
+    base: str, name: str, tmp_path: Path, run: Callable[..., str]
+) -> None:
+    (tmp_path / "own" / "dataset").mkdir(parents=True)
+    (tmp_path / "own" / "dataset" / "mine.yaml").write_text(f"defaults: [{base}, _self_]\nroot: elsewhere\n")
+    shown = run("train.py", tmp_path, "--config-dir", "own", "dataset=mine", "--cfg", "job", "--package", "dataset")
+    values = OmegaConf.create(shown)
+    assert (values.name, values.root, values.splits) == (name, "elsewhere", "official")
+    assert "synthetic" not in values
 
 
 def test_a_key_that_is_none_is_refused(tmp_path: Path, run: Callable[..., str]) -> None:

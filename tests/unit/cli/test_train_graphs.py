@@ -24,7 +24,7 @@ from treadle.checkpoint import load_checkpoint
 from treadle.cli import graphs_report
 from treadle.cli.graphs_config import GraphsConfig
 from treadle.cli.main import main
-from treadle.graphs import get_dataset
+from treadle.graphs import RandomSignFlip, get_dataset
 from treadle.observers import observing
 
 TINY = [
@@ -354,6 +354,26 @@ def test_other_splits_are_evaluated_as_in_training(copied: Path) -> None:
     assert {**found["metrics"], "epoch": found["epoch"]} == record
     assert evaluate(copied, "--split", "train", "--batch-size", "5") == 0
     assert read(copied, "eval_results_train.json")["graphs"] == 64
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_signs_are_drawn_in_training_and_never_in_an_evaluation(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[object] = []
+    flip = RandomSignFlip.__call__
+    monkeypatch.setattr(RandomSignFlip, "__call__", lambda self, data: (drawn.append(1), flip(self, data))[1])
+    settings = [
+        "dataset=synthetic/tree",
+        "dataset.num_graphs=20",
+        "pe.node.type=lap",
+        "pe.node.lap.sign_invariant=flip",
+    ]
+    assert run(root, tmp_path, *settings, "training.epochs=1", "training.scheduler.warmup_epochs=0") == 0
+    assert len(drawn) >= 16
+    drawn.clear()
+    assert evaluate(tmp_path, "--split", "train") == 0
+    assert drawn == []
 
 
 def test_results_that_are_not_those_of_the_run_are_called_so(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
