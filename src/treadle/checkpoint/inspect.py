@@ -19,6 +19,8 @@ from typing import Any, BinaryIO
 
 from treadle.checkpoint.archive import ArchiveError, open_plain_file, read_archive
 from treadle.checkpoint.claims import Made, Named, TensorEntry, shortened
+from treadle.checkpoint.inspect_shards import inspect_shards
+from treadle.checkpoint.marker import STATE, is_unfinished, is_whole
 from treadle.checkpoint.pickled import walk_pickle
 from treadle.checkpoint.retention import write_order
 from treadle.checkpoint.schema import FORMAT_NAME
@@ -33,12 +35,13 @@ def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns a report on a file, or on the checkpoints of a folder, as plain values.
 
     Args:
-        path: a checkpoint of treadle or Lightning, a plain torch file, a safetensors file, any pickle, or a folder.
+        path: a checkpoint of treadle or Lightning, a plain torch file, a safetensors file, any pickle, a folder of
+            shards, or a folder of checkpoints.
 
     Returns:
         For a file ``kind``, ``size``, ``problems`` (empty: intact and free of code), ``globals`` (what its pickle
         would import), ``tensors``, ``values`` and, where it has them, ``step``, ``epoch``, ``format``, ``versions``.
-        For a folder ``kind`` and ``checkpoints``, newest first.
+        For a folder of shards also ``shards`` and ``ranks``. For another ``kind`` and ``checkpoints``, newest first.
 
     Raises:
         CheckpointError: there is no such file or folder, or it cannot be read.
@@ -50,7 +53,7 @@ def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
         [{'name': 'w', 'shape': [2, 3], 'dtype': 'float32', 'bytes': 24}]
     """
     if os.path.isdir(path):
-        return _inspect_folder(Path(path))
+        return _inspect_shards(Path(path)) if _has_shards(Path(path)) else _inspect_folder(Path(path))
     try:
         with open_plain_file(path) as file:
             start = file.read(9)
@@ -62,6 +65,16 @@ def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
             return {"path": os.fspath(path), **_inspect_pickle(file, size)}
     except (ArchiveError, OSError) as error:
         raise CheckpointError(f"{os.fspath(path)!r} cannot be inspected: {error}") from None
+
+
+def _has_shards(folder: Path) -> bool:
+    return is_whole(folder) or (is_unfinished(folder) and any(folder.iterdir()))
+
+
+def _inspect_shards(folder: Path) -> dict[str, Any]:
+    state = folder / STATE
+    there = state.is_file()
+    return inspect_shards(folder, inspect_path(state) if there else _report("unfinished folder of shards", 0, []))
 
 
 def _report(kind: str, size: int, problems: list[str], **more: Any) -> dict[str, Any]:
@@ -243,7 +256,7 @@ def _inspect_folder(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{str(folder)!r} cannot be inspected: {error.strerror}") from None
     checkpoints = []
-    files = [path for path in inside if path.suffix in (".pt", ".pth", ".ckpt", ".safetensors")]
+    files = [path for path in inside if path.suffix in (".pt", ".pth", ".ckpt", ".safetensors") or _has_shards(path)]
     for path in sorted(files, key=write_order, reverse=True):
         link = os.readlink(path) if path.is_symlink() else None
         try:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -157,7 +158,7 @@ def remove_folder(folder: Path) -> None:
         sync_folder(folder)
     for path in folder.iterdir():
         if path.name != _BEGUN:
-            os.unlink(path)
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else os.unlink(path)
     (folder / _BEGUN).unlink(missing_ok=True)
     os.rmdir(folder)
 

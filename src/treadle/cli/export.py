@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
+from treadle.errors import ConfigError
 
 if TYPE_CHECKING:
     from treadle.exchange import Exported
@@ -27,13 +28,15 @@ class Form(str, Enum):
     safetensors = "safetensors"
     torch = "torch"
     hf = "hf"
+    checkpoint = "checkpoint"
+    shards = "shards"
 
 
 def export(
     source: Annotated[
         Path, typer.Argument(metavar="RUN", help="A run folder, a checkpoint, or another framework's checkpoint.")
     ],
-    to: Annotated[Form, typer.Option(help="The form: a safetensors file, a state dict, or a from_pretrained folder.")],
+    to: Annotated[Form, typer.Option(help="The form of the weights, or of the whole state: a checkpoint or shards.")],
     out: Annotated[
         Optional[Path],  # noqa: UP045  (typer on Python 3.10 reads this form)
         typer.Option(help="The file, or the folder of hf.  [default: in a folder 'export' there]", show_default=False),
@@ -52,14 +55,26 @@ def export(
     validated. Also reads files of plain PyTorch, safetensors and Lightning, and folders of Accelerate and of the
     Hugging Face Trainer, without executing anything in them.
 
+    With --to checkpoint or shards, the whole training state is written, as one file or as a folder of shards, from
+    either; a run resumes from both.
+
     \b
     Examples:
       treadle export runs/spectra --to safetensors
       treadle export runs/text --to hf --out my-model
       treadle export epoch=3-step=400.ckpt --to torch --out weights.pt
+      treadle export run/checkpoints/checkpoint_step_1000 --to checkpoint
     """
     messages, results = message_console(), result_console()
     with errors_as_one_line(messages), log_to(messages):
+        if to in (Form.checkpoint, Form.shards):
+            from treadle.checkpoint.convert import convert_checkpoint
+
+            if raw or config is not None:
+                raise ConfigError(f"--raw and --config are for weights, and --to {to.value} writes the whole state")
+            path = convert_checkpoint(source, "file" if to is Form.checkpoint else "folder", out=out, force=force)
+            results.print(json.dumps({"path": str(path)}) if as_json else str(path), markup=False, soft_wrap=True)
+            return
         from treadle.exchange import export_weights
 
         done = export_weights(source, to.value, out=out, raw=raw, config=config, force=force)

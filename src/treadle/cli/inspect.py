@@ -16,7 +16,9 @@ _MOST_ROWS = 40
 
 
 def inspect(
-    target: Annotated[Path, typer.Argument(metavar="FILE", help="A checkpoint, or a folder of checkpoints.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A checkpoint, file or folder of shards, or a folder of checkpoints.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Every tensor and value, not the first ones only.")] = False,
 ) -> None:
@@ -29,6 +31,7 @@ def inspect(
     Examples:
       treadle inspect runs/spectra/checkpoints/last.pt
       treadle inspect runs/spectra/checkpoints
+      treadle inspect run/checkpoints/checkpoint_step_1000
       treadle inspect model.safetensors --json
     """
     console = result_console()
@@ -65,7 +68,7 @@ def _show_folder(report: Mapping[str, Any], console: Console) -> None:
 def _show_file(report: Mapping[str, Any], console: Console, *, everything: bool) -> None:
     most = len(report["tensors"]) + len(report["values"]) if everything else _MOST_ROWS
     _line(console, f"{report['kind']}, {report['size']:,} bytes: {_state(report['problems'])}")
-    for key in ("step", "epoch", "format", "versions"):
+    for key in ("step", "epoch", "format", "versions", "shards", "ranks"):
         found = report.get(key)
         if isinstance(found, dict):
             found = ", ".join(f"{name} {value}" for name, value in found.items())

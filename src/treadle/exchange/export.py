@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
+from treadle.checkpoint.marker import is_whole
 from treadle.checkpoint.schema import non_finite_names, versions
 from treadle.errors import CheckpointError, ConfigError, nearest
 from treadle.exchange.pretrained_folder import find_config, ties_embeddings, write_folder
@@ -101,8 +102,8 @@ def export_weights(
 
 
 def _default_target(asked: Path, read: Path, to: Form) -> Path:
-    folder = asked if asked.is_dir() else asked.parent
-    return folder / "export" / f"{'model' if read.is_dir() else read.stem}{_ENDINGS[to]}"
+    folder = asked if asked.is_dir() and not is_whole(asked) else asked.parent
+    return folder / "export" / f"{'model' if read.is_dir() and not is_whole(read) else read.stem}{_ENDINGS[to]}"
 
 
 def _refuse_to_overwrite(target: Path, *, is_folder: bool, force: bool) -> None:

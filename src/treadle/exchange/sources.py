@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from treadle.checkpoint.marker import is_unfinished, is_whole
 from treadle.checkpoint.nearest import states_in
-from treadle.checkpoint.store import find_latest, scored_weights
+from treadle.checkpoint.store import find_latest, load_checkpoint, scored_weights
 from treadle.errors import CheckpointError, ConfigError
 from treadle.exchange.foreign import ForeignCheckpoint, from_tree, is_own
 from treadle.exchange.reading import read_as_named, without_wrapper
@@ -65,6 +66,8 @@ def find_source(path: Path, *, raw: bool = False) -> Source:
     """
     if not os.path.lexists(path):
         raise ConfigError(f"{str(path)!r}: no such file or folder; give a run folder or a checkpoint")
+    if is_whole(path) or is_unfinished(path):
+        return _of_tree(path, load_checkpoint(path), None, raw=raw)
     if not path.is_dir():
         tree, metadata = read_tree(path)
         return _of_tree(path, tree, metadata, raw=raw)

@@ -1,0 +1,65 @@
+"""A checkpoint as a single file or as a folder of shards, the one from the other, with every tensor to the bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from treadle.checkpoint.marker import is_unfinished, is_whole
+from treadle.checkpoint.nearest import states_in
+from treadle.checkpoint.schema import FORMAT_NAME
+from treadle.checkpoint.store import find_latest, load_checkpoint, save_checkpoint
+from treadle.errors import CheckpointError, ConfigError
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    to: Literal["file", "folder"],
+    *,
+    out: str | os.PathLike[str] | None = None,
+    force: bool = False,
+) -> Path:
+    """Writes the whole training state of a checkpoint in the other form; a run resumes from either.
+
+    Args:
+        source: a file, a folder of shards, or a run folder, whose newest intact checkpoint counts.
+        to: ``"file"``: one file; ``"folder"``: a folder of shards.
+        out: what to write; None: in a folder ``export`` beside the checkpoint.
+        force: replace what is there.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ConfigError: there is no such source, or ``out`` is there already.
+        CheckpointError: the source cannot be used or is no checkpoint of treadle, or the target cannot be written.
+
+    Example:
+        >>> save_checkpoint({"format": {"name": "treadle", "version": 1}, "model": {}}, "last.pt").name
+        'last.pt'
+        >>> convert_checkpoint("last.pt", "folder", out="last").name
+        'last'
+    """
+    path = Path(source)
+    if not os.path.lexists(path):
+        raise ConfigError(f"{str(path)!r}: no such file or folder; give a checkpoint or a run folder")
+    found = None
+    if path.is_dir() and not (is_whole(path) or is_unfinished(path)):
+        found = find_latest(states for folder in (path, path / "checkpoints") for states in states_in(folder))
+        if found is None:
+            raise ConfigError(f"{str(path)!r}: there is no checkpoint in this folder")
+    path, tree = found if found is not None else (path, load_checkpoint(path))
+    if (tree.get("format") or {}).get("name") != FORMAT_NAME:
+        raise CheckpointError(f"{str(path)!r} is no checkpoint of treadle, so there is no training state to convert")
+    name = path.resolve().name.removesuffix(".pt")
+    target = Path(out) if out is not None else path.parent / "export" / (f"{name}.pt" if to == "file" else name)
+    if os.path.lexists(target) and not force:
+        raise ConfigError(f"out={str(target)!r}: is there already; choose another name, or force to replace it")
+    if target.exists() and target.is_dir() != (to == "folder"):
+        raise ConfigError(f"out={str(target)!r}: is a {'folder' if target.is_dir() else 'file'}; choose another name")
+    if to == "file":
+        return save_checkpoint(tree, target)
+    from treadle.checkpoint.sharded import save_sharded
+
+    return save_sharded(tree, target)

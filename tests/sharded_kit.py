@@ -1,0 +1,85 @@
+"""Engines whose states are saved on some ranks and loaded on others; for the tests of checkpoints of shards."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from step_kit import engine_of
+from treadle import CheckpointingHook
+from treadle.checkpoint.apart import take_apart
+from treadle.data import RankBatchSampler
+from treadle.hooks import BaseHook, EmaHook
+from treadle.task import StepOutput
+
+
+class Net(nn.Module):
+    """Has tied weights, a parameter with fewer rows than three ranks, a buffer, and draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inward = nn.Linear(3, 7)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Dropout(0.2)) for _ in range(2))
+        self.narrow = nn.Linear(7, 2)
+        self.outward = nn.Linear(2, 7)
+        self.again = nn.Linear(3, 7)
+        self.again.weight = self.inward.weight
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += 1
+        y = self.inward(x) + self.again(x.flip(-1))
+        for block in self.blocks:
+            y = y + block(y).tanh()
+        return self.outward(self.narrow(y))
+
+
+class Fit:
+    def step(self, model, batch, totals=None, generator=None):
+        return StepOutput((model(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean())
+
+
+class Cut(BaseHook):
+    """Ends a run after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_after_step(self, trainer):
+        trainer.should_stop = trainer.should_stop or trainer.step == self.step
+
+
+def loader():
+    """Four steps an epoch on two ranks."""
+    rows = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(rows), batch_sampler=RankBatchSampler(24, 3, shuffle=True, seed=5))
+
+
+def engine(kind, folder=None, *, hooks=(), seed=0, **saving):
+    """An engine over a model of ``kind``: None, "ddp" or "fsdp", with averages, that saves to ``folder``."""
+    torch.manual_seed(seed)
+    settings = {"interval": 1, "keep_previous": None, **saving}
+    kept = [CheckpointingHook(path=folder, **settings)] if folder is not None else []
+    hooks = [EmaHook(0.5), *hooks, *kept]
+    return engine_of(kind, make=torch.optim.AdamW, lr=0.05, task=Fit(), model=Net(), hooks=hooks)
+
+
+def run(kind, folder, steps, **settings):
+    """Trains to a step, resuming if there is something to resume from; a run that is there already only loads."""
+    made = engine(kind, folder, **settings)
+    made.run(loader(), max_steps=steps)
+    return made
+
+
+def tensors_of(trainer):
+    """Weights, optimizer state and averages by key, put together from all ranks on rank 0; all ranks call it."""
+    return take_apart(trainer.state_dict())[0]
+
+
+def differing(mine, other):
+    """The keys whose tensors are not equal to the bit."""
+    assert mine.keys() == other.keys()
+    assert len(mine) > 30
+    return [key for key, value in mine.items() if not torch.equal(value, other[key])]
