@@ -36,6 +36,7 @@ from treadle.hooks import (
 )
 from treadle.means import Total, Weighted
 from treadle.nested import flatten_nested_dict, key_average, map_nested_tensor
+from treadle.parallel import ParallelConfig, parallelize
 from treadle.seed import ReproducibilityContext, set_seed
 from treadle.task import StepOutput, Task
 from treadle.trainer import BaseTrainer
@@ -61,6 +62,7 @@ __all__ = [
     "MlflowHook",
     "NonFiniteError",
     "NonFiniteHook",
+    "ParallelConfig",
     "ProfilerHook",
     "ProgressBarHook",
     "ProgressHook",
@@ -83,6 +85,7 @@ __all__ = [
     "load_foreign",
     "load_weights",
     "map_nested_tensor",
+    "parallelize",
     "read_foreign",
     "set_seed",
     "steps_per_epoch",

@@ -133,6 +133,20 @@ def parallelize(
     return model
 
 
+def spread(
+    model: nn.Module, parallel: ParallelConfig | Mapping[str, Any] | str | None, optimizer: Optimizer
+) -> nn.Module:
+    """Returns the model as the ``parallel=`` of a face asks for it; None leaves it as it is.
+
+    Example:
+        >>> model = nn.Linear(1, 1)
+        >>> spread(model, None, torch.optim.SGD(model.parameters())) is model
+        True
+    """
+    config = as_parallel(parallel)
+    return model if config is None else parallelize(model, config, optimizer=optimizer)
+
+
 def _shard(model: nn.Module, blocks: Sequence[nn.Module], config: ParallelConfig, optimizer: Optimizer | None) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -14,6 +14,7 @@ from treadle.astro.loss_inputs import LossConfig
 from treadle.astro.vocab import FIRST_SPECTRUM_TYPE, SPECTRUM_GROUPS
 from treadle.config.sections import from_nested
 from treadle.errors import ConfigError
+from treadle.parallel import as_parallel
 
 DEFAULTS = "defaults.yaml"
 """The packaged file with every setting and what it means; a test holds it equal to the defaults below."""
@@ -125,6 +126,8 @@ class TrainingConfig:
     """Micro-batches of a step."""
     max_non_finite_grad_retries: int | None = None
     """Fresh groups to try before NonFiniteError; None: none."""
+    parallel: str | None = None
+    """``ddp`` or ``fsdp`` spreads the model over the ranks that torchrun started; null leaves it as it is."""
     num_workers: int = 4
     """Processes that load."""
     pin_memory: bool = True
@@ -149,6 +152,7 @@ class TrainingConfig:
                      "log_every", "save_every_steps"):  # fmt: skip
             value = getattr(self, name)
             _require(value is None or value >= 0, f"training.{name}", value, "must be at least 0")
+        as_parallel(self.parallel)
         _require(self.learning_rate > 0, "training.learning_rate", self.learning_rate, "must be above 0")
         _require(0 <= self.min_lr_ratio <= 1, "training.min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
 

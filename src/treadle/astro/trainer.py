@@ -42,6 +42,7 @@ from treadle.hooks.history import HistoryHook
 from treadle.hooks.progress import ProgressHook
 from treadle.means import read_scalars
 from treadle.optim import check_scheduler, move_optimizer_state
+from treadle.parallel import spread
 from treadle.precision import PrecisionName
 from treadle.seed import mix_seed
 
@@ -129,6 +130,7 @@ class AstroTrainer:
         precision = precision_of(use_amp, amp_dtype, self.device)
         self.model = model.to(self.device)
         self.optimizer = default_optimizer(self.model, self.config) if optimizer is None else optimizer
+        self.model = spread(self.model, self.config.parallel, self.optimizer)
         move_optimizer_state(self.optimizer)
         self.scheduler = self._scheduler(scheduler, scheduler_interval)
         overridden = type(self).compute_loss is not AstroTrainer.compute_loss

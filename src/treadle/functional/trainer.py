@@ -40,6 +40,7 @@ from treadle.hooks.base import BaseHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.progress import ProgressHook
 from treadle.optim import check_scheduler
+from treadle.parallel import ParallelConfig, spread
 from treadle.precision import in_full_precision
 
 _log = logging.getLogger("treadle.functional")
@@ -60,6 +61,7 @@ class Trainer:
         hooks: further hooks.
         eval_seed: seeds the random numbers of every evaluation.
         metrics: torchmetrics objects, a collection or a dict of them; reported as ``eval_<name>``.
+        parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
 
     Raises:
         ConfigError: a setting is unknown or out of range, or a device is not available.
@@ -85,6 +87,7 @@ class Trainer:
         hooks: Sequence[BaseHook] = (),
         eval_seed: int = 0,
         metrics: Any = None,
+        parallel: ParallelConfig | str | None = None,
     ):
         self.config = config
         self.settings = read_settings(config)
@@ -92,6 +95,7 @@ class Trainer:
         self.model = model.to(self.device)
         self.loss_fn = loss_fn.to(self.device) if isinstance(loss_fn, nn.Module) else loss_fn
         self.optimizer = optimizer_for(self.model, optimizer, settings=self.settings)
+        self.model = spread(self.model, parallel, self.optimizer)
         self.scheduler = scheduler
         check_scheduler(scheduler, self.optimizer)
         check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"))

@@ -42,6 +42,7 @@ from treadle.hooks.bar import ProgressBarHook
 from treadle.hooks.base import BaseHook
 from treadle.hooks.progress import ProgressHook
 from treadle.optim import check_scheduler, move_optimizer_state
+from treadle.parallel import ParallelConfig, spread
 from treadle.run_folder import RunFolder, write_best_and_last
 
 _log = logging.getLogger("treadle.graphs")
@@ -70,6 +71,7 @@ class GraphTrainer:
         max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None: none.
         hooks: further hooks.
         eval_seed: seeds the random numbers of every evaluation.
+        parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
 
     Attributes:
         config: plain values stored in every checkpoint; more may be added before training.
@@ -113,9 +115,10 @@ class GraphTrainer:
         max_non_finite_grad_retries: int | None = None,
         hooks: Sequence[BaseHook] = (),
         eval_seed: int = 0,
+        parallel: ParallelConfig | str | None = None,
     ):
         self.device = get_device(device)
-        self.model = model.to(self.device)
+        self.model = spread(model.to(self.device), parallel, optimizer)
         move_optimizer_state(optimizer)
         check_scheduler(scheduler, optimizer)
         check_log_every(log_every)

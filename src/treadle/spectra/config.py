@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.errors import ConfigError, refuse_unknown
+from treadle.parallel import as_parallel
 
 _ALLOWED = {
     "amp_dtype": ("bf16", "fp16"),
@@ -72,6 +73,8 @@ class TrainerConfig:
     """Fresh groups to try before NonFiniteError."""
     eval_seed: int = 0
     """Seeds the masks of every validation."""
+    parallel: str | None = None
+    """``"ddp"`` or ``"fsdp"`` spreads the model over the ranks that torchrun started; None leaves it as it is."""
     background_saves: bool = False
     """Copy the state at the end of an epoch and write it while the next one trains, one write at a time; costs host
     memory for one copy of the state. ``fit`` returns when all is written."""
@@ -79,6 +82,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         for field, allowed in _ALLOWED.items():
             check_allowed("TrainerConfig", field, getattr(self, field), allowed)
+        as_parallel(self.parallel)
         self._check(self.grad_clip is None or self.grad_clip >= 0, "grad_clip", "must be None or >= 0")
         self._check(0 <= self.ema_decay <= 1, "ema_decay", "must lie in [0, 1]")
         patience = self.early_stop_patience

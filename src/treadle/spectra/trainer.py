@@ -31,6 +31,7 @@ from treadle.hooks.ema import EmaHook
 from treadle.hooks.history import HistoryHook
 from treadle.naming import model_state
 from treadle.optim import move_optimizer_state
+from treadle.parallel import spread
 from treadle.precision import PrecisionName, tf32
 from treadle.run_folder import write_best_and_last
 from treadle.spectra.config import TrainerConfig
@@ -80,7 +81,7 @@ class SpectraTrainer:
         self.cfg = TrainerConfig() if cfg is None else dataclasses.replace(cfg)
         self._device_asked = self.cfg.device if device is None else device
         self.device = _one_device(device, self.cfg.device)
-        self.model = model.to(self.device)
+        self.model = spread(model.to(self.device), self.cfg.parallel, optimizer)
         move_optimizer_state(optimizer)
         self.optimizer = optimizer
         self.scheduler = scheduler
