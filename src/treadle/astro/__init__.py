@@ -29,6 +29,7 @@ from treadle.astro.cross_modal import (
     token_values,
 )
 from treadle.astro.hidden_losses import combined_loss_from_hidden
+from treadle.astro.initialisation import initialise_from_codebooks
 from treadle.astro.loader import build_loader
 from treadle.astro.loss_inputs import Codebook, Codebooks, LossConfig, prepare_codebooks
 from treadle.astro.losses import (
@@ -101,6 +102,7 @@ __all__ = [
     "from_dict",
     "hide_columns",
     "image_reconstruction_loss",
+    "initialise_from_codebooks",
     "iter_columns",
     "kmeans_codebook",
     "load_codebook",

@@ -110,12 +110,12 @@ class SurveyTokenizers:
 def fit_tokenizers(
     surveys: Sequence[Survey],
     *,
-    v_image: int = 256,
-    scalar_bins: int = 32,
-    v_spectra: int = 128,
+    v_image: int = 128,
+    scalar_bins: int = 64,
+    v_spectra: int = 64,
     groups: Sequence[str] = SPEX_GROUPS,
-    patch_size: int = 4,
-    segment: int = 8,
+    patch_size: int = 8,
+    segment: int = 16,
     seed: int = 0,
 ) -> SurveyTokenizers:
     """Fits the tokenizers to the training part of surveys.
@@ -123,7 +123,8 @@ def fit_tokenizers(
     Args:
         surveys: the objects of the training part alone; one of them with pictures and one with spectra.
         v_image: patches of the image codebook.
-        scalar_bins: bins of each column.
+        scalar_bins: bins of each column. With 32 the centre of the true bin explains 0.85 of the variance of J-Ks on
+            validation objects, with 64 it explains 0.92: the last bins reach far.
         v_spectra: segments of each group's codebook.
         groups: names of the spectrum groups, in the order of wavelength.
         patch_size: pixels of a patch's side.

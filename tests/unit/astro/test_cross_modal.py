@@ -30,7 +30,11 @@ def case():
     parts = {name: split_by_group(survey.objects, test_fraction=0.2) for name, survey in surveys.items()}
     train = {name: survey.take(parts[name][0][:300]) for name, survey in surveys.items()}
     test = {name: survey.take(parts[name][2][:50]) for name, survey in surveys.items()}
-    return fit_tokenizers(list(train.values()), v_image=32, scalar_bins=8, v_spectra=32), train, test
+    return (
+        fit_tokenizers(list(train.values()), v_image=32, scalar_bins=8, v_spectra=32, patch_size=4, segment=8),
+        train,
+        test,
+    )
 
 
 class Watcher(nn.Module):

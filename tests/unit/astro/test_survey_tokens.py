@@ -26,7 +26,7 @@ def fitted(surveys):
     parts = {name: split_by_group(survey.objects, test_fraction=0.2) for name, survey in surveys.items()}
     train = [survey.take(parts[name][0][:250]) for name, survey in surveys.items()]
     test = {name: survey.take(parts[name][2][:60]) for name, survey in surveys.items()}
-    return fit_tokenizers(train, v_image=32, scalar_bins=8, v_spectra=32), test
+    return fit_tokenizers(train, v_image=32, scalar_bins=8, v_spectra=32, patch_size=4, segment=8), test
 
 
 def test_no_pixel_of_the_xdf_picture_is_in_two_parts(surveys):

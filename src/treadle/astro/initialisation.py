@@ -1,0 +1,78 @@
+"""Where the ids of a model start: beside those that stand for similar values.
+
+Shapes: G = groups of one modality, K = ids of one group, F = features of an id, D = model width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treadle.astro.loss_inputs import prepare_codebooks
+from treadle.astro.model import CausalTransformerLM
+from treadle.astro.vocab import VocabSpec
+from treadle.errors import ConfigError
+
+_WAVES = 8  # cosines along the bins of a column
+
+
+def initialise_from_codebooks(
+    model: CausalTransformerLM,
+    vocab: VocabSpec,
+    *,
+    image_codebook: Any = None,
+    spectrum_codebook: Any = None,
+    std: float = 0.05,
+) -> None:
+    """Starts the rows of embedding and head from the values behind their ids, in place.
+
+    Otherwise a model must learn from examples alone that two patches look alike or that two bins are neighbours. The
+    values of each codebook are projected at random, as are cosines along the bins of a column; embedding, head, groups
+    and columns have projections of their own. Special ids, and ids of a codebook that is not given, stay as they are.
+
+    Args:
+        model: not trained yet.
+        vocab: its vocabulary.
+        image_codebook: (v_image, numbers).
+        spectrum_codebook: mapping from each group to (v_spectra, numbers), or (groups, v_spectra, numbers).
+        std: root mean square of the new rows.
+
+    Raises:
+        ConfigError: the model is of another vocabulary, a codebook does not fit it, or ``std`` is not above 0.
+
+    Example:
+        >>> vocab = VocabSpec(3, 4, 2, ("a",), 2)
+        >>> model = CausalTransformerLM(vocab.vocab_size, 8, 16, 1, 2, 32, 0.0, 32)
+        >>> initialise_from_codebooks(model, vocab, image_codebook=[[0.0, 1.0], [0.1, 1.0], [9.0, 0.0]])
+        >>> near, far = (model.head.weight[6:8] - model.head.weight[5]).norm(dim=1).tolist()
+        >>> near < far
+        True
+    """
+    if model.vocab_size != vocab.vocab_size:
+        raise ConfigError(f"model has vocab_size={model.vocab_size} but the vocabulary has {vocab.vocab_size} ids")
+    if not std > 0:
+        raise ConfigError(f"std={std}: must be above 0")
+    codebooks = prepare_codebooks(vocab, image=image_codebook, spectrum=spectrum_codebook)
+    bins_KF = _cosines(vocab.scalar_bins)
+    features = {vocab.scalar_id(column, 0): bins_KF for column in range(vocab.n_columns)}
+    if codebooks.image is not None:
+        features[vocab.base_image] = codebooks.image.values_GKD[0]
+    if codebooks.spectrum is not None:
+        features.update(zip(vocab.base_spectrum.values(), codebooks.spectrum.values_GKD, strict=True))
+    with torch.no_grad():
+        for weight in (model.token_embedding.weight, model.head.weight):
+            for first, values_KF in features.items():
+                scaled_KF = values_KF / values_KF.square().sum(1).mean().sqrt().clamp(min=1e-12)
+                weight[first : first + len(values_KF)] = (
+                    std * scaled_KF @ torch.randn(values_KF.shape[1], len(weight[0]))
+                )
+
+
+def _cosines(n_bins: int) -> Tensor:
+    """Returns (K, F): low frequencies weigh most, so the nearer two bins are, the more alike are their rows."""
+    waves_F = torch.arange(1, _WAVES + 1)
+    places_K = (torch.arange(n_bins) + 0.5) / n_bins
+    return torch.cos(math.pi * places_K[:, None] * waves_F) / waves_F.sqrt()
