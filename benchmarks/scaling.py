@@ -1,0 +1,361 @@
+"""Tokens per second and GPU on 1, 2, 4, … ranks: replicas and a sharded model, beside plain torch and Accelerate.
+
+    python benchmarks/scaling.py --ranks 1 2            # on GPUs of one host; writes results/scaling.md and .json
+    python benchmarks/scaling.py --tiny --ranks 1 2     # on the CPU with gloo, a trial that writes nothing
+
+Every number of ranks is one launch of torchrun in which all ways train the same decoder, one after another: bfloat16,
+AdamW fused, gradients clipped, tokens on the device. Weak: each rank has as many tokens as one rank alone. Strong: the
+ranks share the tokens of one. Ways:
+
+    plain ddp     DistributedDataParallel in a loop of ten lines
+    plain fsdp    fully_shard in the same loop
+    accelerate    the same loop with Accelerate around DistributedDataParallel
+    ddp, fsdp     treadle's Engine with parallelize(model, …)
+
+Stall: by how much a save makes the steps after it longer, all of them together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from machine import describe, write_result
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from treadle import BaseHook, Engine, StepOutput
+from treadle.hooks import CheckpointingHook
+from treadle.parallel import parallelize
+
+# width, layers, heads, length, micro-batch of one rank, vocabulary
+SIZES = {"tiny": (32, 2, 2, 16, 4, 64), "100m": (768, 12, 12, 1024, 16, 32_000), "1b": (2048, 18, 16, 1024, 8, 32_000)}
+WAYS = ("plain ddp", "plain fsdp", "accelerate", "ddp", "fsdp")
+COLUMNS = (
+    "model", "scaling", "way", "ranks", "tokens/s/rank", "efficiency", "of plain", "ms a step", "GiB",
+)  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, states_BLD: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm1(states_BLD)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        states_BLD = states_BLD + self.out(mixed)
+        return states_BLD + self.down(F.gelu(self.up(self.norm2(states_BLD)), approximate="tanh"))
+
+
+class Decoder(nn.Module):
+    def __init__(self, size: str) -> None:
+        super().__init__()
+        width, layers, heads, length, _, vocab = SIZES[size]
+        self.tokens, self.places = nn.Embedding(vocab, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        states_BLD = self.tokens(tokens_BL) + self.places.weight[: tokens_BL.shape[1]]
+        for block in self.blocks:
+            states_BLD = block(states_BLD)
+        return self.head(self.norm(states_BLD))
+
+
+def loss_of(model: nn.Module, tokens_BL: Tensor) -> Tensor:
+    logits_BLV = model(tokens_BL)
+    return F.cross_entropy(logits_BLV[:, :-1].flatten(0, 1).float(), tokens_BL[:, 1:].flatten())
+
+
+class NextToken:
+    def step(self, model: nn.Module, batch: Tensor, totals: Any = None, generator: Any = None) -> StepOutput:
+        return StepOutput(loss_of(model, batch), weight=batch.numel() - len(batch))
+
+
+class Clock(BaseHook):
+    """Notes the time of every step's end, the device having caught up."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.times = device, []  # type: ignore[var-annotated]
+
+    def tick(self) -> None:
+        _wait(self.device)
+        self.times.append(time.perf_counter())
+
+    def on_after_step(self, trainer: Engine) -> None:
+        self.tick()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# -- one way on this number of ranks ------------------------------------------------------------------------------
+
+
+def build(way: str, size: str, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Returns the model, spread over the ranks, and its optimizer."""
+    torch.manual_seed(0)
+    with device:
+        model: nn.Module = Decoder(size)
+    if way == "plain fsdp":
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+    elif way == "fsdp":
+        model = parallelize(model, "fsdp", param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    elif way == "ddp" and dist.get_world_size() > 1:
+        model = parallelize(model, "ddp")
+    elif way == "plain ddp" and dist.get_world_size() > 1:
+        model = nn.parallel.DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda" or None)
+
+
+def loop_of(
+    way: str, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> Callable[[Tensor], Tensor]:
+    """Returns one step of the ways that are no treadle."""
+    if way == "accelerate":
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(mixed_precision="bf16", cpu=device.type == "cpu")
+        model, optimizer = accelerator.prepare(model, optimizer)
+
+        def accelerated(tokens: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            with accelerator.autocast():
+                loss = loss_of(model, tokens)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            return loss.detach()
+
+        return accelerated
+
+    def plain(tokens: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled="fsdp" not in way):
+            loss = loss_of(model, tokens)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    return plain
+
+
+def measure(way: str, size: str, rows: int, steps: int, device: torch.device) -> dict[str, Any]:
+    """Trains for some steps; returns milliseconds a step, the peak of the memory and the last loss."""
+    length, vocab = SIZES[size][3], SIZES[size][5]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = [torch.randint(0, vocab, (rows, length), generator=generator).to(device) for _ in range(4)]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    model, optimizer = build(way, size, device)
+    clock, warm_up = Clock(device), 5
+    if way in ("ddp", "fsdp"):
+        engine = Engine(
+            model, optimizer, NextToken(), device=device, precision="bf16" if way == "ddp" else None, grad_clip=1.0,
+            hooks=[clock],
+        )  # fmt: skip
+        engine.run([batches[step % 4] for step in range(warm_up + steps)], max_steps=warm_up + steps)
+        loss = engine.train_means()["loss"]
+    else:
+        step_of = loop_of(way, model, optimizer, device)
+        for step in range(warm_up + steps):
+            loss = float(step_of(batches[step % 4]))
+            clock.tick()
+    times = clock.times[warm_up - 1 :]
+    seconds = [after - before for before, after in itertools.pairwise(times)]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    return {"seconds": _slowest(median(seconds), device), "GiB": _slowest(peak, device), "loss": round(loss, 3)}
+
+
+def _slowest(value: float, device: torch.device) -> float:
+    told = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return float(told)
+
+
+def stall(way: str, size: str, background: bool, folder: Path, device: torch.device, steps: int) -> dict[str, Any]:
+    """Trains with two saves; returns the seconds by which the steps after the second one were longer."""
+    _, _, _, length, rows, _ = SIZES[size]
+    batch = torch.zeros(rows, length, dtype=torch.long, device=device)
+    model, optimizer = build(way, size, device)
+    clock = Clock(device)
+    # The clock comes last: a step's time includes what other hooks and requested writes of the step before took.
+    saves = CheckpointingHook(
+        interval=steps, path=folder / f"{way}-{size}-{background}", background=background, keep_previous=1
+    )
+    engine = Engine(
+        model, optimizer, NextToken(), device=device, precision="bf16" if way == "ddp" else None, grad_clip=1.0,
+        hooks=[saves, clock],
+    )  # fmt: skip
+    engine.run([batch] * (3 * steps - 1), max_steps=3 * steps - 1)
+    seconds = [after - before for before, after in itertools.pairwise(clock.times)]
+    usual = median(seconds)
+    # seconds[n] is the time of step n + 2; the save after step 2·steps falls on the step after it.
+    longer = sum(value - usual for value in seconds[2 * steps - 1 : 3 * steps - 3])
+    return {
+        "seconds": _slowest(longer, device),
+        "first": _slowest(sum(v - usual for v in seconds[steps - 1 : 2 * steps - 2]), device),
+    }
+
+
+# -- all ways in one launch ---------------------------------------------------------------------------------------
+
+
+def worker(options: argparse.Namespace) -> None:
+    on_gpu = torch.cuda.is_available() and not options.tiny
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    ranks, rows = dist.get_world_size(), []
+    for size in options.sizes:
+        whole = SIZES[size][4]
+        for scaling in ("weak", "strong") if ranks > 1 else ("weak",):
+            for way in options.ways:
+                share = whole if scaling == "weak" else max(1, whole // ranks)
+                try:
+                    result = measure(way, size, share, options.steps, device)
+                except torch.OutOfMemoryError as error:
+                    result = {"failed": str(error)[:200]}
+                rows.append({"model": size, "scaling": scaling, "way": way, "ranks": ranks, "rows": share, **result})
+                _say(rows[-1])
+                _forget(on_gpu)
+        for way in [way for way in ("ddp", "fsdp") if way in options.ways and options.saves]:
+            for background in (False, True):
+                with tempfile.TemporaryDirectory(dir=options.disk) as folder:
+                    place = [folder]
+                    dist.broadcast_object_list(place)
+                    result = stall(way, size, background, Path(place[0]), device, options.save_steps)
+                    dist.barrier()
+                rows.append({"model": size, "way": way, "ranks": ranks, "background": background, **result})
+                _say(rows[-1])
+                _forget(on_gpu)
+    if dist.get_rank() == 0:
+        options.found.write_text(json.dumps(rows), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def _say(row: dict[str, Any]) -> None:
+    if dist.get_rank() == 0:
+        print(row, flush=True)
+
+
+def _forget(on_gpu: bool) -> None:
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+
+
+def launch(ranks: int, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    found = folder / f"{ranks}.json"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__,
+        "--found", str(found), "--sizes", *options.sizes, "--ways", *options.ways, "--steps", str(options.steps),
+        "--save-steps", str(options.save_steps),
+    ]  # fmt: skip
+    command += ["--tiny"] if options.tiny else []
+    command += ["--saves"] if options.saves and ranks == max(options.ranks) else []
+    command += ["--disk", str(options.disk)] if options.disk else []
+    subprocess.run(command, check=True, env={"OMP_NUM_THREADS": "1", **os.environ})
+    rows: list[dict[str, Any]] = json.loads(found.read_text(encoding="utf-8"))
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the rows of the result: rates, efficiency against one rank, and against the plain loop of the kind."""
+    done = {(row["model"], row["scaling"], row["way"], row["ranks"]): row for row in rows if "scaling" in row}
+    lines = []
+    for (size, scaling, way, ranks), row in done.items():
+        if "failed" in row:
+            lines.append({"model": size, "scaling": scaling, "way": way, "ranks": ranks, "ms a step": row["failed"]})
+            continue
+        rate = _rate(row)
+        alone, plain = done.get((size, "weak", way, 1)), done.get((size, scaling, _plain_of(way), ranks))
+        lines.append({
+            "model": size, "scaling": scaling, "way": way, "ranks": ranks, "tokens/s/rank": f"{rate:,.0f}",
+            "efficiency": f"{rate / _rate(alone):.3f}" if alone and "seconds" in alone else "",
+            "of plain": f"{rate / _rate(plain):.3f}" if plain and "seconds" in plain else "",
+            "ms a step": f"{1e3 * row['seconds']:.1f}", "GiB": f"{row['GiB']:.1f}",
+        })  # fmt: skip
+    for row in rows:
+        if "background" in row:
+            kind = "in the background" if row["background"] else "in the foreground"
+            lines.append({
+                "model": row["model"], "scaling": f"save {kind}", "way": row["way"], "ranks": row["ranks"],
+                "ms a step": f"stall {1e3 * row['seconds']:,.0f} (first {1e3 * row['first']:,.0f})",
+            })  # fmt: skip
+    return lines
+
+
+def _plain_of(way: str) -> str:
+    return "plain fsdp" if way in ("fsdp", "plain fsdp") else "plain ddp"
+
+
+def _rate(row: dict[str, Any]) -> float:
+    return float(row["rows"] * SIZES[row["model"]][3] / row["seconds"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["100m", "1b"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--steps", type=int, default=20, help="measured, of each way")
+    parser.add_argument("--saves", action="store_true", help="also the stall of saves, on the largest number of ranks")
+    parser.add_argument("--save-steps", type=int, default=50, help="steps from save to save; more than a save takes")
+    parser.add_argument("--disk", type=Path, help="folder for the saves")
+    parser.add_argument("--tiny", action="store_true", help="a small decoder on the CPU, and no files")
+    parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.tiny:
+        options.sizes, options.steps, options.save_steps = ["tiny"], 4, 6
+    if importlib.util.find_spec("accelerate") is None:
+        options.ways = [way for way in options.ways if way != "accelerate"]
+    if options.found:
+        worker(options)
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in options.ranks:
+            rows += launch(ranks, options, Path(folder))
+    lines = table(rows)
+    if options.tiny:
+        print(*lines, sep="\n")
+        return
+    title = "Tokens per second and GPU of one host, bfloat16, AdamW, clipped; efficiency against one GPU"
+    write_result("scaling", title, COLUMNS, lines, describe() | {"gpus": str(torch.cuda.device_count())})
+
+
+if __name__ == "__main__":
+    main()
