@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 
-from treadle.astro.config import TrainingConfig
+from treadle.astro.config import MeaningfulLossConfig, TrainingConfig
 from treadle.cli.settings import at_least
 from treadle.cli.split_config import DataConfig
 from treadle.errors import ConfigError
 
-FLAGS = {"training.seed": "seed", "training.log_every": "the file steps.jsonl, which has every step"}
+FLAGS = {
+    "training.seed": "seed",
+    "training.log_every": "the file steps.jsonl, which has every step",
+    "training.parallel": "a script of your own under torchrun; the command trains in one process",
+}
 """Fields of the trainer's settings that are not set on the command line."""
 
 FREE = (
@@ -28,15 +32,15 @@ FREE = (
 class TokensConfig:
     """Arguments of ``fit_tokenizers``."""
 
-    v_image: int = 256
+    v_image: int = 128
     """Patches of the image codebook."""
-    scalar_bins: int = 32
+    scalar_bins: int = 64
     """Quantile bins of each column."""
-    v_spectra: int = 128
+    v_spectra: int = 64
     """Segments in the codebook of each spectrum group."""
-    patch_size: int = 4
+    patch_size: int = 8
     """Pixels along a patch; a divisor of 32."""
-    segment: int = 8
+    segment: int = 16
     """Points of a spectrum behind one token; a divisor of 64."""
 
     def __post_init__(self) -> None:
@@ -46,6 +50,21 @@ class TokensConfig:
         for name, length in (("patch_size", 32), ("segment", 64)):
             if getattr(self, name) < 1 or length % getattr(self, name):
                 raise ConfigError(f"tokens.{name}={getattr(self, name)!r}: must be a divisor of {length}")
+
+
+@dataclass
+class RepeatsConfig:
+    """How often an epoch passes over the training objects of each survey."""
+
+    xdf: int = 4
+    """Pictures of galaxies, of which there are few."""
+    spex: int = 3
+    """Spectra of dwarfs."""
+    sdss: int = 1
+    """The catalogue, which has most objects."""
+
+    def __post_init__(self) -> None:
+        at_least(1, repeats__xdf=self.xdf, repeats__spex=self.spex, repeats__sdss=self.sdss)
 
 
 @dataclass
@@ -72,8 +91,9 @@ def _data_config() -> DataConfig:
 def _training_config() -> TrainingConfig:
     # The data are in memory: workers would cost more than they save.
     return TrainingConfig(
-        batch_size=64, epochs=12, learning_rate=2e-3, warmup_steps=100, num_workers=0, save_every_steps=None
-    )
+        batch_size=32, epochs=8, learning_rate=5e-3, warmup_steps=50, num_workers=0, save_every_steps=None,
+        meaningful_loss=MeaningfulLossConfig(weight_scalar=1.0),
+    )  # fmt: skip
 
 
 @dataclass
@@ -98,10 +118,13 @@ class AstroRunConfig:
     """Whether the cross-entropy is part of the loss; ``training.meaningful_loss`` is about the other terms."""
     hidden_scalars: float = 0.5
     """Mean share of the scalars hidden behind MISS in training, other ones each time; at most 0.5."""
+    start_from_codebooks: bool = True
+    """Whether ids that stand for similar values start with similar embeddings (``initialise_from_codebooks``)."""
     scalars_last: float = 0.5
     """Share of the sequences, others each time, whose scalars stand behind the spectra and not before them."""
     data: DataConfig = field(default_factory=_data_config)
     """The split of each of the three surveys."""
+    repeats: RepeatsConfig = field(default_factory=RepeatsConfig)
     tokens: TokensConfig = field(default_factory=TokensConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=_training_config)

@@ -34,7 +34,7 @@ class AstroData:
     test: Surveys
     tokenizers: SurveyTokenizers
     sequences: dict[str, Sequences]
-    """``"train"``, ``"val"`` and ``"test"``: all surveys one after the other."""
+    """``"train"``, ``"val"`` and ``"test"``: all surveys one after the other, those of training as often as asked."""
 
     @property
     def parts(self) -> dict[str, Surveys]:
@@ -95,9 +95,11 @@ def prepare_data(config: AstroRunConfig, stored: Path | None) -> AstroData:
     """
     train, val, test = split_surveys(config.data)
     tokenizers = _fit(config, train) if stored is None else _load_or_fit(stored, config, train)
+    repeats = vars(config.repeats)
     sequences = {
-        name: [sequence for survey in part.values() for sequence in tokenizers.encode(survey)]
-        for name, part in (("train", train), ("val", val), ("test", test))
+        "train": [s for name, survey in train.items() for s in tokenizers.encode(survey) * repeats[name]],
+        "val": [s for survey in val.values() for s in tokenizers.encode(survey)],
+        "test": [s for survey in test.values() for s in tokenizers.encode(survey)],
     }
     return AstroData(train, val, test, tokenizers, sequences)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from treadle.astro.initialisation import initialise_from_codebooks
 from treadle.astro.model import CausalTransformerLM
 from treadle.astro.tokenizer_files import save_tokenizers
 from treadle.astro.trainer import AstroTrainer
@@ -129,6 +130,13 @@ def build_trainer(run: AstroRun, data: AstroData) -> AstroTrainer:
     set_seed(config.seed)
     with as_settings("model"):
         model = CausalTransformerLM(vocab.vocab_size, vocab.n_types, **vars(config.model), max_len=data.longest)
+    if config.start_from_codebooks:
+        initialise_from_codebooks(
+            model,
+            vocab,
+            image_codebook=tokenizers.image.codebook,
+            spectrum_codebook=tokenizers.spectrum.codebooks,
+        )
     trainer = AstroTrainer(
         model,
         vocab,

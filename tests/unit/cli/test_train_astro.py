@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from command_kit import Killed, Stop, files, interrupt, kill, read, treadle
 from helpers import differences
 from treadle import load_weights
-from treadle.astro import load_tokenizers
+from treadle.astro import fit_tokenizers, load_tokenizers
 from treadle.checkpoint import load_checkpoint
 from treadle.cli import astro_report
 from treadle.cli.astro_config import FREE, AstroRunConfig
@@ -23,8 +24,8 @@ from treadle.observers import observing
 
 TINY = [
     "data.max_rows=60", "tokens.v_image=4", "tokens.patch_size=16", "tokens.scalar_bins=3", "tokens.v_spectra=4",
-    "tokens.segment=64", "model.d_model=8", "model.n_heads=2", "model.n_layers=1", "model.d_ff=8",
-    "training.epochs=2", "training.batch_size=32", "training.warmup_steps=2",
+    "tokens.segment=64", "repeats.xdf=1", "repeats.spex=1", "model.d_model=8", "model.n_heads=2", "model.n_layers=1",
+    "model.d_ff=8", "training.epochs=2", "training.batch_size=32", "training.warmup_steps=2",
 ]  # fmt: skip
 STEPS = 8
 PICTURES = {"images.png", "loss_terms.png", "scalars.png", "spectra.png", "training_curves.png"}
@@ -248,6 +249,7 @@ def test_a_step_run_again_is_its_record_to_the_bit(
         (["training.batch_size=0"], ["training.batch_size=0"]),
         (["training.seed=3"], ["use seed"]),
         (["training.log_every=3"], ["steps.jsonl"]),
+        (["training.parallel=ddp"], ["torchrun"]),
         (["mixed_precision=fp8"], ["mixed_precision='fp8'", "bf16"]),
         (["hidden_scalars=0.7"], ["hidden_scalars=0.7", "0.5"]),
         (["scalars_last=1"], ["scalars_last=1", "[0, 1)"]),
@@ -270,6 +272,11 @@ def test_what_may_change_is_made_of_settings_that_exist() -> None:
     assert set(FREE) <= {key for key, _ in leaves(AstroRunConfig())}
 
 
+def test_the_tokens_are_those_of_the_library_unless_said_otherwise() -> None:
+    defaults = {name: given.default for name, given in inspect.signature(fit_tokenizers).parameters.items()}
+    assert vars(AstroRunConfig().tokens).items() <= defaults.items()
+
+
 def test_help_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert treadle("train", "astro", "--help") == 0
     shown = capsys.readouterr().out
@@ -277,7 +284,7 @@ def test_help_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in shown
     assert treadle("train", "astro", "--show-settings", "model.d_model=32") == 0
     shown = capsys.readouterr().out.splitlines()
-    assert {"model.d_model=32", "tokens.patch_size=4", "training.meaningful_loss.weight_image=0.1"} <= set(shown)
+    assert {"model.d_model=32", "tokens.patch_size=8", "training.meaningful_loss.weight_image=0.1"} <= set(shown)
     assert not any(line.startswith(("training.seed", "training.log_every")) for line in shown)
 
 
