@@ -11,11 +11,13 @@ import faulthandler
 import importlib.util
 import io
 import multiprocessing
+import os
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -26,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 _PRELOADED = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "treadle"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 _GRACE = 5.0  # seconds for the other ranks once one has failed: their errors follow from its error
 
 
@@ -106,6 +109,28 @@ def outcomes_on_ranks(
             stacks = Path(folder, f"stacks_{rank}").read_text()
             outcomes[rank].error = f"still running after {timeout:g} s, or {grace:g} s after another failed\n{stacks}"
     return outcomes
+
+
+def torchrun(
+    *arguments: str, ranks: int = 2, options: Sequence[str] = (), timeout: float = 120, **rest: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``torchrun`` on this machine and returns how it ended, with what it wrote.
+
+    Args:
+        arguments: a script or ``-m`` and a module, and what follows.
+        ranks: processes.
+        options: of torchrun.
+        timeout: seconds until it is killed, with an error.
+        rest: for ``subprocess.run``, such as ``cwd``.
+    """
+    command = [*TORCHRUN, f"--nproc-per-node={ranks}", *options, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=launch_environment(), timeout=timeout, **rest)
+
+
+def launch_environment() -> dict[str, str]:
+    """Returns the environment of processes that are started afresh: one thread, no GPU, the tests' modules."""
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
 
 
 def _collect(running: dict[Connection, int], outcomes: list[Outcome], timeout: float, grace: float) -> None:

@@ -35,6 +35,7 @@ from treadle.device import get_device
 from treadle.ema import Ema
 from treadle.epoch_end import finish_epoch, fresh_group, moves_each_step
 from treadle.evaluation import evaluate
+from treadle.failure import failing_by_name
 from treadle.frozen import FrozenBase
 from treadle.gradient_exchange import GradientExchange, gradient_exchange
 from treadle.gradients import clip_, divide_, total_norm
@@ -204,8 +205,9 @@ class Engine:
             NonFiniteError: a gradient is not finite and the retries are used up.
         """
         self.target = Target(max_steps, epochs, score_epoch, after_epoch)
-        self.prepare()
-        resume_from_hooks(self)
+        with failing_by_name(self):
+            self.prepare()
+            resume_from_hooks(self)
         if self.target.reached(self):
             self.logger.info("nothing to do: at step %d, epoch %d the target is reached", self.step, self.epoch)
             return

@@ -6,7 +6,8 @@
     ├── ConfigError         (also ValueError)    a setting, argument or input is wrong
     ├── CheckpointError     (also RuntimeError)  a file cannot be read, written or used
     ├── DataExhaustedError  (also RuntimeError)  the data ended before the training did
-    └── NonFiniteError      (also RuntimeError)  a gradient or loss is NaN or infinite
+    ├── NonFiniteError      (also RuntimeError)  a gradient or loss is NaN or infinite
+    └── RankLostError       (also RuntimeError)  another rank ended or does not answer
 
 Every message names the argument, the value, the rule and the fix. Errors from user code
 (the model, the loss, the data set, a hook) are never wrapped: they leave as they were raised.
@@ -33,6 +34,10 @@ class CheckpointError(TreadleError, RuntimeError):
 
 class DataExhaustedError(TreadleError, RuntimeError):
     """The loader has no more data although the target is not reached."""
+
+
+class RankLostError(TreadleError, RuntimeError):
+    """Another rank ended or does not answer, so this one cannot go on; the cause lies there."""
 
 
 class NonFiniteError(TreadleError, RuntimeError):

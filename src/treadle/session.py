@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from treadle import distributed
 from treadle.ema import Ema
 from treadle.errors import ConfigError
+from treadle.failure import failing_by_name
 from treadle.guard import FiniteGuard, RefusalPlan, skips_on_device
 from treadle.hooks.base import BaseHook
 from treadle.optim import uncovered_parameters
@@ -89,7 +90,7 @@ def training_session(engine: Engine) -> Iterator[None]:
     opened: list[BaseHook] = []
     failure: BaseException | None = None
     try:
-        with engine.signals.listening(signals):
+        with engine.signals.listening(signals), failing_by_name(engine):
             for hook in engine.hooks:
                 opened.append(hook)
                 hook.on_before_train(engine)

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from treadle import distributed
 from treadle.checkpoint.files import first_line
 from treadle.checkpoint.store import open_checkpoint
-from treadle.errors import CheckpointError
+from treadle.errors import CheckpointError, RankLostError
 
 Result = TypeVar("Result")
 _group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the default group and the one made for it
 
 
-class RankLostError(CheckpointError):
+class WriterLostError(CheckpointError, RankLostError):
     """A rank went away or did not answer, so nobody knows what the others did."""
 
 
@@ -63,7 +63,7 @@ def together(group: dist.ProcessGroup | None, work: Callable[[], Result]) -> lis
     try:
         dist.all_gather_object(told, (value, problem), group=group)
     except Exception as error:
-        raise RankLostError(f"a rank was lost while a checkpoint was written: {first_line(error)}") from error
+        raise WriterLostError(f"a rank was lost while a checkpoint was written: {first_line(error)}") from error
     for rank, (_, theirs) in enumerate(told):
         if theirs is not None:
             raise CheckpointError(f"rank {rank}: {theirs}")

@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from treadle.checkpoint.files import first_line, reported
 from treadle.checkpoint.marker import METADATA
-from treadle.checkpoint.ranks import RankLostError
+from treadle.checkpoint.ranks import WriterLostError
 from treadle.errors import CheckpointError
 from treadle.shards import Part
 
@@ -60,7 +60,7 @@ def write_shard(
         with warnings.catch_warnings() if group is None else contextlib.nullcontext():
             if group is None:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be
-            save(parts, storage_writer=writer, planner=_Planner(), process_group=group, no_dist=group is None)
+            save({}, storage_writer=writer, planner=_Planner(parts), process_group=group, no_dist=group is None)
     except CheckpointException as error:
         rank, (cause, _) = next(iter(sorted(error.failures.items())))
         named = str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {first_line(cause)}"
@@ -68,7 +68,7 @@ def write_shard(
     except CheckpointError:
         raise
     except Exception as error:
-        raise RankLostError(f"a rank was lost while a checkpoint was written: {first_line(error)}") from error
+        raise WriterLostError(f"a rank was lost while a checkpoint was written: {first_line(error)}") from error
     return writer.files.sums
 
 
@@ -77,21 +77,21 @@ def _all_of(tensor: Tensor) -> Part:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans parts as they are, each at its place."""
+    """Plans parts as they are, each at its place; what ``save`` is given would be logged key by key."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Mapping[str, Part]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._parts = parts
 
     def create_local_plan(self) -> SavePlan:
         """Returns one item for each part that is not empty."""
-        items = [_item(key, part) for key, part in self.state_dict.items() if part.local.numel() or _is_empty(part)]
+        items = [_item(key, part) for key, part in self._parts.items() if part.local.numel() or _is_empty(part)]
         self.plan = SavePlan(items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Returns the values of a part."""
-        part: Part = self.state_dict[write_item.index.fqn]
-        return part.local.detach()
+        return self._parts[write_item.index.fqn].local.detach()
 
 
 def _is_empty(part: Part) -> bool:

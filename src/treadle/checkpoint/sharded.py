@@ -21,7 +21,7 @@ from treadle.checkpoint import marker
 from treadle.checkpoint.apart import take_apart
 from treadle.checkpoint.files import make_folder, reported, sync_folder
 from treadle.checkpoint.marker import STATE, checksum
-from treadle.checkpoint.ranks import RankLostError, together, writers_group
+from treadle.checkpoint.ranks import WriterLostError, together, writers_group
 from treadle.checkpoint.schema import is_finite, non_finite_names
 from treadle.checkpoint.shard_files import write_shard
 from treadle.checkpoint.store import put_aside, save_checkpoint
@@ -67,7 +67,7 @@ def save_sharded(
         files = together(group, lambda: _read_back(target, written, rest if rank == 0 else None))
         together(group, lambda: _publish(target, files) if rank == 0 else None)
     except CheckpointError as error:
-        if rank == 0 and not isinstance(error, RankLostError):  # else someone may still be writing there
+        if rank == 0 and not isinstance(error, WriterLostError):  # else someone may still be writing there
             with contextlib.suppress(OSError):  # the start of the next run tries again
                 marker.end(target)
         raise

@@ -3,14 +3,16 @@
 The thread gets a finished copy and a function that writes it. It touches no live tensor, hook or engine, and takes no
 lock that a data worker forked meanwhile could need: it logs nothing itself (what it has to say is said at the next
 boundary by the thread that trains), and whatever ``torch.save`` imports is imported before. Each save has a thread of
-its own, which the interpreter waits for when it ends.
+its own, which the interpreter waits for when it ends, unless it waits for other ranks itself.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import math
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +25,7 @@ from treadle.errors import CheckpointError
 
 _log = logging.getLogger("treadle.checkpoint")
 _HEARTBEAT = 0.2  # seconds; python acts on a signal between two waits, on every platform
+_PATIENCE = 20.0  # seconds
 Tree = dict[str, Any]
 
 
@@ -60,6 +63,7 @@ class CheckpointWriter:
         write: Callable[[Tree], object],
         *,
         background: bool = True,
+        with_peers: bool = False,
     ) -> None:
         """Waits for the write before, copies the state, and starts to write it.
 
@@ -68,6 +72,8 @@ class CheckpointWriter:
             write: writes the copy; called in a thread. It must keep nothing of it.
             background: False writes here, from the live tensors where they can be written as they are, and returns
                 when that is done.
+            with_peers: the write waits for other ranks, so after a failure it may never end: then :meth:`close` gives
+                it up, and it keeps no process alive.
 
         Raises:
             CheckpointError: the write before failed; then nothing is copied.
@@ -79,7 +85,7 @@ class CheckpointWriter:
         self._buffers.reclaim()
         tree = collect(self._buffers)
         self._buffers.ready()
-        if not self._start(_Flight(tree, write)):
+        if not self._start(_Flight(tree, write, with_peers=with_peers)):
             write(tree)
 
     def _start(self, flight: _Flight) -> bool:
@@ -108,9 +114,19 @@ class CheckpointWriter:
         self._flights.clear()
         flight.land()
 
-    def settle(self) -> CheckpointError | None:
-        """Waits and returns the error instead of raising it."""
+    def settle(self, *, patience: float = math.inf) -> CheckpointError | None:
+        """Waits and returns the error instead of raising it.
+
+        Args:
+            patience: seconds after which a write that waits for other ranks is given up.
+        """
         try:
+            if self._flights and self._flights[0].with_peers and self._flights[0].outlasts(patience):
+                self._flights.pop().give_up()
+                return CheckpointError(
+                    f"a background save was given up after {patience:g} s: another rank did not take part in it any "
+                    "more. What was there before is intact"
+                )
             self.wait()
         except CheckpointError as error:
             return error
@@ -125,10 +141,12 @@ class CheckpointWriter:
     def close(self, failure: BaseException | None = None) -> None:
         """Waits and gives the memory back; if training failed already, an error here is logged only.
 
+        After a failure, a write that waits for other ranks has 20 s: some of them may never come.
+
         Raises:
             CheckpointError: the last write failed, and ``failure`` is None.
         """
-        error = self.settle()
+        error = self.settle(patience=math.inf if failure is None else _PATIENCE)
         self._buffers.drop()
         if error is not None and failure is None:
             raise error
@@ -139,11 +157,12 @@ class CheckpointWriter:
 class _Flight:
     """One write: its thread, and what it has to report."""
 
-    def __init__(self, tree: Tree, write: Callable[[Tree], object]):
+    def __init__(self, tree: Tree, write: Callable[[Tree], object], *, with_peers: bool):
+        self.with_peers = with_peers
         self._work: tuple[Callable[[Tree], object], Tree] | None = (write, tree)
         self._said: list[logging.LogRecord] = []
         self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, name="treadle-checkpoint")
+        self.thread = threading.Thread(target=self._run, name="treadle-checkpoint", daemon=with_peers)
 
     def begin(self) -> None:
         _log.addFilter(self._keep)
@@ -171,6 +190,17 @@ class _Flight:
 
     def is_alive(self) -> bool:
         return self.thread.is_alive()
+
+    def outlasts(self, patience: float) -> bool:
+        """Waits for as long as this, and returns whether the write goes on."""
+        deadline = time.monotonic() + patience
+        while self.is_alive() and time.monotonic() < deadline:
+            self.thread.join(_HEARTBEAT)
+        return self.is_alive()
+
+    def give_up(self) -> None:
+        """Lets the write go on without anybody who listens to it."""
+        _log.removeFilter(self._keep)
 
     def land(self) -> None:
         """Says what there is to say and raises what there is to raise, in the thread that waited."""

@@ -222,8 +222,9 @@ class CheckpointingHook(BaseHook):
             self._in_flight = background
             write = self._write_folder(trainer)
             self._writer.save(
-                lambda buffers: trainer.state_dict(buffers=buffers, parts=True), write, background=background
-            )
+                lambda buffers: trainer.state_dict(buffers=buffers, parts=True), write, background=background,
+                with_peers=distributed.world_size() > 1,
+            )  # fmt: skip
         elif distributed.rank() != 0:
             trainer.state_dict()  # what is spread over ranks is gathered
         else:
