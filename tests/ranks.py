@@ -91,7 +91,7 @@ def outcomes_on_ranks(
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             job = (where, args, rank, world_size, folder, timeout, theirs)
-            process = context.Process(target=_on_a_rank, args=job, daemon=True)
+            process = context.Process(target=_on_a_rank, args=job, daemon=False)  # a loader's workers are children
             process.start()
             theirs.close()
             running[ours] = rank

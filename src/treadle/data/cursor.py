@@ -252,10 +252,11 @@ class Cursor:
         unused = len(group.batches) - used
         if unused:
             self.position -= unused
-            more = "" if self.ended else " or more"
+            left = f"{unused}" if self.ended else f"{unused} or more"
+            left = left if self.length is None else f"{self.length - self.position}"
             self.warn([
                 f"rank {distributed.rank()}: another rank has no more data in this epoch, so it ends for all: "
-                f"{unused}{more} micro-batches are not used here"
+                f"{left} micro-batches are not used here"
             ])  # fmt: skip
             for part in (group.batches, group.data_time, group.sample_ids):
                 del part[used:]
