@@ -198,6 +198,8 @@ class ScalarDropout(Dataset[dict[str, Tensor]]):
     """Sequences some of whose scalars are hidden behind MISS, other ones each time.
 
     A model that is trained on them can predict a column from any of the others, or from the picture or spectrum alone.
+    In half of the sequences any scalars are hidden, in the others the first ones: drawn one by one, all that stand
+    before a late column are seldom hidden together while it is shown, and then it is never learned from the rest.
     What is hidden is drawn from torch's global generator, which a resumed run restores.
 
     Args:
@@ -244,7 +246,10 @@ class ScalarDropout(Dataset[dict[str, Tensor]]):
         tokens, types = sequence["tokens"], sequence["types"]
         limit = 2 * self.share * torch.rand(())
         scalar = (tokens >= self.vocab.base_scalar) & (tokens < self.vocab.first_spectrum_id)
-        hidden = scalar & (torch.rand(tokens.shape) < limit)
+        if torch.rand(()) < 0.5:
+            hidden = scalar & (torch.rand(tokens.shape) < limit)
+        else:
+            hidden = scalar & (scalar.cumsum(0) <= limit * scalar.sum())
         miss = self.vocab.miss_id  # its own type, as every special id
         return {"tokens": tokens.masked_fill(hidden, miss), "types": types.masked_fill(hidden, miss)}
 

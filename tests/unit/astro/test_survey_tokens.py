@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from treadle.astro import load_codebook, move_scalars_last
+from treadle.astro import encode_sequence, load_codebook, move_scalars_last
 from treadle.astro.survey_tokens import ScalarDropout, code_use, explained_variance, fit_tokenizers
 from treadle.astro.surveys import Survey, load_surveys
 from treadle.astro.tokenizer_files import load_tokenizers, save_tokenizers
@@ -158,6 +158,22 @@ def test_hidden_scalars_are_miss_and_nothing_else_changes(fitted):
     torch.manual_seed(7)
     assert torch.equal(shown[3]["tokens"], first)
     assert torch.equal(ScalarDropout(sequences, vocab, share=0.0)[3]["tokens"], sequences[3]["tokens"])
+
+
+def test_the_last_scalar_is_often_all_that_is_shown_of_them(fitted):
+    tokenizers, _ = fitted
+    vocab = tokenizers.vocab()
+    sequence = encode_sequence(vocab, scalars=[None] * (vocab.n_columns - 4) + [0, 1, 2, 3])
+    torch.manual_seed(0)
+    shown = ScalarDropout([sequence], vocab, share=0.5)
+    scalars = [shown[0]["tokens"][3 + vocab.n_columns - 4 :][:4] != vocab.miss_id for _ in range(2000)]
+    shares = {
+        state: sum(scalar.tolist() == list(state) for scalar in scalars) / 2000
+        for state in [(False, False, False, True), (True, True, True, True), (False, True, False, True)]
+    }
+    assert shares[False, False, False, True] > 0.12  # drawn one by one alone: 0.05
+    assert shares[True, True, True, True] > 0.12
+    assert shares[False, True, False, True] > 0.01
 
 
 def test_scalars_stand_last_as_often_as_asked(fitted):
