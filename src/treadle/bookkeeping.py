@@ -50,8 +50,12 @@ def begin_step(engine: Engine) -> None:
     engine.emit("on_before_step")
 
 
-def start_attempt(engine: Engine, group: Group) -> dict[str, Any]:
-    """Clears the gradients and starts a fresh record of the step, dropping that of a refused attempt."""
+def start_attempt(engine: Engine, group: Group) -> tuple[dict[str, Any], GroupWeights]:
+    """Clears the gradients and drops what is known of a refused attempt.
+
+    Returns:
+        A fresh record of the step, and what weighs its micro-batches and carries what ranks tell each other.
+    """
     _clear_gradients(engine)
     engine.group = group
     engine.micro_steps += len(group.batches)
@@ -63,7 +67,12 @@ def start_attempt(engine: Engine, group: Group) -> dict[str, Any]:
     }  # fmt: skip
     if engine.guard.plan is not None:
         engine.guard.plan.watch()
-    return engine.step_info
+    engine.term_totals = _sum_term_counts(engine, group.batches)
+    weights = GroupWeights(
+        len(group.batches), device=engine.device, undivided=engine.term_totals is not None,
+        largest=engine.accumulation_steps, notices=lambda: notices(engine),
+    )  # fmt: skip
+    return engine.step_info, weights
 
 
 def _frozen(lr: Any) -> Any:
@@ -76,7 +85,7 @@ def _clear_gradients(engine: Engine) -> None:
         parameter.grad = None
 
 
-def sum_term_counts(engine: Engine, batches: Sequence[Any]) -> Mapping[str, float] | None:
+def _sum_term_counts(engine: Engine, batches: Sequence[Any]) -> Mapping[str, float] | None:
     """Sums the counts of each loss term over the group and the ranks, before the first forward."""
     if not isinstance(engine.task, WeighsTerms):
         return None
@@ -89,14 +98,6 @@ def sum_term_counts(engine: Engine, batches: Sequence[Any]) -> Mapping[str, floa
             totals[term] = totals.get(term, 0.0) + float(count)
     summed = distributed.sum_over_ranks(torch.tensor(list(totals.values()), dtype=torch.float64), engine.device)
     return dict(zip(totals, summed.tolist(), strict=True))
-
-
-def group_weights(engine: Engine, group: Group) -> GroupWeights:
-    """Returns what weighs the micro-batches of a step and, on several ranks, carries what they tell each other."""
-    return GroupWeights(
-        len(group.batches), device=engine.device, undivided=engine.term_totals is not None,
-        largest=engine.accumulation_steps, notices=lambda: notices(engine),
-    )  # fmt: skip
 
 
 def note_output(engine: Engine, output: StepOutput) -> None:

@@ -19,7 +19,6 @@ from treadle.bookkeeping import (
     begin_step,
     check_settings,
     finish_step,
-    group_weights,
     non_finite_error,
     note_output,
     place_of,
@@ -27,7 +26,6 @@ from treadle.bookkeeping import (
     settle,
     skip,
     start_attempt,
-    sum_term_counts,
 )
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.data.cursor import Cursor, Group
@@ -242,9 +240,7 @@ class Engine:
             ``"applied"`` if the weights changed; ``"skipped"`` if there was no loss or the fp16 scale was lowered;
             ``"refused"`` if the gradient was not finite. Only an applied step moves schedule and averages.
         """
-        info = start_attempt(self, group)
-        self.term_totals = sum_term_counts(self, group.batches)
-        weights = group_weights(self, group)
+        info, weights = start_attempt(self, group)
         for number, batch in enumerate(group.batches, start=1):
             with self.exchange.micro_batch(syncs=self._syncs(last=number == len(group.batches))):
                 with self.precision.autocast():

@@ -122,10 +122,8 @@ class GraphTrainer:
         move_optimizer_state(optimizer)
         check_scheduler(scheduler, optimizer)
         check_log_every(log_every)
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.task_type = task_type
-        self.experiment_name = experiment_name
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.task_type, self.experiment_name = task_type, experiment_name
         self.num_classes, self.loss_fn, self.metrics = loss_and_metrics(
             self.model, task_type, num_classes, on_device(loss_fn, self.device), on_device(metrics, self.device)
         )
