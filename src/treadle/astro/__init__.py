@@ -28,6 +28,7 @@ from treadle.astro.cross_modal import (
     ridge_prediction,
     token_values,
 )
+from treadle.astro.drawing import draw_spectra
 from treadle.astro.hidden_losses import combined_loss_from_hidden
 from treadle.astro.initialisation import initialise_from_codebooks
 from treadle.astro.loader import build_loader
@@ -94,6 +95,7 @@ __all__ = [
     "count_parameters",
     "cross_entropy_loss",
     "cross_predict",
+    "draw_spectra",
     "encode_sequence",
     "expected_vectors",
     "explained_variance",

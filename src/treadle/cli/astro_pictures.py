@@ -23,6 +23,7 @@ Numbers = NDArray[Any]
 
 _PER_ROW = 3
 _GROUPS = 8
+_MANY = 500  # objects, whose dots would cover each other
 _MINUS = "\N{MINUS SIGN}"
 NAMES = {
     "spex.type": ("spectral type", "spectral type (M0 = 0, L0 = 10, T0 = 20)"),
@@ -165,8 +166,8 @@ def _scalar_panel(axes: Axes, result: CrossResult) -> None:
     margin = 0.05 * float(high - low) or 1.0
     limits = (float(low) - margin, float(high) + margin)
     axes.plot(limits, limits, color=MUTED, linewidth=1, linestyle="--", label="predicted = true", zorder=1)
-    axes.scatter(true, model, s=10, color=PALE if len(true) > 500 else BLUE, alpha=0.6, linewidth=0, zorder=2,
-                 label="model, an object each")  # fmt: skip
+    size, alpha = (4, 0.3) if len(true) > _MANY else (10, 0.6)
+    axes.scatter(true, model, s=size, color=BLUE, alpha=alpha, linewidth=0, zorder=2, label="model, an object each")
     for values, color, name in ((ridge, ORANGE, "ridge, median"), (model, BLUE, "model, median")):
         axes.plot(*_medians(true, values), color=color, marker="o", markersize=4, linewidth=1.6, label=name, zorder=3)
     axes.set(xlim=limits, ylim=limits)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from treadle.astro import CausalTransformerLM, VocabSpec, encode_sequence
-from treadle.astro.drawing import draw_spectra
+from treadle.astro import CausalTransformerLM, VocabSpec, draw_spectra, encode_sequence
 from treadle.errors import ConfigError
 
 VOCAB = VocabSpec(2, 4, 3, ("a", "b"), 2)
