@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from step_kit import engine_of
-from treadle import CheckpointingHook
+from treadle import CheckpointingHook, set_seed
 from treadle.checkpoint.apart import take_apart
 from treadle.data import RankBatchSampler
 from treadle.hooks import BaseHook, EmaHook
@@ -59,7 +59,7 @@ def loader():
 
 def engine(kind, folder=None, *, hooks=(), seed=0, **saving):
     """An engine over a model of ``kind``: None, "ddp" or "fsdp", with averages, that saves to ``folder``."""
-    torch.manual_seed(seed)
+    set_seed(seed)
     settings = {"interval": 1, "keep_previous": None, **saving}
     kept = [CheckpointingHook(path=folder, **settings)] if folder is not None else []
     hooks = [EmaHook(0.5), *hooks, *kept]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -69,9 +70,9 @@ def three_ranks(folder):
 def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     alone = tensors_of(run(None, folder / "alone", STEPS))
-    two = run_on_ranks(two_ranks, 2, str(folder), timeout=240)[0]
+    two, other = run_on_ranks(two_ranks, 2, str(folder), timeout=240)
     three = run_on_ranks(three_ranks, 3, str(folder), timeout=120)[0]
-    return folder, {**two, "alone": alone}, three
+    return folder, {**two, "alone": alone, "file on rank 1": other["file"]}, three
 
 
 @pytest.mark.parametrize(("kind", "name"), LOADS)
@@ -107,6 +108,11 @@ def test_a_folder_holds_the_tree_of_a_single_file(outcome):
     assert differences(weights, parts["model"]) == []
 
 
+def test_whole_tensors_are_kept_on_rank_0_only(outcome):
+    sharded = [key for key in outcome[1]["file"] if not key.endswith((".step", "seen"))]
+    assert {outcome[1]["file on rank 1"][key].device.type for key in sharded} == {"meta"}
+
+
 def test_both_ranks_write_tensors_of_replicas_and_of_shards(outcome):
     folder, _, _ = outcome
     for name in ("parts", "ddp"):
@@ -139,8 +145,6 @@ def test_a_state_with_a_nan_on_one_rank_is_put_aside_by_all(outcome):
 @pytest.fixture
 def folder(outcome, tmp_path):
     """A copy of a run of parts with three checkpoints."""
-    import shutil
-
     shutil.copytree(outcome[0] / "parts", tmp_path / "run", symlinks=True)
     return tmp_path / "run"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from treadle.checkpoint.convert import convert_checkpoint
 from treadle.checkpoint.store import (
     Retention,
     find_latest,
@@ -13,6 +14,7 @@ from treadle.checkpoint.store import (
 
 __all__ = [
     "Retention",
+    "convert_checkpoint",
     "find_latest",
     "load_checkpoint",
     "load_weights",

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from treadle.checkpoint.marker import is_unfinished, is_whole
+from treadle.checkpoint.marker import is_whole
 from treadle.checkpoint.nearest import states_in
 from treadle.checkpoint.schema import FORMAT_NAME
 from treadle.checkpoint.store import find_latest, load_checkpoint, save_checkpoint
@@ -45,11 +45,11 @@ def convert_checkpoint(
     if not os.path.lexists(path):
         raise ConfigError(f"{str(path)!r}: no such file or folder; give a checkpoint or a run folder")
     found = None
-    if path.is_dir() and not (is_whole(path) or is_unfinished(path)):
+    if path.is_dir() and not is_whole(path):
         found = find_latest(states for folder in (path, path / "checkpoints") for states in states_in(folder))
         if found is None:
             raise ConfigError(f"{str(path)!r}: there is no checkpoint in this folder")
-    path, tree = found if found is not None else (path, load_checkpoint(path))
+    path, tree = found or (path, load_checkpoint(path))
     if (tree.get("format") or {}).get("name") != FORMAT_NAME:
         raise CheckpointError(f"{str(path)!r} is no checkpoint of treadle, so there is no training state to convert")
     name = path.resolve().name.removesuffix(".pt")

@@ -25,13 +25,13 @@ class WriterLostError(CheckpointError, RankLostError):
 
 
 def writers_group() -> dist.ProcessGroup | None:
-    """Returns the gloo group of those who write, which is not the one of those who train; None for one process.
+    """Returns the gloo group of those who write, which is not the one of those who train; None without any group.
 
     The first call makes it, which all ranks must do at the same point.
     """
     global _group
     default = dist.group.WORLD if distributed.is_distributed() else None
-    if default is None or distributed.world_size() == 1:
+    if default is None:
         return None
     if _group is None or _group[0] is not default:
         _group = (default, dist.new_group(backend="gloo"))

@@ -60,7 +60,7 @@ def write_shard(
         with warnings.catch_warnings() if group is None else contextlib.nullcontext():
             if group is None:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be
-            save({}, storage_writer=writer, planner=_Planner(parts), process_group=group, no_dist=group is None)
+            save({}, storage_writer=writer, planner=_Planner(parts), process_group=group)
     except CheckpointException as error:
         rank, (cause, _) = next(iter(sorted(error.failures.items())))
         named = str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {first_line(cause)}"

@@ -100,7 +100,9 @@ def evaluate_checkpoint(
 
 
 def _checkpoint_of(run: Path) -> Path:
-    if run.is_file():
+    from treadle.checkpoint.marker import is_whole
+
+    if run.is_file() or is_whole(run):
         return run
     found = [run / name for name in _BEST if (run / name).is_file()]
     if not found:

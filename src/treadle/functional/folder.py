@@ -97,7 +97,7 @@ class NumberedFolder(RunFolder):
 
     def _write_pretrained(self, path: Path, scored_weights: Callable[[], AbstractContextManager[None]]) -> None:
         model = self.engine.model
-        if has_save_pretrained(model) and distributed.rank() == 0:
+        if has_save_pretrained(model):
             with scored_weights() if self.engine.scored == "ema" else contextlib.nullcontext():
                 write_pretrained(model, path)
 

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from treadle import distributed
 from treadle.best import BestRule
 from treadle.checkpoint.lock import run_lock
+from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import find_latest, load_checkpoint, save_checkpoint
 from treadle.checkpoint.writer import CheckpointWriter
 from treadle.device import get_device
@@ -259,9 +260,9 @@ class SpectraTrainer:
             write_best_and_last(tree, self.out_dir / "checkpoints", is_best=is_best)
 
     def save_weights_only(self, filename: str = "best_model.pt") -> Path:
-        """Writes the weights that are evaluated (the average when it is on) as a plain state dict."""
+        """Writes the weights that are evaluated (the average when it is on) as a plain state dict; all ranks call."""
         self._writer.wait()
-        weights = model_state(self.model) if self.ema is None else self.ema.export(self.model)
+        weights = to_plain(model_state(self.model) if self.ema is None else self.ema.export(self.model))
         return save_checkpoint(weights, self.out_dir / filename) if distributed.rank() == 0 else self.out_dir / filename
 
     def load_checkpoint(self, path: str | Path) -> int:
