@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from treadle.best import BestRule, EarlyStopping
 from treadle.checkpoint import load_weights, verify_checkpoint
-from treadle.data import TensorLoader, steps_per_epoch
+from treadle.data import RankBatchSampler, TensorLoader, rank_and_worker, shard_iterable, steps_per_epoch
 from treadle.device import get_device
 from treadle.engine import Engine
 from treadle.epochs import EpochTrainer
@@ -66,6 +66,7 @@ __all__ = [
     "ProfilerHook",
     "ProgressBarHook",
     "ProgressHook",
+    "RankBatchSampler",
     "ReproducibilityContext",
     "SignalHook",
     "StepLogHook",
@@ -86,8 +87,10 @@ __all__ = [
     "load_weights",
     "map_nested_tensor",
     "parallelize",
+    "rank_and_worker",
     "read_foreign",
     "set_seed",
+    "shard_iterable",
     "steps_per_epoch",
     "verify_checkpoint",
 ]

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from helpers import Snapshots, differences, small_model, through_a_file
@@ -135,6 +136,18 @@ def evaluations():
     return found
 
 
+def sharded():
+    rank = dist.get_rank()
+    model = nn.Linear(1, 1)
+    fully_shard(model)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), Means(), device="cpu")
+    with pytest.raises(ConfigError) as caught:
+        engine.evaluate([torch.ones(1)] * (5 + rank))
+    with Told() as lines:
+        value = engine.evaluate(Yields(2 + rank))["loss"]
+    return str(caught.value), value, len(lines)
+
+
 class Normed:
     def step(self, model, batch, totals=None, generator=None):
         return StepOutput(model(batch).square().mean())
@@ -220,7 +233,7 @@ def trained():
 def all_cases():
     return {
         function.__name__: function()
-        for function in (unequal_lengths, unknown_lengths, evaluations, streams, shards, trained)
+        for function in (unequal_lengths, unknown_lengths, evaluations, sharded, streams, shards, trained)
     }
 
 
@@ -272,6 +285,13 @@ def test_evaluations_of_unequal_lengths_end_and_have_the_mean_of_all(two_ranks):
         assert found["evaluations"]["nothing on a rank"] == 7.0
         assert found["evaluations"]["signals, unknown"] == (0 + 1 + 0 + 1 + 2) / 5
         assert found["evaluations"]["buffers stay"] is True
+
+
+def test_evaluations_of_a_sharded_model_need_equal_lengths_and_end_with_the_first(two_ranks):
+    for rank, found in enumerate(two_ranks):
+        refusal, value, warnings = found["sharded"]
+        assert "5 on rank 0, 6 on rank 1" in refusal
+        assert (value, warnings) == (0.5, rank)
 
 
 def test_copies_of_a_padding_sampler_are_named_once(two_ranks):

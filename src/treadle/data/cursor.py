@@ -14,10 +14,9 @@ import torch
 
 from treadle import distributed
 from treadle.data.agreement import Lengths, fewest, lengths_of_ranks
-from treadle.data.elastic import Place, find_place
+from treadle.data.elastic import Place, find_place, mismatches, refuse_other_workers
 from treadle.data.order import in_global_order
 from treadle.data.sources import Source, generators_of, open_source, samplers_of
-from treadle.errors import CheckpointError
 from treadle.seed import RngState, mix_seed
 
 _log = logging.getLogger("treadle.data")
@@ -146,9 +145,10 @@ class Cursor:
         loaded = self._loaded or {}
         source = self._the_source()
         self._go_to_place(loaded)
+        now = {"kind": source.kind, "length": source.length, "num_workers": self._num_workers}
         if self._place.keeps_state:
-            self._refuse_other_workers(loaded)
-        self.warn(self._place.warnings + self._mismatches(loaded) + source.warnings(resuming=True))
+            refuse_other_workers(loaded, now, loader=type(self._loader).__name__)
+        self.warn(self._place.warnings + mismatches(loaded, now, self._place) + source.warnings(resuming=True))
         _set_generators(self._loader, opening["generators"])
         RngState.from_plain(opening["rng"]).restore()
         keeps_state = self._place.keeps_state and loaded.get("kind") == source.kind
@@ -176,17 +176,6 @@ class Cursor:
         if ordered is not None:
             ordered.start_at(self._place.start)
             self._passed = ordered.order.num_batches() - ordered.order.num_batches(self._place.start)
-
-    def _refuse_other_workers(self, loaded: Mapping[str, Any]) -> None:
-        """A loader's own state is one of its workers; torchdata fails on another number with a bare assertion."""
-        saved = loaded.get("num_workers")
-        both_stateful = loaded.get("kind") == self._the_source().kind == "stateful"
-        if both_stateful and loaded.get("loader") is not None and saved not in (None, self._num_workers):
-            raise CheckpointError(
-                f"the {type(self._loader).__name__}'s own state was saved with num_workers={saved} and cannot be "
-                f"loaded with num_workers={self._num_workers}: keep the number, or use a plain DataLoader, whose "
-                "position does not depend on it"
-            )
 
     def _restore_pending(self) -> None:
         if self._pending_rng is not None:
@@ -354,25 +343,6 @@ class Cursor:
         self._loaded = {key: value for key, value in state_dict.items() if key != "ranks"}
         self._pending_rng = rng
         self._pending_generators = list(state_dict["generators"])
-
-    def _mismatches(self, loaded: Mapping[str, Any]) -> list[str]:
-        """Says in words what the loader has in common no more with the one of the checkpoint."""
-        source = self._the_source()
-        words = []
-        if loaded.get("kind") not in (None, source.kind):
-            words.append(f"the checkpoint's loader was of kind {loaded['kind']!r}, this one is {source.kind!r}")
-        if self._place.exact and loaded.get("length") not in (None, source.length):
-            words.append(
-                f"an epoch had {loaded['length']} micro-batches and now has {source.length}: another batch size, "
-                "data set or number of ranks"
-            )
-        workers = loaded.get("num_workers")
-        if workers is not None and bool(workers) != bool(self._num_workers):
-            words.append(
-                f"num_workers was {workers} and is now {self._num_workers}: items draw their "
-                "random numbers from the main process with 0 workers and from their own seeds with more"
-            )
-        return [f"resume inside an epoch is not exact: {sentence}" for sentence in words]
 
     def warn(self, sentences: list[str]) -> None:
         """Logs what was not said before."""

@@ -1,4 +1,4 @@
-"""Where a stored position lies in the data of another number of ranks, or of another batch size."""
+"""What a stored position means in the data at hand: of other ranks, other batches, another loader."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treadle.data.order import GlobalOrder
+from treadle.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -80,3 +81,42 @@ def _place_in_order(before: Mapping[str, Any], order: GlobalOrder) -> Place:
             "in this epoch"
         )
     return Place(order.num_batches() - left, start=start, keeps_state=False, exact=False, warnings=warnings)
+
+
+def refuse_other_workers(saved: Mapping[str, Any], now: Mapping[str, Any], *, loader: str) -> None:
+    """Raises where a loader's own state is of another number of workers: torchdata fails with a bare assertion.
+
+    Args:
+        saved: the ``data`` entry of the checkpoint.
+        now: the same keys of the attached loader: ``kind``, ``length``, ``num_workers``.
+        loader: what to call the loader.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    before, both_stateful = saved.get("num_workers"), saved.get("kind") == now["kind"] == "stateful"
+    if both_stateful and saved.get("loader") is not None and before not in (None, now["num_workers"]):
+        raise CheckpointError(
+            f"the {loader}'s own state was saved with num_workers={before} and cannot be loaded with "
+            f"num_workers={now['num_workers']}: keep the number, or use a plain DataLoader, whose position does not "
+            "depend on it"
+        )
+
+
+def mismatches(saved: Mapping[str, Any], now: Mapping[str, Any], place: Place) -> list[str]:
+    """Says in words what the loader has in common no more with the one of the checkpoint; arguments as above."""
+    words = []
+    if saved.get("kind") not in (None, now["kind"]):
+        words.append(f"the checkpoint's loader was of kind {saved['kind']!r}, this one is {now['kind']!r}")
+    if place.exact and saved.get("length") not in (None, now["length"]):
+        words.append(
+            f"an epoch had {saved['length']} micro-batches and now has {now['length']}: another batch size, data set "
+            "or number of ranks"
+        )
+    workers = saved.get("num_workers")
+    if workers is not None and bool(workers) != bool(now["num_workers"]):
+        words.append(
+            f"num_workers was {workers} and is now {now['num_workers']}: items draw their random numbers from the "
+            "main process with 0 workers and from their own seeds with more"
+        )
+    return [f"resume inside an epoch is not exact: {sentence}" for sentence in words]
