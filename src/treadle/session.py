@@ -81,6 +81,7 @@ def resume_from_hooks(engine: Engine) -> None:
 def training_session(engine: Engine) -> Iterator[None]:
     """Opens the hooks and signal handlers for a run and closes them whatever happens."""
     check_before_training(engine)
+    engine.heard = []
     if engine.step == 0 and not engine.loaded:
         separate_streams()
     engine.exit_plans = [plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None]
@@ -146,13 +147,8 @@ def notices(engine: Engine) -> tuple[float, float]:
 
 
 def stops_here(engine: Engine) -> bool:
-    """Returns whether the run stops after this step: on several ranks, once all of them have been told."""
-    if distributed.world_size() == 1:
-        return engine.should_stop
-    if any(stop for _, stop in engine.heard):
-        engine.should_stop = True
-        return True
-    return False
+    """Returns whether the run stops after this step, alike on all ranks: a stop counts once they have been told."""
+    return engine.should_stop if distributed.world_size() == 1 else any(stop for _, stop in engine.heard)
 
 
 def ranks_stop(engine: Engine) -> bool:

@@ -156,16 +156,19 @@ def reported_loss():
 
 
 def stopped_by_one():
+    last = []
+
     class Stop(BaseHook):
         def on_after_step(self, trainer):
             trainer.should_stop |= dist.get_rank() == 1 and trainer.step == 2
+            last.append(trainer.is_last_step)  # hooks save and log by it, which all ranks must do alike
 
     engine = engine_of("ddp", hooks=[Stop()])
     engine.run(share(dist.get_rank(), 2, [(3, 3)] * 8), max_steps=8)
     in_epoch = engine.step
     short = engine_of("ddp", hooks=[Stop()])  # it stops on the last step of an epoch, which nobody else was told
     short.run(share(dist.get_rank(), 2, [(3, 3)] * 2), max_steps=8)
-    return in_epoch, short.step
+    return in_epoch, short.step, last
 
 
 def mixed_reductions():
@@ -239,7 +242,7 @@ def test_the_loss_and_gradient_of_unequal_ranks_are_those_of_the_joint_batch(fou
 
 
 def test_a_rank_that_stops_stops_all_at_the_next_step(found):
-    assert [rank["stopped"] for rank in found] == [(3, 2), (3, 2)]
+    assert [rank["stopped"] for rank in found] == [(3, 2, [False, False, True, False, False])] * 2
 
 
 def test_means_on_one_rank_and_sums_on_another_are_an_error_on_both(found):

@@ -15,7 +15,7 @@ from treadle.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_
 from treadle.functional.task import EvalTask
 from treadle.nested import as_number, flatten_nested_dict
 from treadle.selection import SelectingEpochs
-from treadle.session import resume_from_hooks
+from treadle.session import ranks_stop, resume_from_hooks
 
 PREFIX = "eval_"
 Evaluate = Callable[[Iterable[Any]], Mapping[str, Any]]
@@ -89,7 +89,7 @@ class FaceEpochs(SelectingEpochs):
         resume_from_hooks(engine)
         engine.should_stop, self._through = False, True
         try:
-            while engine.epoch < epochs and not (self.finished or engine.should_stop):
+            while engine.epoch < epochs and not (self.finished or ranks_stop(engine)):
                 self._one_through(train_epoch, after_epoch)
         finally:
             self._through = False
