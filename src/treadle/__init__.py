@@ -11,7 +11,7 @@ from treadle.data import RankBatchSampler, TensorLoader, rank_and_worker, shard_
 from treadle.device import get_device
 from treadle.engine import Engine
 from treadle.epochs import EpochTrainer
-from treadle.errors import CheckpointError, ConfigError, DataExhaustedError, NonFiniteError, TreadleError
+from treadle.errors import CheckpointError, ConfigError, DataExhaustedError, NonFiniteError, RankLostError, TreadleError
 from treadle.exchange import ForeignCheckpoint, load_foreign, read_foreign
 from treadle.functional import Trainer
 from treadle.hooks import (
@@ -30,6 +30,7 @@ from treadle.hooks import (
     ProgressHook,
     SignalHook,
     StepLogHook,
+    StuckRankHook,
     TensorBoardHook,
     ThroughputHook,
     WandbHook,
@@ -67,10 +68,12 @@ __all__ = [
     "ProgressBarHook",
     "ProgressHook",
     "RankBatchSampler",
+    "RankLostError",
     "ReproducibilityContext",
     "SignalHook",
     "StepLogHook",
     "StepOutput",
+    "StuckRankHook",
     "Task",
     "TensorBoardHook",
     "TensorLoader",

@@ -35,6 +35,7 @@ MAKE = {
     "ProgressHook": lambda folder: hooks.ProgressHook(2, with_records=True),
     "SignalHook": lambda folder: hooks.SignalHook(lambda: None),
     "StepLogHook": lambda folder: hooks.StepLogHook(folder / "steps.jsonl", interval=2),
+    "StuckRankHook": lambda folder: hooks.StuckRankHook(60.0),
     "TensorBoardHook": lambda folder: hooks.TensorBoardHook(folder / "tensorboard"),
     "ThroughputHook": lambda folder: hooks.ThroughputHook(2),
 }

@@ -24,7 +24,8 @@ LEVELS = {
     # One concern each, on level 0. A task says what a step gives, the weights how steps are shared; neither knows a
     # loop. The best rule and the schedules are pure numbers, a signal listener pure handlers.
     1: ["distributed", "device", "precision", "schedules", "signals", "best", "naming", "optim", "ema", "data", "task",
-        "weights", "failure", "guard", "gradients", "gradient_exchange", "parallel", "frozen", "predictions", "shards"],
+        "weights", "failure", "whereabouts", "guard", "gradients", "gradient_exchange", "parallel",
+        "frozen", "predictions", "shards"],
     # What goes round a run and into files. session, state, target and evaluation know the engine by its type only, so
     # the engine can be read without them and they without the engine. Configuration and data sets stand alone.
     2: ["checkpoint", "hooks.base", "session", "state", "rank_state", "target", "evaluation", "startup", "observers",

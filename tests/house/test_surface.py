@@ -16,9 +16,9 @@ from treadle.seed import ReproducibilityContext
 PROMISED = {
     "BaseHook", "BaseTrainer", "BestRule", "CheckpointError", "CheckpointingHook", "ConfigError", "DataExhaustedError",
     "EmaHook", "Engine", "EpochTrainer", "LoggingHook", "NonFiniteError", "ParallelConfig", "ProgressHook",
-    "ReproducibilityContext", "StepOutput", "Task", "Total", "Trainer", "TreadleError", "Weighted",
-    "flatten_nested_dict", "get_device", "key_average", "load_foreign", "load_weights", "map_nested_tensor",
-    "parallelize", "read_foreign", "set_seed", "steps_per_epoch", "verify_checkpoint",
+    "RankLostError", "ReproducibilityContext", "StepOutput", "StuckRankHook", "Task", "Total", "Trainer",
+    "TreadleError", "Weighted", "flatten_nested_dict", "get_device", "key_average", "load_foreign", "load_weights",
+    "map_nested_tensor", "parallelize", "read_foreign", "set_seed", "steps_per_epoch", "verify_checkpoint",
 }  # fmt: skip
 
 

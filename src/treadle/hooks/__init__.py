@@ -20,6 +20,7 @@ from treadle.hooks.steplog import StepLogHook
 from treadle.hooks.tensorboard import TensorBoardHook
 from treadle.hooks.throughput import ThroughputHook
 from treadle.hooks.wandb import WandbHook
+from treadle.hooks.watchdog import StuckRankHook
 
 __all__ = [
     "EVENTS",
@@ -38,6 +39,7 @@ __all__ = [
     "ProgressHook",
     "SignalHook",
     "StepLogHook",
+    "StuckRankHook",
     "TensorBoardHook",
     "ThroughputHook",
     "WandbHook",

@@ -1,0 +1,304 @@
+"""StuckRankHook: says which rank the others wait for, what it is doing, and where in its code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from treadle import distributed
+from treadle.errors import ConfigError
+from treadle.hooks.base import BaseHook
+from treadle.whereabouts import stack_of, whereabouts
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+_STARTING, _STEPPING, _UPDATING, _STEPPED, _EPOCH_OVER, _ENDING = range(-1, 5)
+_PHASES = {
+    _STARTING: "starting", _STEPPING: "forward and backward", _UPDATING: "optimizer step", _STEPPED: "between steps",
+    _EPOCH_OVER: "between epochs", _ENDING: "ending",
+}  # fmt: skip
+_STORE_TIMEOUT = timedelta(seconds=10)
+
+
+class StuckRankHook(BaseHook):
+    """Logs once, by name, which rank keeps the run from going on when none went on for a while.
+
+    A thread on every rank notes what the rank is doing: its step, the event it has seen last, and where its Python
+    stack is. The thread of rank 0 compares: stuck is who waits in no collective and is behind. That rank then logs its
+    stack. The training itself pays for an attribute that is set at events. Works in one process too, where it logs what
+    that process is doing. It ends nothing; a collective that waits for longer than the timeout of its process group
+    does.
+
+    Args:
+        timeout: seconds without progress (a step, a micro-batch, a batch of an evaluation) on any rank, > 0. A save, or
+            the compilation of the first step, may take long and be no fault; what is logged is true all the same.
+        interval: seconds between two looks; None: a twentieth of the timeout, 10 s at most.
+
+    Raises:
+        ConfigError: a value is outside its range.
+
+    Example:
+        >>> hook = StuckRankHook(timeout=120)
+    """
+
+    def __init__(self, timeout: float = 300.0, interval: float | None = None):
+        if not timeout > 0:
+            raise ConfigError(f"timeout={timeout!r}: must be more than 0 seconds")
+        if interval is not None and not 0 < interval <= timeout:
+            raise ConfigError(
+                f"interval={interval!r}: must be more than 0 and at most the timeout, {timeout:g} seconds"
+            )
+        self.timeout = float(timeout)
+        self.interval = min(self.timeout / 20, 10.0) if interval is None else float(interval)
+        self._event = _STARTING
+        self._watch: _Watch | None = None
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Starts to look."""
+        self._event = _STARTING
+        self._watch = _Watch(self, trainer, _Board.of_all_ranks(trainer))
+        self._watch.start()
+
+    def on_before_step(self, trainer: Engine) -> None:
+        """Notes the event."""
+        self._event = _STEPPING
+
+    def on_before_optimizer_step(self, trainer: Engine) -> None:
+        """Notes the event."""
+        self._event = _UPDATING
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Notes the event."""
+        self._event = _STEPPED
+
+    def on_after_epoch(self, trainer: Engine) -> None:
+        """Notes the event."""
+        self._event = _EPOCH_OVER
+
+    def on_after_train(self, trainer: Engine) -> None:
+        """Notes the event."""
+        self._event = _ENDING
+
+    def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
+        """Looks no more."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+
+    def place(self, trainer: Engine) -> tuple[int, ...]:
+        """Returns numbers that change when this rank goes on; the first three say who is behind."""
+        cursor, evaluated = trainer.cursor, trainer.eval_cursor
+        return (
+            trainer.step, self._event, trainer.micro_steps, cursor.epoch, cursor.position, evaluated.epoch,
+            evaluated.position,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a rank says about itself.
+
+    Attributes:
+        rank: who.
+        host: its machine.
+        pid: its process.
+        place: step, last event, micro-steps; a smaller one is behind.
+        doing: in words.
+        waits: whether it is inside a collective.
+        quiet: seconds since it last went on.
+        beat: counts the notes, so that a process that was stopped is seen.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    place: tuple[int, ...]
+    doing: str
+    waits: bool
+    quiet: float
+    beat: int
+
+    @property
+    def described(self) -> str:
+        """The sentence about it."""
+        step = self.place[0] + (self.place[1] in (_STARTING, _STEPPED, _EPOCH_OVER) and self.doing == "loading data")
+        doing = self.doing or _PHASES[self.place[1]]
+        return f"({self.host}, process {self.pid}) has been in step {step} ({doing}) for {self.quiet:.0f} s"
+
+
+def who_is_stuck(notes: Sequence[Note], timeout: float) -> list[Note]:
+    """Returns the ranks that the others wait for; nobody as long as any rank went on within the timeout.
+
+    Those inside a collective wait; of the others, those that are behind are stuck. If all wait, those that are behind.
+    """
+    if min((note.quiet for note in notes), default=0.0) < timeout:
+        return []
+    suspects = [note for note in notes if not note.waits] or list(notes)
+    behind = min(note.place for note in suspects)
+    return [note for note in suspects if note.place == behind]
+
+
+class _Board:
+    """Where ranks pin their notes and read who is stuck; alone, this process keeps it to itself."""
+
+    def __init__(self, store: Any, size: int):
+        self._store = store
+        self._keys = [f"note/{rank}" for rank in range(size)]
+        self._own: dict[str, str] = {}
+
+    @classmethod
+    def of_all_ranks(cls, trainer: Engine) -> _Board:
+        """Makes it; every rank calls this at the same point."""
+        size = distributed.world_size()
+        if size == 1:
+            return cls(None, 1)
+        make_store = dist.TCPStore  # type: ignore[attr-defined]
+        host, store, port = _host(), None, None
+        if distributed.rank() == 0:
+            with contextlib.suppress(RuntimeError):
+                store = make_store(host, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+                port = store.port
+        port = distributed.gather_objects(port)[0]
+        if distributed.rank() != 0 and port is not None:
+            with contextlib.suppress(RuntimeError):
+                store = make_store(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+        if not all(distributed.gather_objects(store is not None)):
+            if distributed.rank() == 0:
+                trainer.logger.warning(
+                    "StuckRankHook: the ranks cannot reach rank 0 at %s, so each is on its own", host
+                )
+            return cls(None, 1)
+        return cls(store, size)
+
+    @property
+    def is_shared(self) -> bool:
+        return self._store is not None
+
+    def pin(self, note: Note) -> None:
+        self._put(self._keys[note.rank if self.is_shared else 0], json.dumps(asdict(note)))
+
+    def notes(self) -> list[Note]:
+        """Returns the notes of all ranks; none as long as some rank has pinned none."""
+        if self._store is None:
+            texts = [self._own[key] for key in self._keys]
+        else:
+            texts = self._store.multi_get(self._keys) if self._store.check(self._keys) else []
+        values = [json.loads(text) for text in texts]
+        return [Note(**{**value, "place": tuple(value["place"])}) for value in values]
+
+    def accuse(self, stuck: Sequence[tuple[int, tuple[int, ...]]]) -> None:
+        self._put("stuck", json.dumps(stuck))
+
+    def accused(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Returns the stuck ranks and their places."""
+        text = self._get("stuck")
+        return [] if text is None else [(rank, tuple(place)) for rank, place in json.loads(text)]
+
+    def _put(self, key: str, text: str) -> None:
+        if self._store is None:
+            self._own[key] = text
+        else:
+            self._store.set(key, text)
+
+    def _get(self, key: str) -> str | None:
+        if self._store is None:
+            return self._own.get(key)
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+def _host() -> str:
+    """Returns where the other ranks find rank 0."""
+    hosts = distributed.gather_objects(socket.gethostname())
+    given = os.environ.get("MASTER_ADDR")
+    return given or ("127.0.0.1" if len(set(hosts)) == 1 else str(hosts[0]))
+
+
+class _Watch:
+    """The thread of one rank."""
+
+    def __init__(self, hook: StuckRankHook, trainer: Engine, board: _Board):
+        self._hook, self._trainer, self._board = hook, trainer, board
+        self._rank = distributed.rank()
+        self._judges = self._rank == 0 or not board.is_shared
+        self._trains = threading.get_ident()
+        self._over = threading.Event()
+        self._place, self._since, self._beat = hook.place(trainer), time.monotonic(), 0
+        self._heard: dict[int, tuple[int, float]] = {}  # the last beat of each rank, and when it was new
+        self._blamed: list[tuple[int, tuple[int, ...]]] = []
+        self._shown: tuple[int, ...] | None = None
+        self._thread = threading.Thread(target=self._run, name="treadle-watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        # Where the ranks cannot reach each other any more the run is ending, and says why itself.
+        with contextlib.suppress(RuntimeError):
+            while not self._over.wait(self._hook.interval):
+                self._look()
+
+    def _look(self) -> None:
+        place, now = self._hook.place(self._trainer), time.monotonic()
+        if place != self._place:
+            self._place, self._since = place, now
+        self._beat += 1
+        where = whereabouts(self._trains)
+        quiet = now - self._since
+        self._board.pin(
+            Note(self._rank, socket.gethostname(), os.getpid(), place[:3], where.doing, where.waits, quiet, self._beat)
+        )
+        if self._judges:
+            self._judge(now)
+        if (self._rank, place[:3]) in self._board.accused() and self._shown != place[:3]:
+            self._shown = place[:3]
+            self._trainer.logger.error(
+                "rank %d is here:\n%s\nFor its other threads and native code: py-spy dump --pid %d",
+                self._rank, stack_of(self._trains), os.getpid(),
+            )  # fmt: skip
+
+    def _judge(self, now: float) -> None:
+        notes = [self._with_silence(note, now) for note in self._board.notes()]
+        stuck = who_is_stuck(notes, self._hook.timeout)
+        if not self._board.is_shared:
+            stuck = [note for note in stuck if not note.waits]  # it cannot know for whom
+        blamed = [(note.rank, note.place) for note in stuck]
+        if blamed == self._blamed:
+            return
+        self._blamed = blamed
+        self._board.accuse(blamed)
+        others = len(notes) - len(stuck)
+        for note in stuck:
+            wait = "" if not others else "; the others wait for it" if len(stuck) == 1 else "; the others wait"
+            self._trainer.logger.error("rank %d %s%s", note.rank, note.described, wait)
+
+    def _with_silence(self, note: Note, now: float) -> Note:
+        """Adds the time for which a rank has pinned nothing: its process may have been stopped."""
+        beat, since = self._heard.get(note.rank, (-1, now))
+        if beat != note.beat:
+            self._heard[note.rank] = (note.beat, now)
+            return note
+        silence = now - since
+        if silence < 3 * self._hook.interval:
+            return note
+        described = {
+            **asdict(note),
+            "quiet": note.quiet + silence,
+            "doing": note.doing or "not heard of",
+            "waits": False,
+        }
+        return Note(**described)

@@ -1,0 +1,159 @@
+"""The rank that the others wait for is named, with what it is doing; nobody is accused in a healthy run."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ranks import run_on_ranks
+from treadle import BaseTrainer, StuckRankHook
+from treadle.errors import ConfigError
+from treadle.hooks import BaseHook
+from treadle.hooks.watchdog import Note, who_is_stuck
+from treadle.whereabouts import whereabouts
+
+TIMEOUT, PAUSE = 0.8, 3.0
+
+
+class Data:
+    def __init__(self, pause):
+        self.pause = pause
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        if index == 6:
+            raise IndexError
+        if index == 3 and self.pause:
+            self.paused_at = time.monotonic()
+            time.sleep(self.pause)  # here it is stuck
+        return torch.ones(2, 3)
+
+
+class Fit(BaseTrainer):
+    def __init__(self, hooks, pause=0.0):
+        super().__init__(6, device="cpu", logger=logging.getLogger("treadle.stuck"))
+        self.given, self.pause = hooks, pause
+
+    def build_data_loader(self):
+        return Data(self.pause)
+
+    def build_model(self):
+        model = nn.Linear(3, 1)
+        return nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
+
+    def build_optimizer(self):
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def build_hooks(self):
+        return self.given
+
+    def forward(self, input):
+        return self.model(input).mean(), {}
+
+
+class Slow(BaseHook):
+    """Stuck in a hook of its own after a step."""
+
+    def on_after_step(self, trainer):
+        if trainer.step == 2 and dist.get_rank() == 0:
+            time.sleep(PAUSE)
+
+
+class Heard(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.ERROR)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append((time.monotonic(), record.getMessage()))
+
+
+def listened(fit):
+    heard, logger = Heard(), logging.getLogger("treadle.stuck")
+    logger.addHandler(heard)
+    fit.train()
+    assert not any(thread.name == "treadle-watchdog" for thread in threading.enumerate())
+    logger.removeHandler(heard)
+    return heard.lines
+
+
+def train():
+    watch = [StuckRankHook(TIMEOUT, 0.1)]
+    stuck = Fit(watch, pause=PAUSE if dist.get_rank() == 1 else 0.0)
+    loading = listened(stuck), getattr(stuck.data_loader, "paused_at", None)
+    in_a_hook = listened(Fit([StuckRankHook(TIMEOUT, 0.1), Slow()]))
+    healthy = listened(Fit([StuckRankHook(30.0, 0.05)], pause=0.5))
+    return loading, in_a_hook, healthy
+
+
+@pytest.fixture(scope="module")
+def heard():
+    return run_on_ranks(train, 2)
+
+
+def test_the_stuck_rank_is_named_with_its_step_and_what_it_does(heard):
+    (moment, line), *more = heard[0][0][0]
+    assert more == []
+    pattern = r"rank 1 \(.+, process \d+\) has been in step 4 \(loading data\) for \d s; the others wait for it"
+    assert re.fullmatch(pattern, line)
+    assert TIMEOUT < moment - heard[1][0][1] < TIMEOUT + 2
+
+
+def test_the_stuck_rank_shows_the_line_where_it_is(heard):
+    (_, line), *more = heard[1][0][0]
+    assert more == []
+    assert line.startswith("rank 1 is here:")
+    assert "time.sleep(self.pause)  # here it is stuck" in line
+    assert "py-spy dump --pid" in line
+
+
+def test_a_rank_stuck_in_a_hook_is_told_from_those_that_wait_for_it(heard):
+    assert "rank 0" in heard[0][1][0][1]
+    assert "(in on_after_step of Slow)" in heard[0][1][0][1]
+    assert heard[1][1] == []
+
+
+def test_nobody_is_accused_in_a_healthy_run(heard):
+    assert heard[0][2] == heard[1][2] == []
+
+
+def test_one_process_says_what_it_is_doing():
+    (_, line), (_, stack) = listened(Fit([StuckRankHook(0.3, 0.05)], pause=1.0))
+    assert re.fullmatch(r"rank 0 \(.+, process \d+\) has been in step 4 \(loading data\) for \d s", line)
+    assert "here it is stuck" in stack
+
+
+def note(rank, *place, waits=False, quiet=10.0):
+    return Note(rank, "host", 1, place, "", waits, quiet, 1)
+
+
+@pytest.mark.parametrize(("notes", "stuck"), [
+    ([note(0, 5, 0, 4, waits=True), note(1, 4, 2, 4)], [1]),
+    ([note(0, 5, 0, 4), note(1, 4, 2, 4, quiet=1.0)], []),
+    ([note(0, 5, 0, 4), note(1, 5, 0, 4, waits=True), note(2, 5, 0, 4, waits=True)], [0]),
+    ([note(0, 5, 1, 4, waits=True), note(1, 5, 0, 4, waits=True)], [1]),
+    ([note(0, 5, 0, 4), note(1, 5, 0, 4)], [0, 1]),
+    ([], []),
+])  # fmt: skip
+def test_stuck_is_who_waits_for_nobody_and_is_behind(notes, stuck):
+    assert [found.rank for found in who_is_stuck(notes, 5.0)] == stuck
+
+
+@pytest.mark.parametrize("settings", [{"timeout": 0.0}, {"timeout": -1.0}, {"timeout": 10.0, "interval": 11.0},
+                                      {"timeout": float("nan")}, {"interval": 0.0}])  # fmt: skip
+def test_values_outside_their_range_are_refused(settings):
+    with pytest.raises(ConfigError):
+        StuckRankHook(**settings)
+
+
+def test_a_thread_in_no_part_of_the_library_says_nothing():
+    assert whereabouts(-1).doing == ""
