@@ -49,7 +49,7 @@ def draw_spectra(
         >>> model = CausalTransformerLM(vocab.vocab_size, vocab.n_types, 8, 1, 2, 16, 0.0, 16)
         >>> sequence = encode_sequence(vocab, scalars=[0, 1], spectra={"a": [1, 0, 1]})
         >>> draw_spectra(model, [sequence], vocab, draws=5).shape
-        torch.Size([1, 5, 12])
+        torch.Size([1, 5, 11])
     """
     tokens_NL = collate_sequences(sequences, vocab.pad_id)["tokens"]
     types_NL = vocab.types_of(tokens_NL)
