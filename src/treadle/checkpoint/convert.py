@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from treadle.checkpoint.marker import is_whole
+from treadle.checkpoint.marker import has_shards
 from treadle.checkpoint.nearest import states_in
 from treadle.checkpoint.schema import FORMAT_NAME
 from treadle.checkpoint.store import find_latest, load_checkpoint, save_checkpoint
@@ -45,7 +45,7 @@ def convert_checkpoint(
     if not os.path.lexists(path):
         raise ConfigError(f"{str(path)!r}: no such file or folder; give a checkpoint or a run folder")
     found = None
-    if path.is_dir() and not is_whole(path):
+    if path.is_dir() and not has_shards(path):
         found = find_latest(states for folder in (path, path / "checkpoints") for states in states_in(folder))
         if found is None:
             raise ConfigError(f"{str(path)!r}: there is no checkpoint in this folder")
@@ -55,9 +55,9 @@ def convert_checkpoint(
     name = path.resolve().name.removesuffix(".pt")
     target = Path(out) if out is not None else path.parent / "export" / (f"{name}.pt" if to == "file" else name)
     if os.path.lexists(target) and not force:
-        raise ConfigError(f"out={str(target)!r}: is there already; choose another name, or force to replace it")
+        raise ConfigError(f"out={str(target)!r} is there already; choose another name, or pass force (--force)")
     if target.exists() and target.is_dir() != (to == "folder"):
-        raise ConfigError(f"out={str(target)!r}: is a {'folder' if target.is_dir() else 'file'}; choose another name")
+        raise ConfigError(f"out={str(target)!r} is a {'folder' if target.is_dir() else 'file'}; choose another name")
     if to == "file":
         return save_checkpoint(tree, target)
     from treadle.checkpoint.sharded import save_sharded

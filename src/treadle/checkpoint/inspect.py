@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from treadle.checkpoint.archive import ArchiveError, open_plain_file, read_archive
 from treadle.checkpoint.claims import Made, Named, TensorEntry, shortened
 from treadle.checkpoint.inspect_shards import inspect_shards
-from treadle.checkpoint.marker import STATE, is_unfinished, is_whole
+from treadle.checkpoint.marker import STATE, has_shards
 from treadle.checkpoint.pickled import walk_pickle
 from treadle.checkpoint.retention import write_order
 from treadle.checkpoint.schema import FORMAT_NAME
@@ -53,7 +53,7 @@ def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
         [{'name': 'w', 'shape': [2, 3], 'dtype': 'float32', 'bytes': 24}]
     """
     if os.path.isdir(path):
-        return _inspect_shards(Path(path)) if _has_shards(Path(path)) else _inspect_folder(Path(path))
+        return _inspect_shards(Path(path)) if has_shards(Path(path)) else _inspect_folder(Path(path))
     try:
         with open_plain_file(path) as file:
             start = file.read(9)
@@ -65,10 +65,6 @@ def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
             return {"path": os.fspath(path), **_inspect_pickle(file, size)}
     except (ArchiveError, OSError) as error:
         raise CheckpointError(f"{os.fspath(path)!r} cannot be inspected: {error}") from None
-
-
-def _has_shards(folder: Path) -> bool:
-    return is_whole(folder) or (is_unfinished(folder) and any(folder.iterdir()))
 
 
 def _inspect_shards(folder: Path) -> dict[str, Any]:
@@ -256,7 +252,7 @@ def _inspect_folder(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{str(folder)!r} cannot be inspected: {error.strerror}") from None
     checkpoints = []
-    files = [path for path in inside if path.suffix in (".pt", ".pth", ".ckpt", ".safetensors") or _has_shards(path)]
+    files = [path for path in inside if path.suffix in (".pt", ".pth", ".ckpt", ".safetensors") or has_shards(path)]
     for path in sorted(files, key=write_order, reverse=True):
         link = os.readlink(path) if path.is_symlink() else None
         try:

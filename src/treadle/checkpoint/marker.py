@@ -75,6 +75,11 @@ def is_whole(folder: Path) -> bool:
     return (folder / MARKER).is_file()
 
 
+def has_shards(folder: Path) -> bool:
+    """Returns whether a folder is one checkpoint, whole or unfinished, and not a folder of checkpoints."""
+    return is_whole(folder) or (folder / _BEGUN).is_file()
+
+
 def publish(folder: Path, files: Mapping[str, Mapping[str, Any]], *, ranks: int) -> None:
     """Writes the marker, by rename, once all else in the folder is durable.
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from treadle.checkpoint.marker import is_unfinished, is_whole
+from treadle.checkpoint.marker import has_shards
 from treadle.checkpoint.nearest import states_in
 from treadle.checkpoint.store import find_latest, load_checkpoint, scored_weights
 from treadle.errors import CheckpointError, ConfigError
@@ -66,7 +66,7 @@ def find_source(path: Path, *, raw: bool = False) -> Source:
     """
     if not os.path.lexists(path):
         raise ConfigError(f"{str(path)!r}: no such file or folder; give a run folder or a checkpoint")
-    if is_whole(path) or is_unfinished(path):
+    if has_shards(path):
         return _of_tree(path, load_checkpoint(path), None, raw=raw)
     if not path.is_dir():
         tree, metadata = read_tree(path)

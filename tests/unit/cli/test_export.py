@@ -11,8 +11,9 @@ from torch import nn
 
 from foreign_kit import trained
 from helpers import differences
-from treadle.checkpoint import save_checkpoint
+from treadle.checkpoint import load_checkpoint, save_checkpoint
 from treadle.checkpoint.schema import KEYS, to_plain
+from treadle.checkpoint.sharded import save_sharded
 from treadle.cli.main import main
 
 
@@ -87,3 +88,41 @@ def test_errors_are_one_line(checkpoint, tmp_path, capsys):
     one_line(run(capsys, tmp_path / "evil.pt", "--to", "torch", code=1), "bare pickle", "torch.nn")
     (tmp_path / "empty").mkdir()
     one_line(run(capsys, tmp_path / "empty", "--to", "torch", code=1), "holds none of")
+
+
+def test_the_whole_state_goes_into_a_folder_of_shards_and_back(checkpoint, tmp_path, capsys):
+    folder = tmp_path / "export" / "best_model"
+    assert run(capsys, checkpoint, "--to", "shards").out == f"{folder}\n"
+    said = json.loads(run(capsys, folder, "--to", "checkpoint", "--out", tmp_path / "again.pt", "--json").out)
+    assert said == {"path": str(tmp_path / "again.pt")}
+    assert differences(load_checkpoint(tmp_path / "again.pt"), load_checkpoint(checkpoint)) == []
+    one_line(run(capsys, checkpoint, "--to", "shards", code=2), "is there already", "--force")
+    run(capsys, checkpoint, "--to", "shards", "--force")
+    one_line(run(capsys, checkpoint, "--to", "shards", "--raw", code=2), "--raw", "whole state")
+
+
+def test_weights_are_taken_from_a_folder_of_shards(checkpoint, tmp_path, capsys):
+    folder = save_sharded(load_checkpoint(checkpoint), tmp_path / "checkpoint_step_3")
+    run(capsys, folder, "--to", "torch")
+    run(capsys, checkpoint, "--to", "torch", "--out", tmp_path / "w.pt")
+    found = [
+        torch.load(path, weights_only=True) for path in (tmp_path / "export/checkpoint_step_3.pt", tmp_path / "w.pt")
+    ]
+    assert differences(*found) == []
+
+
+def test_a_folder_of_shards_is_shown_like_a_file(checkpoint, tmp_path, capsys):
+    folder = save_sharded(load_checkpoint(checkpoint), tmp_path / "checkpoint_step_3")
+    said = []
+    for path in (folder, checkpoint):
+        with pytest.raises(SystemExit) as left:
+            main(["inspect", str(path)])
+        assert left.value.code == 0
+        said.append([line for line in capsys.readouterr().out.splitlines()[1:] if not line.startswith("imports")])
+    assert [line for line in said[0] if line not in said[1]] == ["shards    1", "ranks     1"]
+    assert [line for line in said[1] if line not in said[0]] == []
+    (folder / "__0_0.distcp").unlink()
+    with pytest.raises(SystemExit) as left:
+        main(["inspect", str(folder)])
+    assert left.value.code == 1
+    assert "__0_0.distcp of rank 0 is missing" in capsys.readouterr().out
