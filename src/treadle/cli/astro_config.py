@@ -91,7 +91,7 @@ def _data_config() -> DataConfig:
 def _training_config() -> TrainingConfig:
     # The data are in memory: workers would cost more than they save.
     return TrainingConfig(
-        batch_size=32, epochs=8, learning_rate=5e-3, warmup_steps=50, num_workers=0, save_every_steps=None,
+        batch_size=32, epochs=6, learning_rate=5e-3, warmup_steps=50, num_workers=0, save_every_steps=None,
         meaningful_loss=MeaningfulLossConfig(weight_scalar=1.0),
     )  # fmt: skip
 
