@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler
 
 from treadle import distributed
 from treadle.data.cursor import Cursor
-from treadle.data.sources import generators_of
+from treadle.data.sources import generators_of, samplers_of
 from treadle.means import RunningMeans
 from treadle.nested import as_number, flatten_nested_dict, unflatten
 from treadle.precision import Precision
@@ -125,16 +125,13 @@ def copies_in(loader: Any) -> list[str]:
         >>> copies_in(DataLoader(range(4), sampler=DistributedSampler(range(4), num_replicas=2, rank=0)))
         []
     """
-    sampler = getattr(loader, "sampler", None)
-    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
-        return []
-    copies = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]  # a map-style data set has a length
-    if not copies:
-        return []
+    padding = [one for one in samplers_of(loader) if isinstance(one, DistributedSampler) and not one.drop_last]
+    copies = {one.num_replicas: one.total_size - len(one.dataset) for one in padding}  # type: ignore[arg-type]
     return [
-        f"the evaluation's DistributedSampler repeats {copies} of {sampler.total_size - copies} samples so that the "
-        f"{sampler.num_replicas} ranks have equally many: they count twice in means over ranks; a "
-        "treadle.data.RankBatchSampler repeats none"
+        f"the evaluation's DistributedSampler repeats {count} samples so that the {ranks} ranks have equally many: "
+        "they count twice in means over ranks; a treadle.data.RankBatchSampler repeats none"
+        for ranks, count in copies.items()
+        if count
     ]
 
 

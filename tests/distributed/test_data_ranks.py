@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import random
 import signal
 from itertools import chain
@@ -195,7 +196,8 @@ def shards():
         cursor.open(DataLoader(data, batch_size=None, **forked(workers)))
         found.append([int(item) for item in cursor.take(100).batches])
         cursor.close()
-    return found, [tuple(pair.tolist()) for pair in DataLoader(Who(), batch_size=None, **forked(2))]
+    # A worker that is spawned gets its data set through pickle, and has no process group.
+    return found, [tuple(pair.tolist()) for pair in DataLoader(Who(), batch_size=None, **forked(2))], pickle.dumps(data)
 
 
 class Who(IterableDataset):
@@ -298,7 +300,7 @@ def test_copies_of_a_padding_sampler_are_named_once(two_ranks):
     for found in two_ranks:
         assert found["evaluations"]["padded"] == (78 / 14, 78 / 14)
         (line,) = found["evaluations"]["padded says"]
-        assert "repeats 1 of 13 samples" in line
+        assert "repeats 1 samples so that the 2 ranks" in line
         assert "RankBatchSampler repeats none" in line
 
 
@@ -322,6 +324,8 @@ def test_an_iterable_is_dealt_out_to_ranks_and_workers(two_ranks):
         assert sorted(parts[0] + parts[1]) == list(range(21))
         assert abs(len(parts[0]) - len(parts[1])) <= 1
     assert [found["shards"][1] for found in two_ranks] == [[(0, 4), (1, 4)], [(2, 4), (3, 4)]]
+    spawned = [[int(item) for item in pickle.loads(found["shards"][2])] for found in two_ranks]
+    assert spawned == [found["shards"][0][0] for found in two_ranks]
 
 
 def test_weights_and_history_are_those_of_one_process_with_the_same_batches(two_ranks):

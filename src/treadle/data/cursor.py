@@ -94,8 +94,11 @@ class Cursor:
     def attach(self, loader: Any) -> None:
         """Names the loader; cheap when it is the one already attached."""
         if loader is not self._loader:
-            if self._place.start:  # the samples that are left are found again in another loader
-                self._loaded = {**self.state_dict(), "loader": None}
+            if self._opening is not None and self._loaded is None and in_global_order(self._loader) is not None:
+                self._loaded = {
+                    **self.state_dict(),
+                    "loader": None,
+                }  # what is left is found in any loader
             self._source = open_source(loader)
             self._loader = loader
             self._iterator = None
