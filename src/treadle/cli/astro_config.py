@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from treadle.astro.config import MeaningfulLossConfig, TrainingConfig
-from treadle.cli.settings import at_least
+from treadle.cli.settings import at_least, without
 from treadle.cli.split_config import DataConfig
 from treadle.errors import ConfigError
 
@@ -148,8 +147,4 @@ class AstroRunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as nested plain values, without those that are not set on the command line."""
-        values = dataclasses.asdict(self)
-        for flag in FLAGS:
-            section, name = flag.split(".")
-            del values[section][name]
-        return values
+        return without(self, FLAGS)

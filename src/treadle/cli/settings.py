@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from treadle.errors import ConfigError
@@ -57,6 +57,31 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
         if isinstance(value, Mapping) and dataclasses.is_dataclass(section):
             made[name] = with_values(section, value)
     return dataclasses.replace(config, **made)  # type: ignore[type-var]
+
+
+def without(config: Any, hidden: Iterable[str]) -> dict[str, Any]:
+    """Returns a tree of dataclasses as nested plain values, without some settings.
+
+    Args:
+        config: the tree.
+        hidden: dotted keys, each of a setting inside a section.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Model:
+        ...     width: int = 8
+        ...     depth: int = 2
+        >>> @dataclasses.dataclass
+        ... class Settings:
+        ...     model: Model = dataclasses.field(default_factory=Model)
+        >>> without(Settings(), ["model.depth"])
+        {'model': {'width': 8}}
+    """
+    values = dataclasses.asdict(config)
+    for key in hidden:
+        section, name = key.split(".")
+        del values[section][name]
+    return values
 
 
 def at_least(least: float, **values: float | None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from treadle.cli.run_folder import explain_changes
+from treadle.cli.settings import without
 from treadle.cli.split_config import DataConfig
 from treadle.errors import ConfigError
 from treadle.spectra.config import TrainerConfig
@@ -126,11 +127,7 @@ class SpectraConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as nested plain values, without those that are options of the command."""
-        values = dataclasses.asdict(self)
-        for flag in FLAGS:
-            section, name = flag.split(".")
-            del values[section][name]
-        return values
+        return without(self, FLAGS)
 
 
 def check_changes(differences: Mapping[str, tuple[Any, Any]], folder: str) -> list[str]:
