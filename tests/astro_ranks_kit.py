@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -51,16 +48,12 @@ def run(*, rank=None, logits=False, hooks=(), state=None, **settings):
     return records, [parameter.detach().tolist() for parameter in net.parameters()], trainer.global_step
 
 
-def work(rank, port, results):
-    """Runs every case straight and cut off; puts what came out into the queue."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=120))
-    try:
-        for case, settings in CASES.items():
-            snapshots = Snapshots()
-            straight = run(rank=rank, hooks=[snapshots], **settings)
-            resumed = run(rank=rank, hooks=[Snapshots()], state=snapshots.states[CUT], **settings)
-            results.put((case, rank, straight, resumed))
-    finally:
-        dist.destroy_process_group()
+def work():
+    """Runs every case straight and cut off."""
+    found, rank = {}, dist.get_rank()
+    for case, settings in CASES.items():
+        snapshots = Snapshots()
+        straight = run(rank=rank, hooks=[snapshots], **settings)
+        resumed = run(rank=rank, hooks=[Snapshots()], state=snapshots.states[CUT], **settings)
+        found[case] = straight, resumed
+    return found

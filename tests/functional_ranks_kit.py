@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -49,10 +46,8 @@ class OwnLoop(treadle.Trainer):
         return {"loss": 1.0}
 
 
-def work(rank, port, folder, results):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=30))
-    torch.set_num_threads(1)
+def work(folder):
+    rank = dist.get_rank()
     net = nn.parallel.DistributedDataParallel(model())
     ours = trainer(net)
     history = ours.train(rows(rank), 2, rows(rank), save_dir=folder, early_stopping_patience=5)
@@ -62,9 +57,7 @@ def work(rank, port, folder, results):
     own = OwnLoop(nn.Linear(1, 1), None, nn.MSELoss(), device="cpu")
     pairs = [(torch.ones(2, 1), torch.ones(2, 1))] * 2
     own_history = own.train(pairs, 1, pairs)
-    results.put((rank, {
+    return {
         "history": history, "weights": weights, "again": again, "own": own_history["eval_loss"],
         "wrapper kept": ours.model is net,
-    }))  # fmt: skip
-    dist.barrier()
-    dist.destroy_process_group()
+    }  # fmt: skip

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from functional_ranks_kit import joint, model, trainer, work
+from ranks import run_on_ranks
 from treadle.checkpoint import load_checkpoint
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=work, args=(rank, port, str(folder), results), daemon=True) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    try:
-        found = dict(results.get(timeout=120) for _ in range(2))
-        for process in ranks:
-            process.join(30)
-    finally:
-        for process in ranks:
-            process.kill()
-    return folder, found
+    return folder, run_on_ranks(work, 2, str(folder), timeout=120)
 
 
 @pytest.fixture(scope="module")
