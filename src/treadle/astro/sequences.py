@@ -101,11 +101,9 @@ def move_scalars_last(sequence: Mapping[str, Any], vocab: VocabSpec) -> dict[str
             "image, the scalars and each spectrum group"
         )
     image, scalars, last = ends[0], ends[1], ends[-1]
-    lengths = [image, scalars - image, last - scalars, len(tokens) - last]
 
     def moved(part: Tensor) -> Tensor:
-        first, columns, spectra, rest = part.split(lengths)
-        return torch.cat([first, spectra, columns, rest])
+        return torch.cat([part[:image], part[scalars:last], part[image:scalars], part[last:]])
 
     return {"tokens": moved(tokens), "types": moved(types)}
 
