@@ -95,7 +95,7 @@ def leave_error(error: BaseException) -> None:
     """Writes an error where torchrun looks for it; does nothing in a process that torchrun did not launch.
 
     The same file as ``torch.distributed.elastic.multiprocessing.errors.record`` writes, at the moment of the error. One
-    that another rank caused is dated later, so that it is not taken for the cause.
+    that another rank caused is dated later, so that it is not taken for the cause. The first error of a process stays.
     """
     path = os.environ.get(_ERROR_FILE)
     if not path:
@@ -105,5 +105,5 @@ def leave_error(error: BaseException) -> None:
     extra = {"py_callstack": stack, "timestamp": str(moment)}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
     # Without it the summary is poorer; the error itself is raised anyway.
-    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+    with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
         json.dump({"message": message}, file)

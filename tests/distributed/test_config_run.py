@@ -1,75 +1,92 @@
-"""``torchrun -m treadle train FILE``: the command starts the process group, and one rank writes."""
+"""``torchrun -m treadle train FILE``: the command starts the process group, and one rank prints and writes."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
+import pytest
 import torch
-from torch.utils.data import DistributedSampler
+
+from ranks import torchrun
+from treadle.cli.main import main
 
 MODULE = """
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from treadle import BaseTrainer, CheckpointingHook, StepLogHook
+from torch.utils.data import DataLoader, TensorDataset
+from treadle import BaseTrainer, CheckpointingHook, StepLogHook, parallelize
+from treadle.data import RankBatchSampler
 
 class Fit(BaseTrainer):
+    def __init__(self, *args, parallel=None, fails_on=None, **settings):
+        super().__init__(*args, **settings)
+        self.parallel, self.fails_on = parallel, fails_on
+
     def build_data_loader(self):
-        x = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(18, 3, generator=torch.Generator().manual_seed(1))
         data = TensorDataset(x, x.sum(1, keepdim=True))
-        return DataLoader(data, batch_size=2, sampler=DistributedSampler(data))
+        return DataLoader(data, batch_sampler=RankBatchSampler(data, global_batch_size=4, shuffle=True))
 
     def build_model(self):
-        return nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        return model if self.parallel is None else parallelize(model, self.parallel)
 
     def build_optimizer(self):
-        return torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return torch.optim.AdamW(self.model.parameters(), lr=0.1)
 
     def forward(self, input):
-        assert dist.get_world_size() == 2
+        if self.fails_on is not None and dist.get_rank() == self.fails_on:
+            raise ValueError("only here")
         return nn.functional.mse_loss(self.model(input[0]), input[1]), {}, len(input[0])
 
     def build_hooks(self):
-        return [CheckpointingHook(2), StepLogHook()]
+        return [CheckpointingHook(2, sharded=False), StepLogHook()]
 """
 
 
-def torchrun(folder):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "treadle"]
-    return subprocess.run(
-        [*command, "train", str(folder / "fit.yaml")], capture_output=True, text=True, cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, timeout=240,
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "fit_on_ranks.py").write_text(MODULE)
+    (tmp_path / "fit.yaml").write_text("seed: 0\ntrainer: {type: fit_on_ranks.Fit, max_steps: 7, device: cpu}\n")
+    return tmp_path
+
+
+def weights(folder, run):
+    return torch.load(folder / run / "checkpoints" / "checkpoint_step_7.pt", weights_only=True)["model"]
+
+
+def test_two_ranks_train_as_one_process_does_and_one_of_them_prints_and_writes(folder, monkeypatch, capsys):
+    done = torchrun(
+        "-m", "treadle", "train", "--rank-timeout", "90", "fit.yaml", "+trainer.parallel=fsdp",
+        "+trainer.workspace=ranks", cwd=folder,
     )  # fmt: skip
-
-
-def test_two_ranks_train_one_model_and_one_of_them_writes(tmp_path):
-    (tmp_path / "ranks.py").write_text(MODULE)
-    (tmp_path / "fit.yaml").write_text("seed: 0\ntrainer: {type: ranks.Fit, max_steps: 4, workspace: run}\n")
-    done = torchrun(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("trained to step 4") == 1
+    assert done.stderr.count("trained to step 7") == 1
+    assert done.stderr.count("training starts") == 1
     assert "2 (process group gloo), this is rank 0" in done.stderr
-    tree = torch.load(tmp_path / "run" / "checkpoints" / "checkpoint_step_4.pt", weights_only=True)
-    assert len((tmp_path / "run" / "steps.jsonl").read_text().splitlines()) == 4
-    # By hand, in one process over both ranks' batches.
-    weight, bias = tree["model"]["weight"].double(), tree["model"]["bias"].double()
-    by_hand = _by_hand(steps=4)
-    assert torch.allclose(weight, by_hand[0], atol=1e-5)
-    assert torch.allclose(bias, by_hand[1], atol=1e-5)
+    assert len((folder / "ranks" / "steps.jsonl").read_text().splitlines()) == 7
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    with pytest.raises(SystemExit) as left:
+        main(["train", "fit.yaml", "+trainer.workspace=alone"])
+    assert not left.value.code
+    ours, alone = weights(folder, "ranks"), weights(folder, "alone")
+    for name, value in alone.items():
+        assert torch.allclose(ours[name], value, rtol=0, atol=1e-5), name
+    assert {path.name for path in folder.iterdir() if (path / "steps.jsonl").exists()} == {"ranks", "alone"}
 
 
-def _by_hand(steps):
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(3, 1).double()
-    x = torch.randn(16, 3, generator=torch.Generator().manual_seed(1)).double()
-    orders = [list(DistributedSampler(x, num_replicas=2, rank=rank)) for rank in range(2)]
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    for step in range(steps):
-        rows = [row for order in orders for row in order[2 * step : 2 * step + 2]]
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(layer(x[rows]), x[rows].sum(1, keepdim=True)).backward()
-        optimizer.step()
-    return layer.weight.detach(), layer.bias.detach()
+def test_a_rank_that_fails_is_named_first_and_in_the_summary(folder):
+    done = torchrun(
+        "-m", "treadle", "train", "fit.yaml", "+trainer.parallel=ddp", "+trainer.fails_on=1",
+        "+trainer.workspace=ranks", cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 1
+    said = [done.stderr.find(text) for text in (
+        "error: rank 1 of 2", "[rank1]: ValueError: only here", "error: another rank ended first",
+        "Root Cause (first observed failure)",
+    )]  # fmt: skip
+    assert said == sorted(said)
+    assert said[0] > 0
+    assert "ValueError: only here" in done.stderr[said[3] :]

@@ -11,7 +11,7 @@ from treadle.cli.export import export
 from treadle.cli.inspect import inspect
 from treadle.cli.replay import replay
 from treadle.cli.train_astro import astro
-from treadle.cli.train_config import NAME, FileCommand, TrainGroup, config
+from treadle.cli.train_config import NAME, FileCommand, TrainGroup, config, on_ranks
 from treadle.cli.train_graphs import graphs
 from treadle.cli.train_spectra import spectra
 from treadle.cli.train_text import text
@@ -27,6 +27,7 @@ train = typer.Typer(
     "describes. The same command again goes on.",
 )  # fmt: skip
 app.add_typer(train, name="train")
+train.callback()(on_ranks)
 train.command()(spectra)
 train.command()(text)
 train.command()(graphs)

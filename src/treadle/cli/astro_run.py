@@ -25,6 +25,7 @@ from treadle.cli.astro_config import FLAGS, FREE, AstroRunConfig
 from treadle.cli.astro_data import TOKENIZERS, AstroData, prepare_data
 from treadle.cli.astro_report import finish_run, print_results, print_start
 from treadle.cli.console import as_settings
+from treadle.cli.launch import refuse_ranks
 from treadle.cli.overrides import apply_overrides
 from treadle.cli.run_folder import explain_changes, finished_metrics, readable, set_aside, stored_json, writable
 from treadle.cli.settings import changes
@@ -82,6 +83,7 @@ def run_astro(
         NonFiniteError: training diverged.
         ImportError: a package is missing; the message names what to install.
     """
+    refuse_ranks("astro")
     run = AstroRun(read_settings(settings, device), out, get_device(device), messages)
     finished = finished_metrics(out, run.config.to_dict(), needed=["checkpoints/best.pt"]) if resume else None
     if finished is not None:

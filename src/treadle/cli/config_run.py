@@ -1,15 +1,11 @@
-"""The steps of ``treadle train FILE``: the configuration, the process group, the record of the run, training."""
+"""The steps of ``treadle train FILE``: the configuration, the record of the run, training."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from rich.console import Console
 
 from treadle import distributed
@@ -46,7 +42,7 @@ def run_config(file: Path, settings: Sequence[str], *, results: Console, message
         return
     if target.get("seed") is None:
         _log.info("%s gives no seed, so a fresh run starts from other weights each time; seed: 0 would fix them", file)
-    with process_group(), observing(_Keeper(RunRecordHook(file, settings, target))):
+    with observing(_Keeper(RunRecordHook(file, settings, target))):
         trainer = train_from(target, file.parent)
         where = getattr(trainer, "workspace", None)
         if distributed.rank() == 0 and where is not None:
@@ -76,22 +72,3 @@ class _Keeper:
         if all(type(hook).checkpoint_to_resume is BaseHook.checkpoint_to_resume for hook in engine.hooks):
             _log.warning("no hook saves and resumes: once stopped, this run starts anew; add a CheckpointingHook")
         engine.hooks = [*engine.hooks, self.record]
-
-
-@contextlib.contextmanager
-def process_group() -> Iterator[None]:
-    """Starts the process group of a process that torchrun launched, on its own GPU where there are some.
-
-    Example:
-        >>> with process_group():  # not launched by torchrun
-        ...     distributed.world_size()
-        1
-    """
-    if not dist.is_available() or not dist.is_torchelastic_launched() or dist.is_initialized():
-        yield
-        return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    yield
-    dist.destroy_process_group()  # after an error no collective is called any more, and the process ends anyway

@@ -10,23 +10,30 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
+from treadle.cli.launch import launched_rank, leave_for_torchrun
 from treadle.errors import ConfigError, TreadleError
 
 
 def result_console() -> Console:
-    """Returns the console of results: stdout."""
+    """Returns the console of results: stdout. Of several ranks, only the first has one that prints."""
     return _console(stderr=False)
 
 
 def message_console() -> Console:
-    """Returns the console of progress, log lines and errors: stderr."""
+    """Returns the console of progress, log lines and errors: stderr. Other ranks than the first print errors only."""
     return _console(stderr=True)
 
 
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     # Never control characters in a file or a pipe, not even when FORCE_COLOR is set for other programs.
-    return Console(stderr=stderr, force_terminal=None if stream.isatty() else False, highlight=False)
+    terminal = None if stream.isatty() else False
+    return Console(stderr=stderr, force_terminal=terminal, highlight=False, quiet=launched_rank() != 0)
+
+
+def _audible(console: Console) -> Console:
+    """Returns a console for errors, which every rank prints."""
+    return Console(stderr=True, force_terminal=False, highlight=False) if console.quiet else console
 
 
 class ConsoleHandler(logging.Handler):
@@ -38,8 +45,8 @@ class ConsoleHandler(logging.Handler):
     """
 
     def __init__(self, console: Console, *, start_block: bool = False):
-        super().__init__(logging.INFO)
-        self.console = console
+        super().__init__(logging.INFO if launched_rank() == 0 else logging.ERROR)
+        self.console = _audible(console)
         if not start_block:
             self.addFilter(lambda record: not str(record.msg).startswith("training starts"))
 
@@ -82,8 +89,11 @@ def errors_as_one_line(console: Console) -> Iterator[None]:
     except (TreadleError, ImportError) as error:
         if isinstance(error, ImportError) and "pip install 'treadle[" not in str(error):
             raise
+        leave_for_torchrun(error)
         text = " ".join(str(error).split())
-        console.print(Text("error: ", style="bold red").append(Text(text, style="default")), soft_wrap=True)
+        if launched_rank():
+            text = f"rank {launched_rank()}: {text}"
+        _audible(console).print(Text("error: ", style="bold red").append(Text(text, style="default")), soft_wrap=True)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
 
 

@@ -23,6 +23,7 @@ from treadle.cli.graphs_build import build_trainer, loader, prepare_data
 from treadle.cli.graphs_config import FREE, GraphsConfig, read_settings
 from treadle.cli.graphs_idle import refuse_idle
 from treadle.cli.graphs_report import finish_run, print_results, print_start
+from treadle.cli.launch import refuse_ranks
 from treadle.cli.run_folder import explain_changes, readable, set_aside, stored_json, writable
 from treadle.cli.settings import changes, flat
 from treadle.cli.start_block import cpu_threads
@@ -100,6 +101,7 @@ def train_graphs(config: GraphsConfig, run: GraphRun) -> dict[str, Any]:
         NonFiniteError: training diverged.
         ImportError: a package is missing; the message names what to install.
     """
+    refuse_ranks("graphs")
     device = get_device(run.device)
     finished = stored_json(run.out / "metrics.json") if run.resume else None
     if finished is not None and finished.get("config") == config.to_dict() and (run.checkpoints / "best.pt").exists():

@@ -19,6 +19,7 @@ from torch import nn
 from treadle.checkpoint.lock import check_free
 from treadle.checkpoint.store import find_latest, write_text
 from treadle.cli.console import as_settings
+from treadle.cli.launch import refuse_ranks
 from treadle.cli.overrides import apply_overrides
 from treadle.cli.run_folder import finished_metrics, readable, stored_json, writable
 from treadle.cli.settings import changes
@@ -59,6 +60,7 @@ def run_spectra(
         CheckpointError: no checkpoint of the folder is intact, or a file cannot be written.
         NonFiniteError: training diverged.
     """
+    refuse_ranks("spectra")
     where = get_device(device)
     config = read_settings(settings, device)
     finished = finished_metrics(out, config.to_dict(), needed=["best_model.pt"]) if resume else None

@@ -17,6 +17,7 @@ from rich.console import Console
 from treadle.checkpoint.lock import check_free, run_lock
 from treadle.checkpoint.store import load_weights, write_text
 from treadle.cli.console import as_settings
+from treadle.cli.launch import refuse_ranks
 from treadle.cli.overrides import apply_overrides
 from treadle.cli.run_folder import explain_changes, finished_metrics, readable, set_aside, stored_json, writable
 from treadle.cli.settings import changes
@@ -74,6 +75,7 @@ def run_text(
         NonFiniteError: training diverged.
         ImportError: a package of the extra ``hf`` is missing.
     """
+    refuse_ranks("text")
     config = read_settings(settings, device)
     finished = finished_metrics(out, config.to_dict()) if resume else None
     if finished is not None:

@@ -10,6 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from treadle.cli.config_target import is_named_like_config
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
+from treadle.cli.launch import TIMEOUT, process_group
 
 NAME = "FILE"
 
@@ -21,6 +22,20 @@ class TrainGroup(TyperGroup):
         """Finds the command that the first argument means."""
         file = bool(args) and is_named_like_config(args[0])
         return super().resolve_command(ctx, [NAME, *args] if file else args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command, on a rank of torchrun's with its process group around it."""
+        with errors_as_one_line(message_console()), process_group(ctx.params["rank_timeout"]):
+            return super().invoke(ctx)
+
+
+def on_ranks(
+    rank_timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Under torchrun: how long a rank waits for another before it fails."),
+    ] = TIMEOUT,
+) -> None:
+    """Has the options of all commands below ``treadle train``; the group itself acts on them."""
 
 
 class FileCommand(TyperCommand):

@@ -1,0 +1,57 @@
+"""What the commands do when torchrun launched them, without launching anything."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from treadle.cli.console import log_to, message_console, result_console
+from treadle.cli.launch import process_group
+from treadle.cli.main import main
+from treadle.errors import ConfigError
+
+
+@pytest.fixture
+def rank_1(monkeypatch, tmp_path):
+    for name, value in {"TORCHELASTIC_RUN_ID": "job", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    return tmp_path / "error.json"
+
+
+def test_other_ranks_than_the_first_print_errors_only(rank_1, capsys):
+    result_console().print("a result")
+    messages = message_console()
+    with log_to(messages):
+        messages.print("a bar")
+        logging.getLogger("treadle.x").info("progress")
+        logging.getLogger("treadle.x").warning("the same on all ranks")
+        logging.getLogger("treadle.x").error("rank 1 failed")
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == "error: rank 1 failed\n"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("pack", ["spectra", "text", "graphs", "astro"])
+def test_the_commands_of_packs_refuse_several_ranks_and_torchrun_hears_of_it(pack, rank_1, capsys, monkeypatch):
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)  # no group is needed to refuse
+    with pytest.raises(SystemExit) as left:
+        main(["train", pack])
+    assert left.value.code == 2
+    assert f"rank 1: treadle train {pack}: trains in one process, and torchrun started 2" in capsys.readouterr().err
+    assert "trains in one process" in json.loads(rank_1.read_text())["message"]["message"]
+
+
+def test_a_time_to_wait_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match="rank-timeout"), process_group(0.0):
+        pass
+
+
+def test_without_torchrun_there_is_no_group():
+    import torch.distributed as dist
+
+    with process_group():
+        assert not dist.is_initialized()
