@@ -58,9 +58,7 @@ def finite_guard(engine: Engine) -> FiniteGuard:
     """Returns what protects the weights: on the device, where nobody must know of a refused step at once."""
     plan = refusal_plan(engine)
     must_know_now = bool(engine.max_non_finite_grad_retries) or engine.precision.scaled or plan is not None
-    # A fused optimizer over sharded parameters is not known to skip on the device.
-    can_wait = not must_know_now and not distributed.is_sharded(engine.model)
-    deferred = can_wait and skips_on_device(engine.optimizer, engine.device)
+    deferred = not must_know_now and skips_on_device(engine.optimizer, engine.device)
     return FiniteGuard(engine.device, deferred=deferred, plan=plan, agreed=engine.exchange.equal)
 
 

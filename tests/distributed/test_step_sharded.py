@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,6 +64,7 @@ def edges(folder):
         "fp16": overflow_in_fp16(),
         "bf16": mixed_precision(), "evaluated": evaluated_on_the_way(), "nobody": nobody_has_a_loss(),
         "buffers": buffers_are_those_of_rank_0(), "plain beside": plain_weights_beside_sharded_ones(),
+        "fused": fused_skips(),
     }  # fmt: skip
 
 
@@ -172,6 +175,19 @@ def plain_weights_beside_sharded_ones():
     return norm.item(), total_norm(grads).item()
 
 
+def fused_skips():
+    """What the guard relies on with a fused optimizer on a GPU: it leaves sharded weights alone at ``found_inf``."""
+    engine = engine_of("fsdp", make=partial(torch.optim.AdamW, fused=True))
+    optimizer, changed = engine.optimizer, []
+    for found_inf in (0.0, 1.0):
+        before = whole(engine.model)
+        engine.model(torch.ones(2, 5)).square().mean().backward()
+        optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(found_inf)
+        optimizer.step()
+        changed.append(len(differing(before, whole(engine.model), 0.0)))
+    return changed, {float(state["step"]) for state in optimizer.state.values()}
+
+
 @pytest.fixture(scope="module")
 def events(tmp_path_factory):
     return tmp_path_factory.mktemp("nonfinite")
@@ -265,12 +281,18 @@ def test_the_norm_takes_sharded_and_plain_gradients_together(found):
         assert rank["plain beside"] == (pytest.approx(expected, rel=1e-5), pytest.approx(1.0, rel=1e-4))
 
 
+def test_a_fused_optimizer_leaves_sharded_weights_alone_where_it_is_told_to(found):
+    for (applied, skipped), steps in (rank["fused"] for rank in found):
+        assert applied > 0
+        assert (skipped, steps) == (0, {1.0})
+
+
 def without_running_the_model():
     engine = engine_of("fsdp", task=Rows(run_empty=False))
     engine.run(share(dist.get_rank(), 2, [(2, 0)]), max_steps=1)
 
 
 def test_a_rank_that_does_not_run_a_sharded_model_is_told_the_rule():
-    first, second = outcomes_on_ranks(without_running_the_model, 2, timeout=20, grace=1)
+    first, second = outcomes_on_ranks(without_running_the_model, 2, grace=1)
     assert not first.ok
     assert "ConfigError: loss: None, and the model was not run on this micro-batch" in second.error
