@@ -44,6 +44,7 @@ from treadle.parallel import parallelize
 
 # width, layers, heads, length, micro-batch of one rank, vocabulary
 SIZES = {"tiny": (32, 2, 2, 16, 4, 64), "100m": (768, 12, 12, 1024, 16, 32_000), "1b": (2048, 18, 16, 1024, 8, 32_000)}
+SAVE_STEPS = {"tiny": 6, "100m": 150, "1b": 80}  # from save to save: longer than one is written
 WAYS = ("plain ddp", "plain fsdp", "accelerate", "ddp", "fsdp")
 COLUMNS = (
     "model", "scaling", "way", "ranks", "tokens/s/rank", "efficiency", "of plain", "ms a step", "GiB",
@@ -202,9 +203,10 @@ def _slowest(value: float, device: torch.device) -> float:
     return float(told)
 
 
-def stall(way: str, size: str, background: bool, folder: Path, device: torch.device, steps: int) -> dict[str, Any]:
+def stall(way: str, size: str, background: bool, folder: Path, device: torch.device) -> dict[str, Any]:
     """Trains with two saves; returns the seconds by which the steps after the second one were longer."""
     _, _, _, length, rows, _ = SIZES[size]
+    steps = SAVE_STEPS[size]
     batch = torch.zeros(rows, length, dtype=torch.long, device=device)
     model, optimizer = build(way, size, device)
     clock = Clock(device)
@@ -251,16 +253,16 @@ def worker(options: argparse.Namespace) -> None:
                 rows.append({"model": size, "scaling": scaling, "way": way, "ranks": ranks, "rows": share, **result})
                 _say(rows[-1])
                 _forget(on_gpu)
-        for way in [way for way in ("ddp", "fsdp") if way in options.ways and options.saves]:
-            for background in (False, True):
-                with tempfile.TemporaryDirectory(dir=options.disk) as folder:
-                    place = [folder]
-                    dist.broadcast_object_list(place)
-                    result = stall(way, size, background, Path(place[0]), device, options.save_steps)
-                    dist.barrier()
-                rows.append({"model": size, "way": way, "ranks": ranks, "background": background, **result})
-                _say(rows[-1])
-                _forget(on_gpu)
+    for way, size in (pair.split(":") for pair in options.saves):
+        for background in (False, True):
+            with tempfile.TemporaryDirectory(dir=options.disk) as folder:
+                place = [folder]
+                dist.broadcast_object_list(place)
+                result = stall(way, size, background, Path(place[0]), device)
+                dist.barrier()
+            rows.append({"model": size, "way": way, "ranks": ranks, "background": background, **result})
+            _say(rows[-1])
+            _forget(on_gpu)
     if dist.get_rank() == 0:
         options.found.write_text(json.dumps(rows), encoding="utf-8")
     dist.destroy_process_group()
@@ -282,10 +284,9 @@ def launch(ranks: int, options: argparse.Namespace, folder: Path) -> list[dict[s
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__,
         "--found", str(found), "--sizes", *options.sizes, "--ways", *options.ways, "--steps", str(options.steps),
-        "--save-steps", str(options.save_steps),
     ]  # fmt: skip
     command += ["--tiny"] if options.tiny else []
-    command += ["--saves"] if options.saves and ranks == max(options.ranks) else []
+    command += ["--saves", *options.saves] if ranks == max(options.ranks) else []
     command += ["--disk", str(options.disk)] if options.disk else []
     subprocess.run(command, check=True, env={"OMP_NUM_THREADS": "1", **os.environ})
     rows: list[dict[str, Any]] = json.loads(found.read_text(encoding="utf-8"))
@@ -332,14 +333,15 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["100m", "1b"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--steps", type=int, default=20, help="measured, of each way")
-    parser.add_argument("--saves", action="store_true", help="also the stall of saves, on the largest number of ranks")
-    parser.add_argument("--save-steps", type=int, default=50, help="steps from save to save; more than a save takes")
+    parser.add_argument(
+        "--saves", nargs="*", default=[], help="also the stall of saves on most ranks: ddp:100m fsdp:1b"
+    )
     parser.add_argument("--disk", type=Path, help="folder for the saves")
     parser.add_argument("--tiny", action="store_true", help="a small decoder on the CPU, and no files")
     parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.tiny:
-        options.sizes, options.steps, options.save_steps = ["tiny"], 4, 6
+        options.sizes, options.steps, options.saves = ["tiny"], 4, ["ddp:tiny", "fsdp:tiny"]
     if importlib.util.find_spec("accelerate") is None:
         options.ways = [way for way in options.ways if way != "accelerate"]
     if options.found:
