@@ -124,8 +124,10 @@ def plot_distances(errors: ErrorsByDistance, path: Path) -> Path | None:
     few = len(errors.hops) - sum(map(len, groups))
     noun = "pairs" if errors.of_pairs else "graphs"
     if few:
-        top.set_title(f"{few} {noun} at distances of fewer than {_FEWEST}, or without a path, are left out",
-                      fontsize=9, color=MUTED, loc="right")  # fmt: skip
+        note = f"{few} {noun} left out: fewer than {_FEWEST} at their distance" + (
+            ", or no path" if errors.of_pairs else ""
+        )
+        top.set_title(note, fontsize=9, color=MUTED, loc="right")
     bottom.bar(hops, [len(group) for group in groups], color=PALE)
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     label_axes(bottom, x=errors.across, y=noun)
