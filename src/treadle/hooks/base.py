@@ -13,7 +13,9 @@ The loop, with every event at its place::
                 on_before_step
                 repeat:
                     zero gradients
-                    for each micro-batch: no_sync unless last; autocast(forward); scaled backward
+                    for each micro-batch: autocast(forward); scaled backward
+                        ranks tell each other weights, signal and stop after the last forward
+                        ranks exchange gradients during the last backward
                     no loss on any rank -> not applied; leave
                     unscale; normalise once by the total weight; measure the norm
                     on_before_optimizer_step        # gradients are final but for clipping
@@ -27,6 +29,9 @@ The loop, with every event at its place::
             write epoch checkpoints; user callbacks; then act on early stop
         on_after_train
     finally: on_close(error), hooks in reverse order
+
+On several ranks a signal or a stop that one of them got counts once all have been told: at the end of this step or of
+the next one.
 
 `on_log`, `on_log_images`, `on_state_dict` and `on_load_state_dict` fire when asked for.
 
