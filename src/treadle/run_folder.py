@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from treadle import distributed
-from treadle.checkpoint.lock import run_lock
-from treadle.checkpoint.store import find_latest, link_checkpoint, load_checkpoint, save_checkpoint
+from treadle.checkpoint.lock import RunLock
+from treadle.checkpoint.ranks import on_rank_0, open_on_ranks
+from treadle.checkpoint.store import find_latest, link_checkpoint, save_checkpoint
 from treadle.engine import Engine
 from treadle.errors import CheckpointError, ConfigError
 
@@ -40,10 +40,12 @@ class RunFolder:
         self.engine.workspace = None if self.path is None else self.path.absolute()
 
     def held(self) -> AbstractContextManager[None]:
-        """Holds the folder for this process inside the block."""
-        if self.path is None or distributed.rank() != 0:
-            return contextlib.nullcontext()
-        return run_lock(self.path)
+        """Holds the folder for this run inside the block; all ranks enter it.
+
+        Raises:
+            CheckpointError: another process holds it; on all ranks.
+        """
+        return contextlib.nullcontext() if self.path is None else held_by_rank_0(self.path)
 
     def candidates(self, folder: Path) -> Iterable[Path]:
         """Returns what ``resume_from="auto"`` looks at."""
@@ -64,7 +66,10 @@ class RunFolder:
         if str(source) == "auto":
             if self.path is None:
                 raise ConfigError(f"resume_from='auto': needs {self._argument}, the folder to look in")
-            found = find_latest(list(self.candidates(self.path))) if self.engine.step == 0 else None
+            if self.engine.step > 0:
+                return None
+            folder = self.path
+            found = find_latest(on_rank_0(lambda: list(self.candidates(folder))), load=open_on_ranks)
             if found is None:
                 return None
             self.restore(found[1], found[0])
@@ -75,7 +80,7 @@ class RunFolder:
                 source, self.engine.step,
             )  # fmt: skip
         else:
-            self.restore(load_checkpoint(source), source)
+            self.restore(open_on_ranks(source), source)
         return None
 
     def find(self, path: str | Path) -> Path:
@@ -100,6 +105,21 @@ class RunFolder:
             ) from error
         engine.resume_source = str(source)
         engine.logger.info("resumed from %s at step %d, epoch %d", source, engine.step, engine.epoch)
+
+
+@contextlib.contextmanager
+def held_by_rank_0(folder: Path) -> Iterator[None]:
+    """Holds a folder for a run on any number of ranks inside the block; all ranks enter it.
+
+    Raises:
+        CheckpointError: another process holds it, or it cannot be written; on all ranks.
+    """
+    lock = RunLock()
+    on_rank_0(lambda: lock.take(folder))
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_best_and_last(tree: Mapping[str, Any], folder: Path, *, is_best: bool, last_name: str = "last.pt") -> None:

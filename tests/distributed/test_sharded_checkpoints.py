@@ -20,7 +20,8 @@ from treadle.errors import CheckpointError
 
 STEPS = 3
 LOADS = [("fsdp", "alone"), ("fsdp", "ddp"), ("ddp", "parts"), ("ddp", "file"), ("fsdp", "file"), ("fsdp", "parts")]
-CUTS = [("foreground", cut) for cut in range(1, 7)] + [("background", 2), ("background", 5), ("file", 3)]
+CUTS = [("foreground", 1), ("foreground", 4), ("background", 2), ("file", 6)]  # an epoch has four steps
+MORE_CUTS = [(name, cut) for name in ("foreground", "background", "file") for cut in range(1, 7)]
 
 
 def two_ranks(folder):
@@ -28,21 +29,37 @@ def two_ranks(folder):
     folder = Path(folder)
     found = {
         "parts": tensors_of(run("fsdp", folder / "parts", STEPS)),
-        "file": tensors_of(run("fsdp", folder / "file", STEPS, sharded=False)),
-        "ddp": tensors_of(run("ddp", folder / "ddp", STEPS, sharded=True)),
+        "file": tensors_of(run("fsdp", folder / "file", STEPS, interval=STEPS, sharded=False)),
+        "ddp": tensors_of(run("ddp", folder / "ddp", STEPS, interval=STEPS, sharded=True)),
     }
     for kind, name in LOADS:
         found[name, kind] = tensors_of(run(kind, folder / name, STEPS, seed=9))
-    straight = run("fsdp", folder / "straight", 7).state_dict()
-    for name, cut in CUTS:
-        settings = {"background": name == "background", "sharded": False if name == "file" else None}
-        run("fsdp", folder / f"{name}{cut}", 7, hooks=[Cut(cut)], **settings)
-        resumed = run("fsdp", folder / f"{name}{cut}", 7, seed=9, **settings).state_dict()
-        for tree in (straight, resumed):
-            tree["hooks"].pop("Cut", None)
-        found[name, cut] = differences(straight, resumed) if dist.get_rank() == 0 else []
+    found |= cut_and_straight(folder, CUTS)
     found["not finite"] = not_finite(folder / "nan")
+    found["buffer"] = buffers_that_differ(folder / "buffers")
     return found
+
+
+def cut_and_straight(folder, cuts):
+    """Where a run that was cut and resumed differs from one that was not."""
+    straight, found = run("fsdp", None, 7).state_dict(), {}
+    for name, cut in cuts:
+        in_background = name == "background"  # then one write is under way at each step
+        settings = {"background": in_background, "interval": 1 if in_background else 100}
+        settings["sharded"] = False if name == "file" else None
+        run("fsdp", Path(folder, f"{name}{cut}"), 7, hooks=[Cut(cut)], **settings)
+        resumed = run("fsdp", Path(folder, f"{name}{cut}"), 7, seed=9, **settings).state_dict()
+        found[name, cut] = differences(straight, resumed) if dist.get_rank() == 0 else []
+    return found
+
+
+def buffers_that_differ(folder):
+    """What comes back of a buffer that every rank has to itself."""
+    made = run("ddp", folder, 1, sharded=True)
+    made.model.module.seen.fill_(40.0 + dist.get_rank())
+    made.step = 2
+    made.hooks[-1].save(made)
+    return float(load_checkpoint(folder / "checkpoint_step_2")["model"]["seen"])
 
 
 def not_finite(folder):
@@ -109,8 +126,8 @@ def test_a_folder_holds_the_tree_of_a_single_file(outcome):
 
 
 def test_whole_tensors_are_kept_on_rank_0_only(outcome):
-    sharded = [key for key in outcome[1]["file"] if not key.endswith((".step", "seen"))]
-    assert {outcome[1]["file on rank 1"][key].device.type for key in sharded} == {"meta"}
+    kept = [key for key in outcome[1]["file on rank 1"] if not key.endswith(".step")]
+    assert kept == ["model.seen", "ema.ema.shadow.seen"]
 
 
 def test_both_ranks_write_tensors_of_replicas_and_of_shards(outcome):
@@ -127,11 +144,21 @@ def test_a_sharded_run_that_was_cut_ends_as_one_that_was_not(outcome, name, cut)
     assert outcome[1][name, cut] == []
 
 
+@pytest.mark.slow
+def test_a_sharded_run_may_be_cut_anywhere(tmp_path):
+    found = run_on_ranks(cut_and_straight, 2, str(tmp_path), MORE_CUTS, timeout=300)[0]
+    assert found == {cut: [] for cut in MORE_CUTS}
+
+
 def test_parts_of_three_ranks_where_some_have_nothing_are_whole_in_one_process(outcome):
     folder, found, _ = outcome
     (thirds,) = (folder / "thirds").glob("checkpoint_step_*")
     assert verify_checkpoint(thirds) == []
     assert differing(take_apart(load_checkpoint(thirds))[0], found["parts"]) == []
+
+
+def test_of_a_buffer_that_ranks_do_not_share_that_of_rank_0_is_kept_as_in_a_file(outcome):
+    assert outcome[1]["buffer"] == 40.0
 
 
 def test_a_state_with_a_nan_on_one_rank_is_put_aside_by_all(outcome):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -17,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from treadle import distributed
 from treadle.best import BestRule
-from treadle.checkpoint.lock import run_lock
+from treadle.checkpoint.ranks import open_on_ranks
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import find_latest, load_checkpoint, save_checkpoint
 from treadle.checkpoint.writer import CheckpointWriter
@@ -34,7 +33,7 @@ from treadle.naming import model_state
 from treadle.optim import move_optimizer_state
 from treadle.parallel import spread
 from treadle.precision import PrecisionName, tf32
-from treadle.run_folder import write_best_and_last
+from treadle.run_folder import held_by_rank_0, write_best_and_last
 from treadle.spectra.config import TrainerConfig
 from treadle.spectra.files import Selection, write_epoch
 from treadle.spectra.task import Augmenter, SpectraTask
@@ -184,7 +183,7 @@ class SpectraTrainer:
         """
         if self._epochs.best is not None:
             self._epochs.best.start_epoch = max(1, int(epochs * self.cfg.early_stop_start_ratio))
-        with self._own_folder(), self._writer, tf32(self.cfg.enable_tf32):
+        with held_by_rank_0(self.out_dir), self._writer, tf32(self.cfg.enable_tf32):
             self._resume()
             self._epochs.fit(self.train_loader, self.val_loader, epochs, after_epoch=self._write_epoch)
         return {"best": self.best, "epochs": self.epoch}
@@ -202,9 +201,6 @@ class SpectraTrainer:
 
     # -- files ----------------------------------------------------------------------------------------------------
 
-    def _own_folder(self) -> contextlib.AbstractContextManager[None]:
-        return run_lock(self.out_dir) if distributed.rank() == 0 else contextlib.nullcontext()
-
     def _resume(self) -> None:
         """Loads what ``cfg.resume_from`` names, once and only into a run that has not started."""
         source = self.cfg.resume_from
@@ -212,10 +208,11 @@ class SpectraTrainer:
             return
         self._resolved = True
         if str(source) != "auto":
-            self._restore(load_checkpoint(source), str(source))
+            self._restore(open_on_ranks(source), str(source))
             return
         folder = self.out_dir / "checkpoints"
-        found = find_latest([folder / "last.pt", folder / "best.pt"], prefer=folder / "last.pt")
+        last = folder / "last.pt"
+        found = find_latest([last, folder / "best.pt"], prefer=last, load=open_on_ranks)
         if found is not None:
             self._restore(found[1], str(found[0]))
 
