@@ -126,8 +126,6 @@ class TrainingConfig:
     """Micro-batches of a step."""
     max_non_finite_grad_retries: int | None = None
     """Fresh groups to try before NonFiniteError; None: none."""
-    parallel: str | None = None
-    """``ddp`` or ``fsdp`` spreads the model over the ranks that torchrun started; null leaves it as it is."""
     num_workers: int = 4
     """Processes that load."""
     pin_memory: bool = True
@@ -142,6 +140,8 @@ class TrainingConfig:
     """Steps between step checkpoints; None or 0 off."""
     meaningful_loss: MeaningfulLossConfig = field(default_factory=MeaningfulLossConfig)
     """The expected-value terms."""
+    parallel: str | None = None
+    """``ddp`` or ``fsdp`` spreads the model over the ranks that torchrun started; null leaves it as it is."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "grad_accum_steps", "prefetch_factor", "total_steps"):

@@ -73,11 +73,11 @@ class TrainerConfig:
     """Fresh groups to try before NonFiniteError."""
     eval_seed: int = 0
     """Seeds the masks of every validation."""
-    parallel: str | None = None
-    """``"ddp"`` or ``"fsdp"`` spreads the model over the ranks that torchrun started; None leaves it as it is."""
     background_saves: bool = False
     """Copy the state at the end of an epoch and write it while the next one trains, one write at a time; costs host
     memory for one copy of the state. ``fit`` returns when all is written."""
+    parallel: str | None = None
+    """``"ddp"`` or ``"fsdp"`` spreads the model over the ranks that torchrun started; None leaves it as it is."""
 
     def __post_init__(self) -> None:
         for field, allowed in _ALLOWED.items():

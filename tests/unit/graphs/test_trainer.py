@@ -46,7 +46,7 @@ def test_the_constructor_and_fit_have_the_documented_arguments():
     assert names == [
         "model", "optimizer", "scheduler", "loss_fn", "metrics", "device", "task_type", "num_classes", "grad_clip",
         "mixed_precision", "log_every", "checkpoint_dir", "experiment_name", "accumulation_steps",
-        "scheduler_interval", "max_non_finite_grad_retries", "hooks", "eval_seed",
+        "scheduler_interval", "max_non_finite_grad_retries", "hooks", "eval_seed", "parallel",
     ]  # fmt: skip
     fit = inspect.signature(GraphTrainer.fit).parameters
     assert list(fit)[1:] == [
