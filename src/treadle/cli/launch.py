@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 from treadle.errors import ConfigError
 
+_log = logging.getLogger("treadle.cli")
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 TIMEOUT = 600.0  # seconds; of every process group that a command starts, whatever its backend
 
 
@@ -78,7 +82,9 @@ def process_group(timeout: float = TIMEOUT) -> Iterator[None]:
             )
         backend, device = "nccl", torch.device("cuda", local)
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=device)
+    limit = timedelta(seconds=timeout)
+    store, rank, size = _meeting_point(limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
     try:
         yield
     except BaseException as error:  # no collective any more: the process ends, and so does its part of the group
@@ -86,6 +92,26 @@ def process_group(timeout: float = TIMEOUT) -> Iterator[None]:
             leave_for_torchrun(error)
         raise
     dist.destroy_process_group()
+
+
+def _meeting_point(limit: timedelta) -> tuple[Any, int, int]:
+    """Returns torchrun's store, this rank and the number of ranks.
+
+    torchrun keeps its store over a restart, and with it the addresses of ranks that are gone, so that those of the
+    restart would knock there (pytorch#135712). On one machine, the number of the restart keeps them apart. On several,
+    where that number may differ, only a variable that is set for torchrun itself helps.
+    """
+    import torch.distributed as dist
+
+    store, rank, size = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
+        number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(f"treadle/{number}", store), rank, size  # type: ignore[attr-defined]
+    if restarts and rank == 0 and os.environ.get(_OWN_STORE) != "1":
+        _log.warning("torchrun --max-restarts=%d on several machines: set %s=1 for torchrun, or no restart succeeds",
+                     restarts, _OWN_STORE)  # fmt: skip
+    return store, rank, size
 
 
 def refuse_ranks(command: str) -> None:

@@ -1,0 +1,141 @@
+"""Killed ranks and signals under torchrun: the run goes on by itself from the newest whole checkpoint, to the bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import launched_child
+from helpers import differences
+from launched_child import train
+from ranks import TORCHRUN, launch_environment, run_on_ranks
+
+STEPS = 40
+PATIENCE = 150.0  # seconds
+
+
+class Job:
+    """A run of two ranks under torchrun, in a folder of its own."""
+
+    def __init__(self, kind, folder, *, steps=STEPS, max_restarts=0):
+        self.kind, self.folder, self.steps = kind, folder, steps
+        folder.mkdir()
+        self.log = folder / "log"
+        options = ["--nproc-per-node=2", f"--max-restarts={max_restarts}"]
+        command = [*TORCHRUN, *options, launched_child.__file__, kind, str(folder), str(steps)]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=launch_environment())
+
+    def wait_for(self, condition):
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.002)
+
+    def place(self, rank):
+        """Process and step of a rank."""
+        path = self.folder / f"rank_{rank}"
+        return tuple(map(int, path.read_text().split())) if path.exists() else (0, 0)
+
+    def signal(self, rank, number, *, at_step):
+        self.wait_for(lambda: self.place(rank)[1] >= at_step)
+        os.kill(self.place(rank)[0], number)
+
+    def kill_in_a_save(self, rank, *, after_step):
+        self.wait_for(lambda: self.place(rank)[1] >= after_step)
+        checkpoints = self.folder / "checkpoints"
+        self.wait_for(lambda: any(checkpoints.glob("checkpoint_step_*/UNFINISHED")))
+        os.kill(self.place(rank)[0], signal.SIGKILL)
+
+    def end(self):
+        return self.process.wait(PATIENCE)
+
+    def stop(self):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(40)
+
+
+@pytest.fixture
+def jobs(tmp_path):
+    started = []
+
+    def start(kind, **settings):
+        started.append(Job(kind, tmp_path / f"{kind}_{len(started)}", **settings))
+        return started[-1]
+
+    yield start
+    for job in started:
+        job.stop()
+
+
+def undisturbed(folder, steps):
+    states = []
+    for kind in ("ddp", "fsdp"):
+        own = Path(folder, kind)
+        own.mkdir(exist_ok=True)
+        launched_child.STEP_TIME = 0.0
+        states.append(train(kind, own, steps))
+    return states
+
+
+def check_equal(job, reference):
+    found = torch.load(job.folder / "final.pt", weights_only=False)
+    assert differences(reference, found) == []
+    assert len(found["model"]) > 5
+
+
+def test_killed_ranks_resume_by_themselves_and_end_as_if_nothing_had_happened(jobs, tmp_path):
+    replicas, sharded = jobs("ddp", max_restarts=1), jobs("fsdp", max_restarts=1)
+    replicas.signal(1, signal.SIGKILL, at_step=8)
+    sharded.kill_in_a_save(1, after_step=5)
+    references = run_on_ranks(undisturbed, 2, str(tmp_path), STEPS, timeout=PATIENCE)[0]
+    for job, reference in zip((replicas, sharded), references, strict=True):
+        assert job.end() == 0, job.log.read_text()
+        assert (job.folder / "restarts").read_text() == "1"
+        check_equal(job, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_twenty_random_kills_change_nothing(jobs, kind, tmp_path):
+    rng, steps = random.Random(kind), 120
+    job = jobs(kind, steps=steps, max_restarts=20)
+    for number, step in enumerate(sorted(rng.sample(range(2, steps - 8), 20))):
+        if kind == "fsdp" and number % 4 == 0:
+            job.kill_in_a_save(rng.randrange(2), after_step=step)
+        else:
+            rank = rng.randrange(2)
+            job.wait_for(lambda rank=rank, step=step: job.place(rank)[1] >= step)
+            time.sleep(rng.random() * 3 * launched_child.STEP_TIME)
+            os.kill(job.place(rank)[0], signal.SIGKILL)
+        for rank in range(2):  # those of the next start will say where they are
+            (job.folder / f"rank_{rank}").unlink(missing_ok=True)
+    assert job.end() == 0, job.log.read_text()
+    assert (job.folder / "restarts").read_text() == "20"
+    check_equal(
+        job, dict(zip(("ddp", "fsdp"), run_on_ranks(undisturbed, 2, str(tmp_path), steps)[0], strict=True))[kind]
+    )
+
+
+def test_a_signal_to_one_rank_saves_on_all_and_all_leave_with_its_number(jobs):
+    both = [jobs("ddp", steps=4000), jobs("fsdp", steps=4000)]
+    for rank, job in enumerate(both):
+        job.signal(rank, signal.SIGTERM, at_step=4)
+    for job in both:
+        assert job.end() == 1  # torchrun's own code for ranks that failed
+        left = [(job.folder / f"left_{rank}").read_text().split() for rank in range(2)]
+        assert left[0] == left[1]
+        code, step = left[0]
+        assert code == "143"
+        assert "exitcode  : 143" in job.log.read_text()
+        saved = job.folder / "checkpoints" / f"checkpoint_step_{step}"
+        assert (saved.with_suffix(".pt") if job.kind == "ddp" else saved / "WHOLE.json").exists()

@@ -1,0 +1,93 @@
+"""The batch script for Slurm: what it starts, what it does at a signal, and when it queues itself again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "slurm" / "train.sbatch"
+# srun hands signals on, as Slurm's does; torchrun leaves with 1 after a signal, as torch's does.
+STUBS = {
+    "scontrol": 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "$*" >> "$RECORD"; fi',
+    "srun": 'trap \'kill -TERM "$task"\' TERM\n"$@" &\ntask=$!\nwait "$task"; code=$?\n'
+    'while kill -0 "$task" 2>/dev/null; do wait "$task"; code=$?; done\nexit "$code"',
+    "torchrun": 'echo "torchrun $*" >> "$RECORD"\ncase "$HOW" in done) exit 0 ;; broken) exit 1 ;; esac\n'
+    'trap \'sleep 0.2; echo saved >> "$RECORD"; [ "$HOW" = finishes ] && exit 0; exit 1\' TERM\n'
+    "echo started >> \"$RECORD\"\nwhile :; do sleep 0.05; done",
+}  # fmt: skip
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Starts the script with stubs of what it calls; returns the process and the file in which they write."""
+    for name, body in STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    record = tmp_path / "record"
+    started = []
+
+    def start(how):
+        slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2"}
+        env = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(record), "HOW": how}
+        started.append(subprocess.Popen(["bash", str(SCRIPT), "fit.yaml", "trainer.max_steps=9"], env=env))
+        return started[-1], record
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+
+
+def wait_for(record, word):
+    deadline = time.monotonic() + 20
+    while not (record.exists() and word in record.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_ranks_meet_on_the_first_machine_and_get_the_settings(job):
+    process, record = job("done")
+    assert process.wait(20) == 0
+    said = record.read_text()
+    assert "--rdzv-endpoint=node7:29500" in said
+    assert "--nnodes=2" in said
+    assert "-m treadle train fit.yaml trainer.max_steps=9" in said
+    assert "requeue" not in said
+
+
+def test_a_signal_reaches_the_ranks_and_the_job_is_queued_again_once_they_have_saved(job):
+    process, record = job("waits")
+    wait_for(record, "started")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 143
+    assert record.read_text().splitlines()[-2:] == ["saved", "requeue 42"]
+
+
+@pytest.mark.parametrize(("how", "code"), [("broken", 1), ("done", 0)])
+def test_a_job_that_failed_or_ended_is_not_queued_again(job, how, code):
+    process, record = job(how)
+    assert process.wait(20) == code
+    assert "requeue" not in record.read_text()
+
+
+def test_a_run_that_ends_while_it_is_asked_to_leave_is_not_queued_again(job):
+    process, record = job("finishes")
+    wait_for(record, "started")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    assert "requeue" not in record.read_text()
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+def test_shellcheck_finds_nothing():
+    assert subprocess.run(["shellcheck", str(SCRIPT)]).returncode == 0
+
+
+def test_bash_reads_it():
+    assert subprocess.run(["bash", "-n", str(SCRIPT)]).returncode == 0

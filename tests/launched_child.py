@@ -1,0 +1,60 @@
+"""A run that torchrun starts, for tests that kill its ranks or send them signals; every rank says where it is.
+
+torchrun --nproc-per-node 2 launched_child.py KIND FOLDER STEPS
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from sharded_kit import engine, loader
+from treadle.cli.launch import process_group
+from treadle.hooks import BaseHook
+
+STEP_TIME = 0.02  # seconds, so that there are moments to meet
+
+
+class Says(BaseHook):
+    """Writes the process number and the step of this rank into a file, whole at any moment."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_after_step(self, trainer):
+        self.write(f"{os.getpid()} {trainer.step}")
+        time.sleep(STEP_TIME)
+
+    def write(self, text):
+        path = self.folder / f"rank_{dist.get_rank()}"
+        path.with_suffix(".new").write_text(text)
+        path.with_suffix(".new").rename(path)
+
+
+def train(kind, folder, steps):
+    """Trains to a step from the newest whole checkpoint; returns the final state, on all ranks."""
+    saving = {"interval": 3, "keep_previous": 2, "exit_signals": signal.SIGTERM, "background": kind == "fsdp"}
+    made = engine(kind, folder / "checkpoints", hooks=[Says(folder)], **saving)
+    try:
+        made.run(loader(), max_steps=steps)
+    except SystemExit as leaving:
+        (folder / f"left_{dist.get_rank()}").write_text(f"{leaving.code} {made.step}")
+        raise
+    return made.state_dict()
+
+
+if __name__ == "__main__":
+    kind, folder, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    with process_group():
+        state = train(kind, folder, steps)
+        if dist.get_rank() == 0:
+            torch.save(state, folder / "final.pt")
+            (folder / "restarts").write_text(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        dist.barrier()
