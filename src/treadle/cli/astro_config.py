@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,3 +149,24 @@ class AstroRunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as nested plain values, without those that are not set on the command line."""
         return without(self, FLAGS)
+
+
+def loss_line(values: Mapping[str, Any]) -> str:
+    """Returns the terms of the loss in words.
+
+    Args:
+        values: settings, as `AstroRunConfig.to_dict` gives them.
+
+    Example:
+        >>> loss_line(AstroRunConfig().to_dict()).partition(" of ")[0]
+        'cross-entropy + 0.1 x squared error'
+    """
+    terms = ["cross-entropy"] if values["use_ce"] else []
+    meaningful = values["training"]["meaningful_loss"]
+    if meaningful["enabled"]:
+        weights = {name: meaningful[f"weight_{part}"] for part, name in _MODALITIES.items()}
+        terms += [f"{weight:g} x squared error of {name}" for name, weight in weights.items() if weight]
+    return " + ".join(terms)
+
+
+_MODALITIES = {"image": "pictures", "scalar": "scalars", "spectrum": "spectra"}

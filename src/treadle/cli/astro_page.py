@@ -15,6 +15,7 @@ from treadle.astro.cross_modal import CrossResult
 from treadle.astro.drawing import draw_spectra
 from treadle.astro.surveys import Survey
 from treadle.astro.trainer import AstroTrainer
+from treadle.cli.astro_config import loss_line
 from treadle.cli.astro_data import AstroData
 from treadle.cli.astro_pictures import (
     ShownSpectra,
@@ -46,34 +47,38 @@ def draw_and_write(
         out: the run folder.
     """
     pictures = _draw(data, trainer, results, out / "pictures")
-    objects = metrics["objects"]
+    predictions, config = metrics["predictions"], metrics["config"]
     write_page(
         out / "page.html",
         title="One modality from another",
         lead="A causal transformer on tokens of galaxy pictures (XDF), spectra of cool dwarfs (SpeX) and a galaxy "
-        "catalogue (SDSS), trained on cross-entropy and on the values behind the tokens, and asked about objects kept "
-        "out of its training. Variance explained: 0 is the mean of the training objects, 1 is exact; the true bin is "
-        "the best that an answer in bins can reach. The ridge regression sees the values of the same tokens.",
-        columns=["", "objects", "model", "ridge", "true bin"],
-        rows=[_row(prediction) for prediction in metrics["predictions"]],
+        "catalogue (SDSS), asked about objects kept out of its training. Variance explained: 0 is the mean of the "
+        "training objects, 1 is exact. The ridge regression sees the values of the same tokens; the true bin is the "
+        "best that an answer in bins can reach.",
+        columns=["variance explained", *(question_name(asked["target"], asked["given"]) for asked in predictions)],
+        rows=[_row(name, predictions, method) for name, method in _METHODS.items()],
         pictures=pictures,
         facts={
             "objects": "; ".join(
                 f"{name}: {counts['train']:,} train, {counts['val']:,} validate, {counts['test']:,} test"
-                for name, counts in objects.items()
+                for name, counts in metrics["objects"].items()
             ),
-            "model": f"{metrics['parameters']:,} parameters, epoch {metrics['best_epoch']} of {metrics['epochs']}",
+            "loss": loss_line(config),
+            "model": f"{metrics['parameters']:,} parameters, {config['model']['n_layers']} layers of width "
+            f"{config['model']['d_model']}; epoch {metrics['best_epoch']} of {metrics['epochs']}",
             "cross-entropy of the test sequences": f"{metrics['test']['loss_ce']:.3f} nats per token",
-            "settings": ", ".join(f"{name}={value}" for name, value in metrics["config"]["model"].items()),
+            "all settings": "config.json in the run folder",
             "treadle": metrics["treadle"],
         },
     )
 
 
-def _row(prediction: Mapping[str, Any]) -> list[str]:
-    scores = [prediction[method]["explained"] for method in ("model", "ridge", "bins")]
-    cells = ["undefined" if score is None else f"{score:.3f}" for score in scores]
-    return [question_name(prediction["target"], prediction["given"]), f"{prediction['n']:,}", *cells]
+_METHODS = {"model": "model", "ridge regression": "ridge", "the true bin": "bins"}
+
+
+def _row(name: str, predictions: Sequence[Mapping[str, Any]], method: str) -> list[str]:
+    scores = [asked[method]["explained"] for asked in predictions]
+    return [name, *("undefined" if score is None else f"{score:.3f}" for score in scores)]
 
 
 def _draw(data: AstroData, trainer: AstroTrainer, results: Sequence[CrossResult], folder: Path) -> list[Picture]:
@@ -90,14 +95,14 @@ def _draw(data: AstroData, trainer: AstroTrainer, results: Sequence[CrossResult]
         ),
         Picture(
             spectra, "Spectra from scalars",
-            "Spectra of test dwarfs, evenly spaced in type. Blue: what is left of a spectrum after it was replaced by "
-            "its tokens. Orange: spectra that the model drew when it was shown the type and the colours alone.",
+            "Spectra of test dwarfs, evenly spaced in the order of types. Blue: what is left of a spectrum after it "
+            "was replaced by its tokens. Orange: spectra that the model drew from the type and the colours alone.",
         ),
         Picture(
             images, "Galaxies patch by patch",
-            "Test galaxies, evenly spaced in magnitude. The middle row is what the tokens keep; in the last one each "
-            "patch is what the model expects after the true patches before it, row by row from the top left. Off by: "
-            "root mean squared error in steps of 255.",
+            "Test galaxies, evenly spaced in the order of magnitudes. The middle row is what the tokens keep; in the "
+            "last one each patch is what the model expects after the true patches before it, row by row from the top. "
+            "Off by: root mean squared error in steps of 255.",
         ),
         Picture(
             terms, "The terms of the loss",

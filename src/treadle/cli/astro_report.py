@@ -14,7 +14,7 @@ from rich.table import Table
 from treadle.astro.cross_modal import CrossResult, cross_predict
 from treadle.astro.trainer import AstroTrainer
 from treadle.checkpoint.store import write_text
-from treadle.cli.astro_config import AstroRunConfig
+from treadle.cli.astro_config import AstroRunConfig, loss_line
 from treadle.cli.astro_data import TOKENIZERS, AstroData
 from treadle.cli.astro_page import draw_and_write
 from treadle.cli.astro_pictures import question_name
@@ -43,25 +43,12 @@ def print_start(
         f"{len(vocab.spectrum_groups)} spectrum groups of {vocab.v_spectra} segments: {vocab.vocab_size:,} ids, "
         "fitted to the training objects",
         "model": f"causal transformer, {weights:,} parameters, {model.n_layers} layers of width {model.d_model}",
-        "loss": _loss_line(config),
+        "loss": loss_line(config.to_dict()),
         "schedule": f"{training.epochs} epochs of {steps} steps, batches of {training.batch_size}, learning rate "
         f"{training.learning_rate:g} after {training.warmup_steps} steps of warm-up, seed {config.seed}",
         "start": start,
     }  # fmt: skip
     print_block(lines, console)
-
-
-def _loss_line(config: AstroRunConfig) -> str:
-    terms = ["cross-entropy"] if config.use_ce else []
-    meaningful = config.training.meaningful_loss
-    if meaningful.enabled:
-        weights = {
-            "pictures": meaningful.weight_image,
-            "scalars": meaningful.weight_scalar,
-            "spectra": meaningful.weight_spectrum,
-        }
-        terms += [f"{weight:g} x squared error of {name}" for name, weight in weights.items() if weight]
-    return " + ".join(terms)
 
 
 # -- the end ------------------------------------------------------------------------------------------------------
