@@ -28,7 +28,9 @@ def test_every_test_and_file_that_a_document_names_exists(document):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 # torch_geometric compiles functions with torch.jit.script when it is imported.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("name", ["astro.md", "data-on-ranks.md", "exchange.md", "graphs.md", "hugging-face.md"])
+@pytest.mark.parametrize(
+    "name", ["astro.md", "data-on-ranks.md", "distributed.md", "exchange.md", "graphs.md", "hugging-face.md"]
+)
 def test_the_blocks_of_a_document_run_one_after_another(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / name).read_text(encoding="utf-8")
