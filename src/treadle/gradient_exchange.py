@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from treadle import distributed
+from treadle.distributed import is_dtensor
 from treadle.errors import ConfigError
 from treadle.nested import map_nested_tensor
 from treadle.task import StepOutput
@@ -278,6 +279,9 @@ class ShardExchange(GradientExchange):
 
     Args:
         model: has parameters that are spread over ranks.
+
+    Raises:
+        ConfigError: on several ranks, a parameter is trained that is not sharded.
     """
 
     def __init__(self, model: nn.Module):
@@ -285,9 +289,14 @@ class ShardExchange(GradientExchange):
         self.equal = True
         self._parts = distributed.sharded_parts(model)
         self._outputs: list[Tensor] = []
-        inner = distributed.unwrap(model)
-        saved = inner.state_dict().keys()
-        self._buffers = [buffer for name, buffer in inner.named_buffers() if name in saved]
+        self._inner = distributed.unwrap(model)
+        self._saved_buffers = self._inner.state_dict().keys() & {name for name, _ in self._inner.named_buffers()}
+        plain = [name for name, value in model.named_parameters() if value.requires_grad and not is_dtensor(value)]
+        if plain and distributed.world_size() > 1:
+            raise ConfigError(
+                f"model: parameter {plain[0]!r} is trained and not sharded, so nobody would exchange its gradient; "
+                "call fully_shard on the whole model too, as treadle.parallelize does, or freeze it"
+            )
 
     @contextlib.contextmanager
     def micro_batch(self, *, syncs: bool) -> Iterator[None]:
@@ -300,8 +309,9 @@ class ShardExchange(GradientExchange):
         finally:
             handle.remove()
             self._outputs = []
-        if syncs and distributed.world_size() > 1:
-            _share_buffers([buffer for buffer in self._buffers if not distributed.is_dtensor(buffer)])
+        if syncs and self._saved_buffers and distributed.world_size() > 1:
+            named = self._inner.named_buffers()
+            _share_buffers([buffer for name, buffer in named if name in self._saved_buffers])
 
     def second_look(self, *, last: bool) -> AbstractContextManager[None]:
         """As in a step: what is not reduced in the end would be added to the next step's gradients."""
@@ -330,4 +340,7 @@ class ShardExchange(GradientExchange):
         loss = scaled(output)
         if loss is not None:
             return loss
-        return torch.stack([(kept.sum() * 0).float() for kept in self._outputs]).sum()
+        kept = self._outputs
+        if output.loss is not None and not kept:  # a loss whose weight is 0, of a task that runs parts of the model
+            kept = [output.loss]
+        return torch.stack([(each.sum() * 0).float() for each in kept]).sum()

@@ -13,6 +13,7 @@ from ranks import outcomes_on_ranks, run_on_ranks
 from step_kit import Counting, Rows, differing, engine_of, net, share, train, whole
 from treadle import EmaHook, NonFiniteError
 from treadle.distributed import is_dtensor, is_sharded
+from treadle.errors import ConfigError
 from treadle.hooks.base import BaseHook
 from treadle.hooks.nonfinite import NonFiniteHook
 
@@ -162,6 +163,7 @@ def plain_weights_beside_sharded_ones():
     """The norm of both kinds together, when only a part of the model is sharded."""
     from torch.distributed.fsdp import fully_shard
 
+    from treadle.gradient_exchange import gradient_exchange
     from treadle.gradients import clip_, divide_, total_norm
 
     model = net()
@@ -172,6 +174,8 @@ def plain_weights_beside_sharded_ones():
     divide_(grads, torch.tensor(2.0))
     norm = total_norm(grads)
     clip_(grads, 1.0, norm)
+    with pytest.raises(ConfigError, match=r"parameter 'inward.weight' is trained and not sharded"):
+        gradient_exchange(model)
     return norm.item(), total_norm(grads).item()
 
 
