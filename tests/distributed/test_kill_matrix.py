@@ -127,10 +127,10 @@ def test_twenty_random_kills_change_nothing(jobs, kind, tmp_path):
 
 
 def test_a_signal_to_one_rank_saves_on_all_and_all_leave_with_its_number(jobs):
-    both = [jobs("ddp", steps=4000), jobs("fsdp", steps=4000)]
-    for rank, job in enumerate(both):
+    started = [jobs("ddp", steps=4000), jobs("fsdp", steps=4000)]
+    for rank, job in enumerate(started):
         job.signal(rank, signal.SIGTERM, at_step=4)
-    for job in both:
+    for job in started:
         assert job.end() == 1  # torchrun's own code for ranks that failed
         left = [(job.folder / f"left_{rank}").read_text().split() for rank in range(2)]
         assert left[0] == left[1]
@@ -139,3 +139,14 @@ def test_a_signal_to_one_rank_saves_on_all_and_all_leave_with_its_number(jobs):
         assert "exitcode  : 143" in job.log.read_text()
         saved = job.folder / "checkpoints" / f"checkpoint_step_{step}"
         assert (saved.with_suffix(".pt") if job.kind == "ddp" else saved / "WHOLE.json").exists()
+
+
+def test_a_signal_to_torchrun_reaches_all_ranks_which_save_and_leave(jobs):
+    job = jobs("fsdp", steps=4000)
+    job.wait_for(lambda: min(job.place(rank)[1] for rank in range(2)) >= 4)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 1
+    left = [(job.folder / f"left_{rank}").read_text().split() for rank in range(2)]
+    assert left[0] == left[1]
+    assert left[0][0] == "143"
+    assert (job.folder / "checkpoints" / f"checkpoint_step_{left[0][1]}" / "WHOLE.json").exists()

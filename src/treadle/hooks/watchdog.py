@@ -91,10 +91,9 @@ class StuckRankHook(BaseHook):
         self._event = _ENDING
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Looks no more."""
+        """Looks no more; on rank 0 the notes stay, for threads of other ranks that look a last time."""
         if self._watch is not None:
             self._watch.stop()
-            self._watch = None
 
     def place(self, trainer: Engine) -> tuple[int, ...]:
         """Returns numbers that change when this rank goes on; the first three say who is behind."""
