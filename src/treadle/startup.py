@@ -18,8 +18,7 @@ def start_block(engine: Engine) -> str:
     lines = {
         "device": f"{engine.device} ({_why_device(engine)})",
         "precision": _precision(engine),
-        "ranks": _ranks(),
-        "model": _model(engine),
+        "ranks": _ranks(engine),
         "start": _start(engine),
         "target": f"{engine.target}",
         "non-finite": _non_finite(engine),
@@ -45,22 +44,23 @@ def _precision(engine: Engine) -> str:
     return f"{name} by autocast, no gradient scaling needed"
 
 
-def _ranks() -> str:
+def _ranks(engine: Engine) -> str:
     size = distributed.world_size()
     if not distributed.is_distributed():
         return "1 (no process group was started)"
-    return f"{size} (process group {torch.distributed.get_backend()}), this is rank {distributed.rank()}"
+    here = f"{size} (process group {torch.distributed.get_backend()}), this is rank {distributed.rank()}"
+    return f"{here}; {_model(engine)}"
 
 
 def _model(engine: Engine) -> str:
     if distributed.replicated(engine.model) is not None:
-        return "a replica on each rank, gradients exchanged during the backward pass"
+        return "a replica of the model on each, gradients exchanged during the backward pass"
     if not distributed.is_sharded(engine.model):
-        return "whole, on this rank"
+        return "a model on each, whose gradients are not exchanged here"
     names = {module: clean_name(name) for name, module in distributed.unwrap(engine.model).named_modules()}
     blocks = [names[part] for part in distributed.sharded_parts(engine.model) if names.get(part)]
     shown = ", ".join(blocks[:8]) + (f" and {len(blocks) - 8} more" if len(blocks) > 8 else "")
-    return f"sharded over the ranks; gathered one at a time: {shown or 'nothing but the whole'}"
+    return f"the model is sharded; gathered one at a time: {shown or 'nothing but the whole'}"
 
 
 def _start(engine: Engine) -> str:

@@ -155,7 +155,7 @@ def test_blocks_are_the_items_of_module_lists_or_what_is_asked_for(found):
     for told in (rank["blocks"] for rank in found):
         assert told["by default"] == ["", "blocks.0", "blocks.1"]
         assert told["asked"] == ["", "blocks.0.0", "blocks.1.0", "narrow"]
-        assert "sharded over the ranks; gathered one at a time: blocks.0, blocks.1" in told["start"]
+        assert "the model is sharded; gathered one at a time: blocks.0, blocks.1" in told["start"]
 
 
 def test_errors_name_the_rule(found):
