@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from treadle.distributed import unwrap
 from treadle.engine import Engine
 from treadle.errors import ConfigError
+from treadle.failure import failing_by_name
 from treadle.hooks.base import BaseHook
 from treadle.observers import announce_building
 from treadle.precision import Precision
@@ -115,7 +116,8 @@ class BaseTrainer(Engine):
 
     def train(self) -> None:
         """Trains to ``max_steps``; a finished run is a no-op. An exception leaves unchanged."""
-        self.prepare()
+        with failing_by_name(self):
+            self.prepare()
         self.run(self.data_loader, max_steps=self.max_steps)
 
     # -- to implement ---------------------------------------------------------------------------------------------
@@ -125,7 +127,10 @@ class BaseTrainer(Engine):
         raise self._missing("build_data_loader")
 
     def build_model(self) -> nn.Module:
-        """Returns the model, moved to ``self.device`` and wrapped or compiled as you like."""
+        """Returns the model, moved to ``self.device`` and wrapped or compiled as you like.
+
+        On the ranks of a process group, ``treadle.parallelize(model, "ddp")`` or ``"fsdp"`` spreads it.
+        """
         raise self._missing("build_model")
 
     def build_optimizer(self) -> Optimizer:

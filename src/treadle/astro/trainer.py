@@ -53,7 +53,8 @@ class AstroTrainer:
     """Trains a model ``(tokens, types, attn_mask) -> logits`` on token sequences; the loop is ``treadle.hooks.base``.
 
     The logits are never made where the model has ``hidden_states`` and a linear ``head`` without bias, as
-    `CausalTransformerLM` has, and :meth:`compute_loss` is not overridden: the same loss, in much less memory.
+    `CausalTransformerLM` has, :meth:`compute_loss` is not overridden and the model is not sharded: the same loss, in
+    much less memory.
 
     Args:
         model: moved to the device in place.
