@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ from treadle.parallel import parallelize
 # width, layers, heads, length, micro-batch of one rank, vocabulary
 SIZES = {"tiny": (32, 2, 2, 16, 4, 64), "100m": (768, 12, 12, 1024, 16, 32_000), "1b": (2048, 18, 16, 1024, 8, 32_000)}
 SAVE_STEPS = {"tiny": 6, "100m": 150, "1b": 80}  # from save to save: longer than one is written
-WAYS = ("plain ddp", "plain fsdp", "accelerate", "ddp", "fsdp")
+WAYS = ("plain ddp", "ddp", "accelerate", "plain fsdp", "fsdp")
 COLUMNS = (
     "model", "scaling", "way", "ranks", "tokens/s/rank", "efficiency", "of plain", "ms a step", "GiB",
 )  # fmt: skip
@@ -220,13 +220,10 @@ def stall(way: str, size: str, background: bool, folder: Path, device: torch.dev
     )  # fmt: skip
     engine.run([batch] * (3 * steps - 1), max_steps=3 * steps - 1)
     seconds = [after - before for before, after in itertools.pairwise(clock.times)]
-    usual = median(seconds)
-    # seconds[n] is the time of step n + 2; the save after step 2·steps falls on the step after it.
-    longer = sum(value - usual for value in seconds[2 * steps - 1 : 3 * steps - 3])
-    return {
-        "seconds": _slowest(longer, device),
-        "first": _slowest(sum(v - usual for v in seconds[steps - 1 : 2 * steps - 2]), device),
-    }
+    # seconds[n] is the time of step n + 2; the save after step `steps` falls on the step after it.
+    usual = mean(seconds[steps // 4 : steps - 1])
+    longer = [sum(seconds[at - 1 : at + steps - 2]) - (steps - 1) * usual for at in (steps, 2 * steps)]
+    return {"seconds": _slowest(longer[1], device), "first": _slowest(longer[0], device)}
 
 
 # -- all ways in one launch ---------------------------------------------------------------------------------------
@@ -244,7 +241,7 @@ def worker(options: argparse.Namespace) -> None:
     for size in options.sizes:
         whole = SIZES[size][4]
         for scaling in ("weak", "strong") if ranks > 1 else ("weak",):
-            for way in options.ways:
+            for way in [way for way in options.ways if scaling == "weak" or way != "accelerate"]:
                 share = whole if scaling == "weak" else max(1, whole // ranks)
                 try:
                     result = measure(way, size, share, options.steps, device)

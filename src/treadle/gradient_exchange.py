@@ -199,13 +199,17 @@ class ReplicaExchange(GradientExchange):
                     "sparse=False"
                 )
             parts.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        flat = torch.cat([part.reshape(-1) for part in parts]).mul_(1.0 / self._ranks)
+        flat = torch.cat([part.reshape(-1) for part in parts])
         bucket.flat = flat.to(distributed.collective_device(flat.device))
-        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        mean = dist.get_backend(self._group) == "nccl"  # it divides on the way; gloo does not
+        if not mean:
+            bucket.flat.mul_(1.0 / self._ranks)
+        operation = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        bucket.work = dist.all_reduce(bucket.flat, op=operation, group=self._group, async_op=True)
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Sends what is left, waits, and copies the means back."""
+        """Sends what is left, waits, and hands out the means."""
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
         heard = self._heard()
@@ -214,7 +218,7 @@ class ReplicaExchange(GradientExchange):
             if any(heard[number] == _LATE for number in bucket.numbers):
                 self._send(bucket)
                 bucket.work.wait()
-            self._copy_back(bucket, heard)
+            self._hand_out(bucket, heard)
             bucket.flat = bucket.work = None
         if self.replicas.broadcast_buffers:
             _share_buffers(list(self.replicas.buffers()), self._group)
@@ -223,22 +227,19 @@ class ReplicaExchange(GradientExchange):
         """Returns for each parameter what any rank has to say of its gradient."""
         told = torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.uint8)
         told[list(self._late)] = _LATE
-        return distributed.max_over_ranks(told, told.device).tolist()
+        return distributed.max_over_ranks(told).tolist()
 
-    def _copy_back(self, bucket: _Bucket, heard: Sequence[int]) -> None:
+    def _hand_out(self, bucket: _Bucket, heard: Sequence[int]) -> None:
+        """Makes the gradients parts of the message, so that they need not be copied out of it."""
         assert bucket.flat is not None
         parameters = [self._parameters[number] for number in bucket.numbers]
         parts = torch.split(bucket.flat, [parameter.numel() for parameter in parameters])
-        grads, means = [], []
         for number, parameter, part in zip(bucket.numbers, parameters, parts, strict=True):
             if heard[number] == _NONE:
                 continue
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            grads.append(parameter.grad)
-            means.append(part.view_as(parameter))
-        if grads:
-            torch._foreach_copy_(grads, means)
+            mean = part.view_as(parameter).to(parameter.device)
+            # Another layout, such as channels_last, stays: fused optimizers want weights and gradients alike.
+            parameter.grad = mean if parameter.is_contiguous() else torch.empty_like(parameter).copy_(mean)
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
