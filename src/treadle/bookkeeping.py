@@ -96,7 +96,7 @@ def _sum_term_counts(engine: Engine, batches: Sequence[Any]) -> Mapping[str, flo
             return None
         for term, count in counts.items():
             totals[term] = totals.get(term, 0.0) + float(count)
-    summed = distributed.sum_over_ranks(torch.tensor(list(totals.values()), dtype=torch.float64), engine.device)
+    summed = distributed.sum_over_ranks(torch.tensor(list(totals.values()), dtype=torch.float64))
     return dict(zip(totals, summed.tolist(), strict=True))
 
 

@@ -96,7 +96,7 @@ def collective_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if dist.get_backend() == "gloo" else device
 
 
-def sum_over_ranks(tensor: Tensor, device: torch.device) -> Tensor:
+def sum_over_ranks(tensor: Tensor) -> Tensor:
     """Returns the sum of a tensor over all ranks on the tensor's own device; ``tensor`` on one rank.
 
     A tensor on the CPU goes through the control group, so that no rank's host waits for a GPU.
@@ -104,7 +104,7 @@ def sum_over_ranks(tensor: Tensor, device: torch.device) -> Tensor:
     return _reduced(tensor, dist.ReduceOp.SUM)
 
 
-def max_over_ranks(tensor: Tensor, device: torch.device) -> Tensor:
+def max_over_ranks(tensor: Tensor) -> Tensor:
     """Returns the maximum of a tensor over all ranks on the tensor's own device; ``tensor`` on one rank."""
     return _reduced(tensor, dist.ReduceOp.MAX)
 
@@ -117,16 +117,16 @@ def _reduced(tensor: Tensor, op: Any) -> Tensor:
     return moved.to(tensor.device)
 
 
-def agree(value: int, device: torch.device) -> int:
+def agree(value: int) -> int:
     """Returns the largest value any rank gives: one all-reduce between the hosts, one decision for all.
 
     Example:
-        >>> agree(3, torch.device("cpu"))
+        >>> agree(3)
         3
     """
     if world_size() == 1:
         return value
-    return int(max_over_ranks(torch.tensor(value, dtype=torch.int64), device).numpy())
+    return int(max_over_ranks(torch.tensor(value, dtype=torch.int64)).numpy())
 
 
 def tell_ranks(values: Sequence[float]) -> list[list[float]]:

@@ -305,7 +305,7 @@ class Engine:
 
     def train_means(self) -> dict[str, Any]:
         """Returns the running epoch's weighted mean ``loss`` and ``records`` over all ranks; reads the device."""
-        return self.epoch_means.compute(lambda table: distributed.sum_over_ranks(table, self.device))
+        return self.epoch_means.compute(distributed.sum_over_ranks)
 
     @property
     def total_steps(self) -> int | None:

@@ -66,7 +66,7 @@ def evaluate(
     )
     if distributed.world_size() > 1:
         means.align(distributed.gather_objects(means.names()))  # a rank may have had no batch, and so no names
-    values = means.compute(lambda table: distributed.sum_over_ranks(table, precision.device))
+    values = means.compute(distributed.sum_over_ranks)
     result = {"loss": values.get("loss", math.nan), **values.get("records", {})}
     return {**result, **(_as_numbers(metrics.compute()) if metrics is not None else {})}
 

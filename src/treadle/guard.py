@@ -113,7 +113,7 @@ class FiniteGuard:
         bad = ~torch.isfinite(norm).reshape(1)
         if isinstance(total_weight, Tensor):
             bad = torch.cat([bad, ~(total_weight.to(norm.device) > 0).reshape(1)])
-        shared = bad if self.agreed else distributed.max_over_ranks(bad.to(torch.uint8), self.device)
+        shared = bad if self.agreed else distributed.max_over_ranks(bad.to(torch.uint8))
         flags = [bool(flag) for flag in (shared.numpy() if shared.device.type == "cpu" else shared.tolist())]
         return Verdict(finite=not flags[0], counted=len(flags) == 1 or not flags[1])
 

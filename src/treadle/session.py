@@ -151,7 +151,7 @@ def stops_here(engine: Engine) -> bool:
 
 def ranks_stop(engine: Engine) -> bool:
     """Returns whether any rank is to stop, between two epochs, and stops this one too."""
-    engine.should_stop = bool(distributed.agree(int(engine.should_stop), engine.device))
+    engine.should_stop = bool(distributed.agree(int(engine.should_stop)))
     return engine.should_stop
 
 
@@ -167,13 +167,13 @@ def interruption(engine: Engine) -> Callable[[], bool] | None:
     """Returns what says that an evaluation is to be abandoned for a signal; None where no hook waits for one."""
     if not engine.exit_plans:
         return None
-    return lambda: bool(distributed.agree(engine.signals.received or 0, engine.device))
+    return lambda: bool(distributed.agree(engine.signals.received or 0))
 
 
 def leave_on_signal(engine: Engine) -> None:
     """If a signal arrived on any rank: saves by each hook's plan, waits, and raises SystemExit."""
     if engine.exit_plans:
-        _leave(engine, distributed.agree(engine.signals.received or 0, engine.device))
+        _leave(engine, distributed.agree(engine.signals.received or 0))
 
 
 def _leave(engine: Engine, received: int) -> None:

@@ -139,7 +139,7 @@ class GroupWeights:
             return
         if any(told["first on device"]):
             first = torch.as_tensor(self._first, dtype=torch.float32, device=self.device)
-            self._take_reference(distributed.max_over_ranks(first, self.device))
+            self._take_reference(distributed.max_over_ranks(first))
         else:
             self._reference = max(told["first"]) or 1.0
 
@@ -150,7 +150,7 @@ class GroupWeights:
         self._anybody = any(told["losses"])
         if any(told["total on device"]):
             total = torch.as_tensor(self.total, dtype=torch.float64, device=self.device)
-            self.total = distributed.sum_over_ranks(total, self.device)
+            self.total = distributed.sum_over_ranks(total)
         else:
             self.total = sum(told["total"])
 

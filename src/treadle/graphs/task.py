@@ -64,15 +64,13 @@ class FedMetrics:
 
     Args:
         metrics: whom to feed.
-        device: where ranks meet.
 
     Example:
-        >>> # FedMetrics(get_metrics("regression"), device).update((pred, target, None))
+        >>> # FedMetrics(get_metrics("regression")).update((pred, target, None))
     """
 
-    def __init__(self, metrics: EpochMetrics, device: torch.device):
+    def __init__(self, metrics: EpochMetrics):
         self._metrics = metrics
-        self._device = device
         self._fed = 0
 
     def reset(self) -> None:
@@ -93,7 +91,7 @@ class FedMetrics:
 
     def compute(self) -> Mapping[str, Any]:
         """Returns the metrics by name; none where no rank had an output, as with a model that returns no tensor."""
-        return dict(self._metrics.compute()) if distributed.agree(self._fed, self._device) else {}
+        return dict(self._metrics.compute()) if distributed.agree(self._fed) else {}
 
 
 class GraphTask:
@@ -118,7 +116,7 @@ class GraphTask:
         self.device = device
         self.task_type = task_type
         self.loss_fn = loss_fn
-        self.metrics = FedMetrics(metrics, device)
+        self.metrics = FedMetrics(metrics)
         self.step_outputs: list[Outputs] = []
         self._graphs_left: int | None = None
 

@@ -164,7 +164,7 @@ class CheckpointingHook(BaseHook):
         """Returns whether a write has ended; one to which all ranks write, on all of them, so that all hear of it."""
         if not self._in_flight:
             return self._writer.landed
-        return not distributed.agree(int(not self._writer.landed), trainer.device)
+        return not distributed.agree(int(not self._writer.landed))
 
     def on_after_train(self, trainer: Engine) -> None:
         """Saves the last step of a run that was stopped early, and waits for what is being written."""

@@ -189,7 +189,7 @@ class NonFiniteHook(BaseHook):
         for hook in trainer.hooks:
             hook.wait_for_writes()
         found = nearest_state(folder, trainer.step - 1, without=self.foreign_states, load=open_checkpoint)
-        if distributed.agree(int(found is None), trainer.device) or found is None:
+        if distributed.agree(int(found is None)) or found is None:
             return f"raised, as {folder} holds no good checkpoint of this run", False
         path, tree = found
         roll_back(trainer, tree)

@@ -62,7 +62,7 @@ class IntervalHook(BaseHook):
         self._pending = True
 
     def _report(self, trainer: Engine) -> None:
-        reduce = (lambda table: distributed.sum_over_ranks(table, trainer.device)) if self.sync else None
+        reduce = distributed.sum_over_ranks if self.sync else None
         means = {**self._means.compute(reduce), **self._times.compute(reduce)}
         means["lr"] = read_scalars(trainer.last_lr).tolist()
         means["retries"] = self._retries
