@@ -58,12 +58,13 @@ def loader():
 
 
 def engine(kind, folder=None, *, hooks=(), seed=0, **saving):
-    """An engine over a model of ``kind``: None, "ddp" or "fsdp", with averages, that saves to ``folder``."""
+    """An engine over a model of ``kind``: None, "ddp", "fsdp" or "hsdp", with averages, that saves to ``folder``."""
     set_seed(seed)
     settings = {"interval": 1, "keep_previous": None, **saving}
     kept = [CheckpointingHook(path=folder, **settings)] if folder is not None else []
     hooks = [EmaHook(0.5), *hooks, *kept]
-    return engine_of(kind, make=torch.optim.AdamW, lr=0.05, task=Fit(), model=Net(), hooks=hooks)
+    kind, spread = ("fsdp", {"replicas": 2}) if kind == "hsdp" else (kind, None)
+    return engine_of(kind, make=torch.optim.AdamW, lr=0.05, task=Fit(), model=Net(), hooks=hooks, settings=spread)
 
 
 def run(kind, folder, steps, **settings):

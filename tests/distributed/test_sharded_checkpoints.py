@@ -31,6 +31,7 @@ def two_ranks(folder):
         "parts": tensors_of(run("fsdp", folder / "parts", STEPS)),
         "file": tensors_of(run("fsdp", folder / "file", STEPS, interval=STEPS, sharded=False)),
         "ddp": tensors_of(run("ddp", folder / "ddp", STEPS, interval=STEPS, sharded=True)),
+        "hsdp": tensors_of(run("hsdp", folder / "hsdp", STEPS, interval=STEPS)),
     }
     for kind, name in LOADS:
         found[name, kind] = tensors_of(run(kind, folder / name, STEPS, seed=9))
@@ -104,7 +105,7 @@ def test_a_state_is_the_same_on_three_ranks(outcome, name):
     assert differing(three[name], found[name]) == []
 
 
-@pytest.mark.parametrize("name", ["parts", "file", "ddp"])
+@pytest.mark.parametrize("name", ["parts", "file", "ddp", "hsdp"])
 def test_a_state_is_the_same_in_one_process(outcome, name, caplog):
     folder, found, _ = outcome
     resumed = run(None, folder / name, STEPS, seed=9)
@@ -132,7 +133,7 @@ def test_whole_tensors_are_kept_on_rank_0_only(outcome):
 
 def test_both_ranks_write_tensors_of_replicas_and_of_shards(outcome):
     folder, _, _ = outcome
-    for name in ("parts", "ddp"):
+    for name in ("parts", "ddp", "hsdp"):
         files = json.loads((folder / name / "checkpoint_step_3" / "WHOLE.json").read_text())["files"]
         assert sorted(files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.pt"]
         sizes = [files[f"__{rank}_0.distcp"]["size"] for rank in range(2)]

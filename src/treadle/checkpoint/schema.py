@@ -112,12 +112,13 @@ def to_plain(
 
 def _clone_part(tensor: Any, copies: dict[Any, Any], buffers: HostBuffers | None, parts: bool) -> Tensor | Part:
     """Copies a tensor that is spread over ranks: this rank's part, or the whole on rank 0."""
-    tensor = without_pending_sums(tensor.detach())
+    tensor = tensor.detach()
     local = tensor.to_local()
     # All ranks must come to the same answer, or some would gather alone; they share memory on all ranks or on none.
     identity = ("part", local.untyped_storage()._cdata, local.storage_offset(), tensor.shape, tensor.dtype)
     if identity not in copies:
-        source = local if parts else gathered(tensor)
+        tensor = without_pending_sums(tensor)
+        source = tensor.to_local() if parts else gathered(tensor)
         if source.device.type != "meta":
             source = source.to("cpu", copy=True) if buffers is None else buffers.copy(source)
         copies[identity] = Part(source, own_block(tensor)[0], tuple(tensor.shape)) if parts else source
