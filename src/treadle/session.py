@@ -59,7 +59,7 @@ def finite_guard(engine: Engine) -> FiniteGuard:
     plan = refusal_plan(engine)
     must_know_now = bool(engine.max_non_finite_grad_retries) or engine.precision.scaled or plan is not None
     deferred = not must_know_now and skips_on_device(engine.optimizer, engine.device)
-    return FiniteGuard(engine.device, deferred=deferred, plan=plan, agreed=engine.exchange.equal)
+    return FiniteGuard(deferred=deferred, plan=plan, agreed=engine.exchange.equal)
 
 
 def resume_from_hooks(engine: Engine) -> None:
@@ -78,10 +78,11 @@ def resume_from_hooks(engine: Engine) -> None:
 @contextlib.contextmanager
 def training_session(engine: Engine) -> Iterator[None]:
     """Opens the hooks and signal handlers for a run and closes them whatever happens."""
-    check_before_training(engine)
-    engine.heard = []
-    if engine.step == 0 and not engine.loaded:
-        separate_streams()
+    with failing_by_name(engine):
+        check_before_training(engine)
+        engine.heard = []
+        if engine.step == 0 and not engine.loaded:
+            separate_streams()
     engine.exit_plans = [plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None]
     signals = [number for plan in engine.exit_plans for number in plan.signals]
     if distributed.rank() == 0:

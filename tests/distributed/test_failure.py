@@ -48,10 +48,6 @@ def sudden_death():
     os._exit(9)
 
 
-def long_silence():
-    time.sleep(20)
-
-
 class Failing(BaseTrainer):
     trouble = staticmethod(broken_sample)
 
@@ -68,23 +64,27 @@ class Failing(BaseTrainer):
         return self.model(input).mean(), {}
 
 
-def train(trouble, folder, log):
-    os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/error_{dist.get_rank()}.json"
+def meet(trouble, folder):
     trainer = Failing(8, workspace=folder)
     trainer.trouble = trouble
+    train(trainer, folder)
+
+
+def train(trainer, folder):
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/error_{dist.get_rank()}.json"
     messages = []
     trainer.logger.error = lambda message, *values: messages.append(message % values)
     try:
         trainer.train()
     finally:
-        with open(f"{folder}/{log}_{dist.get_rank()}", "w") as file:
+        with open(f"{folder}/log_{dist.get_rank()}", "w") as file:
             file.write("\n".join(messages))
         if dist.get_rank() == 1:
             time.sleep(0.3)  # what rank 0 says must not depend on who is faster
 
 
 def test_the_failing_rank_is_named_and_the_other_says_that_it_is_not_the_cause(tmp_path):
-    first, second = outcomes_on_ranks(train, 2, broken_sample, str(tmp_path), "log")
+    first, second = outcomes_on_ranks(meet, 2, broken_sample, str(tmp_path))
     line = (tmp_path / "log_1").read_text()
     assert re.fullmatch(r"rank 1 of 2 \(.+, process \d+\) failed at step 2, epoch 0: ValueError: a broken sample", line)
     assert second.error.rstrip().endswith("ValueError: a broken sample")
@@ -98,9 +98,22 @@ def test_the_failing_rank_is_named_and_the_other_says_that_it_is_not_the_cause(t
 
 
 def test_a_rank_that_died_is_no_fault_of_the_others(tmp_path):
-    _, second = outcomes_on_ranks(train, 2, sudden_death, str(tmp_path), "log")
+    _, second = outcomes_on_ranks(meet, 2, sudden_death, str(tmp_path))
     assert second.exitcode == 9
     assert (tmp_path / "log_0").read_text() == "rank 0: another rank ended first; its own error is the cause"
+
+
+def cannot_build(folder):
+    trainer = Failing(8, workspace=folder)
+    if dist.get_rank() == 1:
+        trainer.build_optimizer = broken_sample
+    train(trainer, folder)
+
+
+def test_a_rank_that_cannot_build_its_parts_is_named_too(tmp_path):
+    outcomes_on_ranks(cannot_build, 2, str(tmp_path))
+    assert "failed at step 0, epoch 0: ValueError: a broken sample" in (tmp_path / "log_1").read_text()
+    assert "another rank ended first" in (tmp_path / "log_0").read_text()
 
 
 def waits_for_a_silent_rank():
