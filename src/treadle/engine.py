@@ -165,7 +165,7 @@ class Engine:
         self.writes: list[Callable[[], Any]] = []
         self.eval_cursor = Cursor()
         self.target = Target(max_steps=0)
-        self.guard = FiniteGuard(self.device)
+        self.guard = FiniteGuard()
         self._prepared = False
         self.loaded = False
         self.resumed = False

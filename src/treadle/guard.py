@@ -84,22 +84,18 @@ class FiniteGuard:
     """Decides whether a step may change the weights.
 
     Args:
-        device: where the gradients lie.
         deferred: whether the answer comes one step late; only where the optimizer skips on the device, and not with
             retries, an fp16 scaler or a plan.
         plan: what a hook asks for at a refusal, or None.
         agreed: whether gradients and weights are the same on all ranks already, so that nothing is to be exchanged.
 
     Example:
-        >>> guard = FiniteGuard(torch.device("cpu"))
+        >>> guard = FiniteGuard()
         >>> guard.judge(torch.tensor(float("nan")), 1.0)
         Verdict(finite=False, counted=True)
     """
 
-    def __init__(
-        self, device: torch.device, *, deferred: bool = False, plan: RefusalPlan | None = None, agreed: bool = False
-    ):
-        self.device = device
+    def __init__(self, *, deferred: bool = False, plan: RefusalPlan | None = None, agreed: bool = False):
         self.agreed = agreed
         self.deferred = deferred
         self.plan = plan
