@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,11 +34,14 @@ def world_size() -> int:
     return dist.get_world_size() if is_distributed() else 1
 
 
-def control_group() -> dist.ProcessGroup:
+def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Returns a gloo group of all ranks for values that the host decides by, so that no decision waits for a GPU.
 
     It is the default group where that one is gloo. Otherwise the first call makes it, which all ranks must do at the
     same point; an engine does it when it is prepared. For the main thread only: two threads would mix their messages.
+
+    Args:
+        timeout: of the group that this call makes, if it makes one; None: torch's default for gloo, 30 minutes.
     """
     global _control
     default = dist.group.WORLD
@@ -46,7 +50,7 @@ def control_group() -> dist.ProcessGroup:
     if dist.get_backend() == "gloo":
         return default
     if _control is None or _control[0] is not default:
-        _control = (default, dist.new_group(backend="gloo"))
+        _control = (default, dist.new_group(backend="gloo", timeout=timeout))
     return _control[1]
 
 

@@ -62,12 +62,14 @@ def process_group(timeout: float = TIMEOUT) -> Iterator[None]:
         False
     """
     if not timeout > 0:
-        raise ConfigError(f"rank-timeout={timeout:g}: must be more than 0 seconds")
+        raise ConfigError(f"--rank-timeout {timeout:g}: must be more than 0 seconds")
     if not launched():
         yield
         return
     import torch
     import torch.distributed as dist
+
+    from treadle.distributed import control_group
 
     if dist.is_initialized():
         yield
@@ -85,6 +87,7 @@ def process_group(timeout: float = TIMEOUT) -> Iterator[None]:
     limit = timedelta(seconds=timeout)
     store, rank, size = _meeting_point(limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
+    control_group(limit)  # where NCCL carries the gradients, decisions have a group of their own
     try:
         yield
     except BaseException as error:  # no collective any more: the process ends, and so does its part of the group
