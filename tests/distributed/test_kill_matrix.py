@@ -17,7 +17,7 @@ from helpers import differences
 from launched_child import train
 from ranks import TORCHRUN, launch_environment, run_on_ranks
 
-STEPS = 40
+STEPS = 24
 PATIENCE = 200.0  # seconds; a start takes 20 s on a busy machine
 
 
