@@ -37,6 +37,7 @@ def failing_by_name(engine: Engine) -> Iterator[None]:
     Raises:
         RankLostError: instead of what a collective raised since another rank is gone or does not answer.
     """
+    _forget_error()
     try:
         yield
     except (SystemExit, GeneratorExit):
@@ -95,7 +96,8 @@ def leave_error(error: BaseException) -> None:
     """Writes an error where torchrun looks for it; does nothing in a process that torchrun did not launch.
 
     The same file as ``torch.distributed.elastic.multiprocessing.errors.record`` writes, at the moment of the error. One
-    that another rank caused is dated later, so that it is not taken for the cause. The first error of a process stays.
+    that another rank caused is dated later, so that it is not taken for the cause. The first error of a run stays, and
+    goes when the process caught it and begins another run.
     """
     path = os.environ.get(_ERROR_FILE)
     if not path:
@@ -107,3 +109,10 @@ def leave_error(error: BaseException) -> None:
     # Without it the summary is poorer; the error itself is raised anyway.
     with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
         json.dump({"message": message}, file)
+
+
+def _forget_error() -> None:
+    path = os.environ.get(_ERROR_FILE)
+    if path:
+        with contextlib.suppress(OSError):
+            os.unlink(path)

@@ -11,6 +11,7 @@ from treadle.cli.console import log_to, message_console, result_console
 from treadle.cli.launch import process_group
 from treadle.cli.main import main
 from treadle.errors import ConfigError
+from treadle.failure import failing_by_name, leave_error
 
 
 @pytest.fixture
@@ -55,3 +56,11 @@ def test_without_torchrun_there_is_no_group():
 
     with process_group():
         assert not dist.is_initialized()
+
+
+def test_an_error_that_was_caught_is_not_the_cause_of_what_happens_in_a_later_run(rank_1):
+    leave_error(ValueError("caught"))
+    assert rank_1.exists()
+    with failing_by_name(None):
+        pass
+    assert not rank_1.exists()
