@@ -207,7 +207,8 @@ def run(name: str, way: str, seed: int, options: argparse.Namespace) -> dict[str
     model.load_state_dict(load_weights(folder / "best.pt"))
     result = {
         "set": name, "way": way, "seed": seed, "epochs": epochs, "parameters": parameters(model),
-        "best_epoch": trainer.best_epoch, "val": trainer.best_metric, "test": trainer.eval_epoch(loaders["test"])["mae"],
+        "best_epoch": trainer.best_epoch, "val": trainer.best_metric,
+        "test": trainer.eval_epoch(loaders["test"])["mae"],
         "seconds": sum(record["time"] for record in trainer.history["train"]), "device": str(trainer.device),
     }  # fmt: skip
     result_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
