@@ -55,7 +55,7 @@ def the_end(folder):
     return {key: value for key, value in tree.items() if key not in ("config", "hooks")}
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_killed_at_random_moments_every_rerun_resumes_and_the_end_is_the_same(tmp_path, kills):
     chance = random.Random(kills)
     straight, folder = tmp_path / "straight", tmp_path / "killed"

@@ -229,14 +229,26 @@ def point_to(target: Path, name: str) -> Path:
     A folder cannot have a second name: without symbolic links it goes without.
     """
     link = target.with_name(name)
-    if target.is_dir() and not _can_link(link):
-        return link
-    with reported(link), replacing(link) as temporary:
-        try:
-            os.symlink(target.name, temporary)
-        except OSError:  # a file system without symbolic links
-            _give_second_name(target, temporary)
+    with reported(link):
+        if target.is_dir() and not _can_link(link):
+            return link
+        with replacing(link) as temporary:
+            try:
+                os.symlink(target.name, temporary)
+            except OSError:  # a file system without symbolic links
+                _give_second_name(target, temporary)
     return link
+
+
+def remove_link(link: Path) -> None:
+    """Removes a link that may be there.
+
+    Raises:
+        CheckpointError: it is there and cannot be removed.
+    """
+    if os.path.lexists(link):
+        with reported(link):
+            link.unlink(missing_ok=True)
 
 
 def _can_link(link: Path) -> bool:

@@ -14,7 +14,7 @@ The loop, with every event at its place::
                 repeat:
                     zero gradients
                     for each micro-batch: autocast(forward); scaled backward
-                        ranks tell each other weights, signal and stop after the last forward
+                        ranks tell each other weights, signal and stop once the last loss is there
                         ranks exchange gradients during the last backward
                     no loss on any rank -> not applied; leave
                     unscale; normalise once by the total weight; measure the norm

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
+from treadle.checkpoint.files import remove_link
 from treadle.checkpoint.lock import RunLock, check_free, run_lock
 from treadle.checkpoint.marker import is_whole, tidy, unfinished
 from treadle.checkpoint.ranks import on_rank_0, open_on_ranks, writers_group
@@ -269,7 +270,7 @@ class CheckpointingHook(BaseHook):
         def finish(target: Path) -> None:
             point_to(target, f"{_LATEST}{target.suffix}")
             for other in {f"{_LATEST}.pt", _LATEST} - {f"{_LATEST}{target.suffix}"}:
-                target.with_name(other).unlink(missing_ok=True)  # of a run that wrote the other kind
+                remove_link(target.with_name(other))  # of a run that wrote the other kind
             retention.prune(target.parent, _PATTERN, [target, *protect])
 
         return finish
