@@ -24,6 +24,7 @@ from treadle.task import StepOutput
 
 _FIRST_BUCKET = 1 << 20  # bytes; small, so that the exchange starts soon
 _BUCKET = 25 << 20
+_MESSAGES = 40  # of a large model, about: each takes the time of Python while backward has to be kept going
 
 
 class GradientExchange:
@@ -243,18 +244,25 @@ class ReplicaExchange(GradientExchange):
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
-    """Groups parameters in the order in which backward reaches them, the last first."""
+    """Groups parameters in the order in which backward reaches them, the last first.
+
+    A bucket is closed once it is full, so that a bias goes with the weight beside it, however large that is.
+    """
+    total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    usual = max(_BUCKET, total // _MESSAGES)
     buckets: list[_Bucket] = []
     open_ones: dict[tuple[torch.dtype, torch.device], tuple[_Bucket, int]] = {}
     for number, parameter in reversed(list(enumerate(parameters))):
-        key, size = (parameter.dtype, parameter.device), parameter.numel() * parameter.element_size()
-        bucket, filled = open_ones.get(key, (None, 0))
-        limit = _FIRST_BUCKET if len(buckets) <= 1 else _BUCKET
-        if bucket is None or filled + size > limit:
-            bucket, filled = _Bucket(), 0
-            buckets.append(bucket)
+        key = parameter.dtype, parameter.device
+        if key not in open_ones:
+            open_ones[key] = (_Bucket(), 0)
+            buckets.append(open_ones[key][0])
+        bucket, filled = open_ones[key]
         bucket.numbers.append(number)
-        open_ones[key] = (bucket, filled + size)
+        filled += parameter.numel() * parameter.element_size()
+        open_ones[key] = (bucket, filled)
+        if filled >= (_FIRST_BUCKET if bucket is buckets[0] else usual):
+            del open_ones[key]
     return buckets
 
 

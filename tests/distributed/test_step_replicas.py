@@ -57,7 +57,7 @@ def odd_replica():
 
 def same_bits_as_torch():
     """Three steps by torch's own exchange and by ours, in buckets of a few weights each."""
-    gradient_exchange._FIRST_BUCKET, gradient_exchange._BUCKET = 100, 300
+    gradient_exchange._FIRST_BUCKET, gradient_exchange._BUCKET = 50, 50
     rows = share(dist.get_rank(), 2, [(4, 4)] * 3)
     model, optimizer = odd_replica()
     for batch in rows:
