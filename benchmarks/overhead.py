@@ -1,0 +1,379 @@
+"""What a step costs beside its arithmetic: a hand-written loop, treadle and the peers, in one run on one machine.
+
+    python benchmarks/overhead.py                      # writes results/overhead.md and .json
+    python benchmarks/overhead.py --tiny               # a trial, writes nothing
+
+All train the same model on the same batches, which are in memory already, with the same AdamW, gradients clipped. Every
+round runs every way, in another order each time, so that what else the machine does falls on all of them. A step is
+timed from the end of one to the end of the next, by the clock that each way's own callback reads. Peers that are not
+installed are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import logging
+import random
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from machine import describe, write_result
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from treadle import BaseHook, BaseTrainer, Engine, StepOutput
+
+CLIP = 1.0
+COLUMNS = ("workload", "way", "µs a step", "more than the loop", "of the loop")
+
+
+class Net(nn.Sequential):
+    """An MLP of 64-64-1."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+
+
+class Encoder(nn.Module):
+    """A transformer of width 128 on 32 positions of 64 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
+        self.inward, self.outward = nn.Linear(64, 128), nn.Linear(128, 1)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outward(self.layers(self.inward(x)).mean(1))
+
+
+@dataclass
+class Workload:
+    """A model and its batches.
+
+    Attributes:
+        make: builds the model.
+        shape: of one batch.
+        device: of model and batches.
+        bf16: whether the forward pass is under autocast.
+    """
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    device: torch.device
+    bf16: bool = False
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = self.make().to(self.device)
+        fused = True if self.device.type == "cuda" else None
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+
+    def batches(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(1)
+        few = [torch.randn(self.shape, generator=generator).to(self.device) for _ in range(16)]
+        pairs = [(x, x.flatten(1).sum(1, keepdim=True)) for x in few]
+        return [pairs[number % 16] for number in range(count)]
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+
+
+@dataclass
+class Clock:
+    """Notes when steps end."""
+
+    warm_up: int
+    times: list[float] = field(default_factory=list)
+
+    def tick(self) -> None:
+        self.times.append(time.perf_counter())
+
+    def per_step(self) -> float:
+        """Returns the mean microseconds from one step's end to the next, those at the start left out."""
+        times = self.times[self.warm_up :]
+        return 1e6 * (times[-1] - times[0]) / (len(times) - 1)
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    return F.mse_loss(model(x).float(), y)
+
+
+# -- the ways -----------------------------------------------------------------------------------------------------
+
+
+def hand(work: Workload, steps: int, clock: Clock) -> None:
+    model, optimizer = work.build()
+    for batch in work.batches(steps):
+        optimizer.zero_grad()
+        with work.autocast():
+            loss = loss_of(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        clock.tick()
+
+
+class Ticks(BaseHook):
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def on_after_step(self, trainer: Engine) -> None:
+        self.clock.tick()
+
+
+class Fit:
+    def step(self, model: nn.Module, batch: Any, totals: Any = None, generator: Any = None) -> StepOutput:
+        return StepOutput(loss_of(model, batch))
+
+
+def engine(work: Workload, steps: int, clock: Clock) -> None:
+    model, optimizer = work.build()
+    precision = "bf16" if work.bf16 else None
+    run = Engine(model, optimizer, Fit(), device=work.device, precision=precision, grad_clip=CLIP, hooks=[Ticks(clock)])
+    run.run(work.batches(steps), max_steps=steps)
+
+
+def trainer(work: Workload, steps: int, clock: Clock) -> None:
+    class Mini(BaseTrainer):
+        def build_data_loader(self) -> Any:
+            return work.batches(steps)
+
+        def build_model(self) -> nn.Module:
+            self.built = work.build()
+            return self.built[0]
+
+        def build_optimizer(self) -> torch.optim.Optimizer:
+            return self.built[1]
+
+        def build_hooks(self) -> list[BaseHook]:
+            return [Ticks(clock)]
+
+        def forward(self, input: Any) -> Any:
+            return loss_of(self.model, input), {}
+
+    Mini(steps, grad_clip=CLIP, mixed_precision="bf16" if work.bf16 else None, device=work.device).train()
+
+
+class Batches:
+    """A list that Lightning does not take for a collection of loaders."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def lightning(work: Workload, steps: int, clock: Clock) -> None:
+    import lightning as L
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.built = work.build()
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return loss_of(self.model, batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return self.built
+
+    class Tick(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            clock.tick()
+
+    L.Trainer(
+        accelerator="gpu" if work.device.type == "cuda" else "cpu", devices=1, max_steps=steps, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=CLIP,
+        precision="bf16-mixed" if work.bf16 else "32-true", callbacks=[Tick()],
+    ).fit(Module(), Batches(work.batches(steps)))  # fmt: skip
+
+
+def hugging_face(work: Workload, steps: int, clock: Clock) -> None:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    model, optimizer = work.build()
+
+    class Tick(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.tick()
+
+    class Mine(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return [{"x": x, "y": y} for x, y in work.batches(steps)]
+
+        def compute_loss(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Tensor:
+            return loss_of(model, (inputs["x"], inputs["y"]))
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, max_steps=steps, report_to=[], logging_strategy="no", save_strategy="no", max_grad_norm=CLIP,
+            disable_tqdm=True, use_cpu=work.device.type == "cpu", bf16=work.bf16,
+        )  # fmt: skip
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        Mine(model, arguments, callbacks=[Tick()], optimizers=(optimizer, schedule)).train()
+
+
+def accelerate(work: Workload, steps: int, clock: Clock) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(mixed_precision="bf16" if work.bf16 else "no", cpu=work.device.type == "cpu")
+    model, optimizer = accelerator.prepare(*work.build())
+    for batch in work.batches(steps):
+        optimizer.zero_grad()
+        with accelerator.autocast():
+            loss = loss_of(model, batch)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        clock.tick()
+
+
+def ignite(work: Workload, steps: int, clock: Clock) -> None:
+    from ignite.engine import Engine as IgniteEngine
+    from ignite.engine import Events
+
+    model, optimizer = work.build()
+
+    def update(_: Any, batch: Any) -> Tensor:
+        optimizer.zero_grad()
+        with work.autocast():
+            loss = loss_of(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        return loss.detach()
+
+    run = IgniteEngine(update)
+    run.add_event_handler(Events.ITERATION_COMPLETED, lambda: clock.tick())
+    run.run(work.batches(steps), max_epochs=1)
+
+
+def trainloop(work: Workload, steps: int, clock: Clock) -> None:
+    from trainloop.hooks import BaseHook as Hook
+    from trainloop.trainer import BaseTrainer as Base
+
+    class Tick(Hook):
+        def on_after_step(self, *_: Any) -> None:
+            clock.tick()
+
+    class Mine(Base):
+        def build_data_loader(self) -> Any:
+            return work.batches(steps)
+
+        def build_model(self) -> nn.Module:
+            self.built = work.build()
+            return self.built[0]
+
+        def build_optimizer(self) -> torch.optim.Optimizer:
+            return self.built[1]
+
+        def build_hooks(self) -> list[Any]:
+            return [Tick()]
+
+        def forward(self, input: Any) -> Any:
+            return loss_of(self.model, input), {}
+
+    precision = "bf16" if work.bf16 else None
+    Mine(steps, grad_clip=CLIP, mixed_precision=precision, device=work.device).train()
+
+
+WAYS: dict[str, tuple[Callable[[Workload, int, Clock], None], str | None]] = {
+    "hand loop": (hand, None),
+    "treadle Engine": (engine, None),
+    "treadle BaseTrainer": (trainer, None),
+    "Ignite": (ignite, "ignite"),
+    "Accelerate": (accelerate, "accelerate"),
+    "HF Trainer": (hugging_face, "transformers"),
+    "trainloop": (trainloop, "trainloop"),
+    "Lightning": (lightning, "lightning"),
+}
+
+
+# -- rounds and table ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+def measure(work: Workload, ways: Sequence[str], *, steps: int, rounds: int) -> dict[str, list[float]]:
+    """Returns microseconds a step for each way, a number for each round."""
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    draw = random.Random(0)
+    for _ in range(rounds):
+        for way in draw.sample(list(ways), len(ways)):
+            clock = Clock(warm_up=max(2, steps // 10))
+            with silent():
+                WAYS[way][0](work, steps, clock)
+            if work.device.type == "cuda":
+                torch.cuda.synchronize()
+            found[way].append(clock.per_step())
+    return found
+
+
+def rows_of(name: str, found: dict[str, list[float]]) -> list[dict[str, str]]:
+    loop = found["hand loop"]
+    rows = []
+    for way, values in found.items():
+        more = [value - base for value, base in zip(values, loop, strict=True)]
+        ratio = [value / base for value, base in zip(values, loop, strict=True)]
+        spread = f"{min(values):,.0f} – {max(values):,.0f}"
+        rows.append({
+            "workload": name, "way": way, "µs a step": f"{median(values):,.0f} ({spread})",
+            "more than the loop": f"{median(more):+,.0f}", "of the loop": f"{median(ratio):.3f}",
+        })  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400, help="of each way in each round")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() and not options.tiny else "cpu")
+    workloads = {
+        "MLP 64-64-1, batch 4": Workload(Net, (4, 64), device),
+        "MLP 64-64-1, batch 32": Workload(Net, (32, 64), device),
+        "transformer d128 x4, batch 64": Workload(Encoder, (64, 32, 64), device, bf16=device.type == "cuda"),
+    }
+    if device.type == "cpu":
+        workloads.pop("transformer d128 x4, batch 64")
+    if options.tiny:
+        options.steps, options.rounds = 20, 1
+    there = [way for way in options.ways if WAYS[way][1] is None or importlib.util.find_spec(WAYS[way][1])]
+    rows = []
+    for name, work in workloads.items():
+        rows += rows_of(name, measure(work, there, steps=options.steps, rounds=options.rounds))
+    if options.tiny:
+        print(*rows, sep="\n")
+        return
+    write_result("overhead", "Microseconds of an optimizer step, gradients clipped", COLUMNS, rows, describe())
+
+
+if __name__ == "__main__":
+    main()
