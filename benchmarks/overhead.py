@@ -144,8 +144,10 @@ def engine(work: Workload, steps: int, clock: Clock) -> None:
     run.run(work.batches(steps), max_steps=steps)
 
 
-def trainer(work: Workload, steps: int, clock: Clock) -> None:
-    class Mini(BaseTrainer):
+def parts_of(work: Workload, steps: int) -> type:
+    """Returns what the trainers of treadle and trainloop ask a subclass for; they ask for the same."""
+
+    class Parts:
         def build_data_loader(self) -> Any:
             return work.batches(steps)
 
@@ -156,11 +158,16 @@ def trainer(work: Workload, steps: int, clock: Clock) -> None:
         def build_optimizer(self) -> torch.optim.Optimizer:
             return self.built[1]
 
+        def forward(self, input: Any) -> Any:
+            return loss_of(self.model, input), {}  # type: ignore[attr-defined]
+
+    return Parts
+
+
+def trainer(work: Workload, steps: int, clock: Clock) -> None:
+    class Mini(parts_of(work, steps), BaseTrainer):  # type: ignore[misc]
         def build_hooks(self) -> list[BaseHook]:
             return [Ticks(clock)]
-
-        def forward(self, input: Any) -> Any:
-            return loss_of(self.model, input), {}
 
     Mini(steps, grad_clip=CLIP, mixed_precision="bf16" if work.bf16 else None, device=work.device).train()
 
@@ -271,22 +278,9 @@ def trainloop(work: Workload, steps: int, clock: Clock) -> None:
         def on_after_step(self, *_: Any) -> None:
             clock.tick()
 
-    class Mine(Base):
-        def build_data_loader(self) -> Any:
-            return work.batches(steps)
-
-        def build_model(self) -> nn.Module:
-            self.built = work.build()
-            return self.built[0]
-
-        def build_optimizer(self) -> torch.optim.Optimizer:
-            return self.built[1]
-
+    class Mine(parts_of(work, steps), Base):  # type: ignore[misc]
         def build_hooks(self) -> list[Any]:
             return [Tick()]
-
-        def forward(self, input: Any) -> Any:
-            return loss_of(self.model, input), {}
 
     precision = "bf16" if work.bf16 else None
     Mine(steps, grad_clip=CLIP, mixed_precision=precision, device=work.device).train()
