@@ -11,6 +11,7 @@ Three ways, from what the optimizer and the device allow:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from treadle import distributed
+
+_NUMPY = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,9 @@ class FiniteGuard:
         """Returns the verdict on a gradient, by one decision for all ranks; optimistic where it is deferred."""
         if self.deferred and not isinstance(total_weight, Tensor):
             return Verdict(finite=True, counted=True)
+        alone = self.agreed or distributed.world_size() == 1
+        if alone and norm.device.type == "cpu" and norm.dtype in _NUMPY and not isinstance(total_weight, Tensor):
+            return Verdict(finite=math.isfinite(norm.numpy()), counted=True)  # the usual case, in a tenth of the time
         bad = ~torch.isfinite(norm).reshape(1)
         if isinstance(total_weight, Tensor):
             bad = torch.cat([bad, ~(total_weight.to(norm.device) > 0).reshape(1)])
