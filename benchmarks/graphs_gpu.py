@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from machine import describe
 from molecules import ATOM_TYPES, BOND_TYPES, WALK, load, made_up
+from peer_gps import WALK_WIDTH, PeerGPS
 from torch import Tensor, nn
 
 from treadle.graphs import PaddedGraphBatch, get_model, pad_batch, plan_buckets
@@ -38,37 +39,9 @@ WIDTH, HEADS, LAYERS, ATTENTION_DROPOUT = 64, 4, 10, 0.5
 Step = Callable[[Any], Tensor]
 
 
-class PeerGPS(nn.Module):
-    """The model of torch_geometric's examples/graph_gps.py, with plain multi-head attention."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        from torch_geometric.nn import GINEConv, GPSConv
-
-        walk_width = 8
-        self.node_emb = nn.Embedding(ATOM_TYPES, WIDTH - walk_width)
-        self.pe_lin = nn.Linear(len(WALK), walk_width)
-        self.pe_norm = nn.BatchNorm1d(len(WALK))
-        self.edge_emb = nn.Embedding(BOND_TYPES, WIDTH)
-        self.convs = nn.ModuleList()
-        for _ in range(layers):
-            inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-            dropout = {"dropout": ATTENTION_DROPOUT}
-            self.convs.append(GPSConv(WIDTH, GINEConv(inner), heads=HEADS, attn_kwargs=dropout))
-        self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, WIDTH // 2), nn.ReLU(), nn.Linear(WIDTH // 2, WIDTH // 4), nn.ReLU(),
-            nn.Linear(WIDTH // 4, 1),
-        )  # fmt: skip
-
-    def forward(self, batch: Any) -> Tensor:
-        from torch_geometric.nn import global_add_pool
-
-        nodes = torch.cat([self.node_emb(batch.x), self.pe_lin(self.pe_norm(batch.node_pe))], 1)
-        edges = self.edge_emb(batch.edge_attr)
-        for conv in self.convs:
-            nodes = conv(nodes, batch.edge_index, batch.batch, edge_attr=edges)
-        outputs: Tensor = self.mlp(global_add_pool(nodes, batch.batch, batch.num_graphs))
-        return outputs
+def peer_model(layers: int) -> nn.Module:
+    atoms, bonds = nn.Embedding(ATOM_TYPES, WIDTH - WALK_WIDTH), nn.Embedding(BOND_TYPES, WIDTH)
+    return PeerGPS(atoms, bonds, width=WIDTH, layers=layers, heads=HEADS, walk=len(WALK))
 
 
 def our_model(layers: int) -> nn.Module:
@@ -176,7 +149,7 @@ def ways(
 
     def peer() -> Step:
         torch.manual_seed(0)
-        model = PeerGPS(layers).to(device)
+        model = peer_model(layers).to(device)
         return make_step(model, model, device)
 
     one_of_each = list({_shape(batch): batch for batch in padded}.values())
@@ -286,7 +259,7 @@ def main() -> None:
         torch.set_num_threads(1)
         arguments.batches, arguments.layers, arguments.rounds, arguments.seconds = [4, 16], 2, 1, 0.1
     device = torch.device(arguments.device)
-    models = {"peer": PeerGPS, "ours": our_model}
+    models = {"peer": peer_model, "ours": our_model}
     parameters = {name: sum(p.numel() for p in make(arguments.layers).parameters()) for name, make in models.items()}
     results, machine = [], describe()
     for size in arguments.batches:

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from machine import describe, write_result
+from peer_gps import WALK_WIDTH, PeerGPS
 from torch import Tensor, nn
 
 from treadle import load_weights
@@ -57,36 +58,9 @@ ENCODINGS: dict[str, Any] = {
 }
 
 
-class PeerGPS(nn.Module):
-    """The model of torch_geometric's examples/graph_gps.py for atoms and bonds of many features."""
-
-    def __init__(self, atom_features: int, bond_features: int, width: int) -> None:
-        super().__init__()
-        from torch_geometric.nn import GINEConv, GPSConv
-
-        walk_width = 8
-        self.node_emb = nn.Linear(atom_features, width - walk_width)
-        self.pe_norm = nn.BatchNorm1d(len(WALK))
-        self.pe_lin = nn.Linear(len(WALK), walk_width)
-        self.edge_emb = nn.Linear(bond_features, width)
-        self.convs = nn.ModuleList()
-        for _ in range(LAYERS):
-            inner = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
-            self.convs.append(GPSConv(width, GINEConv(inner), heads=HEADS, attn_kwargs={"dropout": 0.5}))
-        self.mlp = nn.Sequential(
-            nn.Linear(width, width // 2), nn.ReLU(), nn.Linear(width // 2, width // 4), nn.ReLU(),
-            nn.Linear(width // 4, 1),
-        )  # fmt: skip
-
-    def forward(self, batch: Any) -> Tensor:
-        from torch_geometric.nn import global_add_pool
-
-        nodes = torch.cat([self.node_emb(batch.x), self.pe_lin(self.pe_norm(batch.node_pe))], 1)
-        edges = self.edge_emb(batch.edge_attr)
-        for conv in self.convs:
-            nodes = conv(nodes, batch.edge_index, batch.batch, edge_attr=edges)
-        outputs: Tensor = self.mlp(global_add_pool(nodes, batch.batch, batch.num_graphs))
-        return outputs
+def peer_model(atom_features: int, bond_features: int, width: int) -> nn.Module:
+    atoms, bonds = nn.Linear(atom_features, width - WALK_WIDTH), nn.Linear(bond_features, width)
+    return PeerGPS(atoms, bonds, width=width, layers=LAYERS, heads=HEADS, walk=len(WALK))
 
 
 def parameters(model: nn.Module) -> int:
@@ -107,8 +81,8 @@ def build(way: str, atom_features: int, bond_features: int) -> nn.Module:
         return ours()
     with torch.random.fork_rng():
         wanted = parameters(ours())
-        counts = {width: parameters(PeerGPS(atom_features, bond_features, width)) for width in range(32, 129, HEADS)}
-    return PeerGPS(atom_features, bond_features, min(counts, key=lambda width: abs(counts[width] - wanted)))
+        counts = {width: parameters(peer_model(atom_features, bond_features, width)) for width in range(32, 129, HEADS)}
+    return peer_model(atom_features, bond_features, min(counts, key=lambda width: abs(counts[width] - wanted)))
 
 
 # -- data ---------------------------------------------------------------------------------------------------------

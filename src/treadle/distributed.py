@@ -133,14 +133,18 @@ def agree(value: int) -> int:
     return int(max_over_ranks(torch.tensor(value, dtype=torch.int64)).numpy())
 
 
-def tell_ranks(values: Sequence[float]) -> list[list[float]]:
-    """Returns the numbers of every rank, in rank order: one exchange between the hosts.
+def tell_ranks(values: Sequence[float], *, dtype: torch.dtype = torch.float64) -> list[list[Any]]:
+    """Returns the numbers of every rank, in rank order: one exchange between the hosts, at the same point on all.
+
+    Args:
+        values: equally many on all ranks.
+        dtype: as which they travel; ``torch.int64`` keeps large integers to the last bit.
 
     Example:
-        >>> tell_ranks([1.0, 2.0])
-        [[1.0, 2.0]]
+        >>> tell_ranks([1.0, 2.0]), tell_ranks([2**60 + 1], dtype=torch.int64)
+        ([[1.0, 2.0]], [[1152921504606846977]])
     """
-    told = torch.tensor(values, dtype=torch.float64)
+    told = torch.tensor(values, dtype=dtype)
     if world_size() == 1:
         return [told.tolist()]
     heard = [torch.empty_like(told) for _ in range(world_size())]

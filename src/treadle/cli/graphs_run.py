@@ -24,7 +24,7 @@ from treadle.cli.graphs_config import FREE, GraphsConfig, read_settings
 from treadle.cli.graphs_idle import refuse_idle
 from treadle.cli.graphs_report import finish_run, print_results, print_start
 from treadle.cli.launch import refuse_ranks
-from treadle.cli.run_folder import explain_changes, readable, set_aside, stored_json, writable
+from treadle.cli.run_folder import explain_changes, finished_metrics, readable, set_aside, writable
 from treadle.cli.settings import changes, flat
 from treadle.cli.start_block import cpu_threads
 from treadle.device import get_device
@@ -103,9 +103,8 @@ def train_graphs(config: GraphsConfig, run: GraphRun) -> dict[str, Any]:
     """
     refuse_ranks("graphs")
     device = get_device(run.device)
-    finished = stored_json(run.out / "metrics.json") if run.resume else None
-    if finished is not None and finished.get("config") == config.to_dict() and (run.checkpoints / "best.pt").exists():
-        _log.info("%s is finished; --no-resume, or resume=false of the script, would start it afresh", run.out)
+    finished = finished_metrics(run.out, config.to_dict(), needed=["checkpoints/best.pt"]) if run.resume else None
+    if finished is not None:
         print_results(finished, run.out, run.results)
         return finished
     with cpu_threads(config.threads):

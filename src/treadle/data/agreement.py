@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from treadle import distributed
 from treadle.data.order import GlobalOrder
@@ -83,26 +82,15 @@ def _refuse_other_orders(rows: Sequence[Sequence[int]]) -> None:
             )
 
 
-def fewest(count: int) -> int:
-    """Returns the smallest number that any rank gives; all ranks must call it at the same point."""
-    tensor = torch.tensor(count)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=distributed.control_group())
-    return int(tensor)
-
-
 def numbers_of_ranks(numbers: Sequence[int]) -> list[list[int]]:
-    """Returns the integers of every rank, in rank order and to the last bit; all ranks must call it at the same point.
+    """Returns the integers of every rank, in rank order; all ranks must call it at the same point.
 
     Args:
-        numbers: below 2**63; equally many on all ranks.
+        numbers: equally many on all ranks; of those from 2**63 on the lower bits only.
 
     Example:
         >>> numbers_of_ranks([1, 2])
         [[1, 2]]
     """
-    if distributed.world_size() == 1:
-        return [list(numbers)]
-    own = torch.tensor([number & ((1 << 63) - 1) if number >= 0 else number for number in numbers])
-    gathered = [torch.empty_like(own) for _ in range(distributed.world_size())]
-    dist.all_gather(gathered, own, group=distributed.control_group())
-    return [row.tolist() for row in gathered]
+    own = [number & ((1 << 63) - 1) if number >= 0 else number for number in numbers]
+    return distributed.tell_ranks(own, dtype=torch.int64)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from treadle import distributed
-from treadle.data.agreement import Lengths, fewest, lengths_of_ranks
+from treadle.data.agreement import Lengths, lengths_of_ranks
 from treadle.data.elastic import Place, find_place, mismatches, refuse_other_workers
 from treadle.data.order import in_global_order
 from treadle.data.sources import Source, generators_of, open_source, samplers_of
@@ -240,7 +240,7 @@ class Cursor:
 
     def _end_with_the_first(self, group: Group, count: int) -> None:
         """Gives up what other ranks have no micro-batch for, and ends the epoch on all of them."""
-        used = fewest(len(group.batches))
+        used = -distributed.agree(-len(group.batches))  # the fewest of any rank
         unused = len(group.batches) - used
         if unused:
             self.position -= unused

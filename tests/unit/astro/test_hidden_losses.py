@@ -54,6 +54,15 @@ def test_in_float32_it_is_the_loss_of_the_logits(config, use_ce):
     assert_equal(both(random_case(), config=config, use_ce=use_ce, upstream=2.5), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("aligned", [4, 8, 47, 64])
+def test_ids_that_fill_no_whole_tile_count_as_the_others(aligned, monkeypatch):
+    case = random_case()
+    assert case[0].vocab_size % 8, "the last tile must not be full"
+    monkeypatch.setattr(hidden_losses, "_ALIGNED", aligned)
+    monkeypatch.setattr(hidden_losses, "_PRODUCT", 16 * 9)  # the head's gradient in several products
+    assert_equal(both(case), rtol=1e-4, atol=1e-5)
+
+
 def test_it_is_the_formula_written_plainly():
     vocab, targets, books, hidden, head = random_case()
     expected = plain_loss(plain_terms(hidden @ head.T, targets, vocab, *books))
