@@ -267,7 +267,7 @@ class Engine:
             return refuse(self)
 
         if self.grad_clip is not None:
-            clip_([p.grad for p in params if p.grad is not None], self.grad_clip, norm)
+            clip_(params, self.grad_clip, norm)
         self.guard.apply(self.optimizer, norm, weights.total, place=place_of(self))
         self.precision.applied()
         self.applied_steps += 1

@@ -22,6 +22,7 @@ from treadle.errors import ConfigError
 from treadle.nested import map_nested_tensor
 from treadle.task import StepOutput
 
+_NOTHING = contextlib.nullcontext()
 _FIRST_BUCKET = 1 << 20  # bytes; small, so that the exchange starts soon
 _BUCKET = 25 << 20
 _MESSAGES = 40  # of a large model, about: each takes the time of Python while backward has to be kept going
@@ -42,15 +43,13 @@ class GradientExchange:
     def __init__(self, model: nn.Module):
         self.model = model
 
-    @contextlib.contextmanager
-    def micro_batch(self, *, syncs: bool) -> Iterator[None]:
+    def micro_batch(self, *, syncs: bool) -> AbstractContextManager[None]:
         """Goes round forward and backward of one micro-batch.
 
         Args:
             syncs: whether gradients are exchanged with this micro-batch; where not, they only add up.
         """
-        with contextlib.nullcontext() if syncs else distributed.no_sync(self.model):
-            yield
+        return _NOTHING if syncs else distributed.no_sync(self.model)
 
     def second_look(self, *, last: bool) -> AbstractContextManager[None]:
         """Goes round forward and backward of a micro-batch that is only run again to see where it went wrong.

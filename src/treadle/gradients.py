@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,17 +12,29 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from treadle.distributed import is_dtensor, local
 
 
-@torch.no_grad()
+_WHOLE = {Tensor}
+
+
+def are_whole(grads: Sequence[Tensor]) -> bool:
+    """Returns whether all gradients are plain tensors: none is spread over ranks, or of another class.
+
+    Example:
+        >>> are_whole([torch.ones(1), torch.ones(2)])
+        True
+    """
+    return _WHOLE.issuperset(map(type, grads))  # one look for all of them; a model has many
+
+
 def divide_(grads: Sequence[Tensor], divisor: float | Tensor | None) -> None:
     """Divides gradients in place, all in one call; None leaves them alone."""
     if divisor is None or not grads:
         return
     if isinstance(divisor, Tensor):
         divisor = divisor.to(device=grads[0].device, dtype=torch.float32)
-    torch._foreach_div_([local(grad) for grad in grads], divisor)
+    with torch.no_grad():
+        torch._foreach_div_([local(grad) for grad in grads], divisor)
 
 
-@torch.no_grad()
 def total_norm(grads: Sequence[Tensor]) -> Tensor:
     """Returns the 2-norm over all gradients: of those that are spread over ranks, over all their parts.
 
@@ -33,6 +44,11 @@ def total_norm(grads: Sequence[Tensor]) -> Tensor:
         >>> total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
         tensor(5.)
     """
+    return get_total_norm(grads) if are_whole(grads) else _norm_over_ranks(grads)
+
+
+@torch.no_grad()
+def _norm_over_ranks(grads: Sequence[Tensor]) -> Tensor:
     by_mesh: dict[Any, list[Tensor]] = {}
     for grad in grads:
         by_mesh.setdefault(grad.device_mesh if is_dtensor(grad) else None, []).append(grad)  # type: ignore[attr-defined]
@@ -41,24 +57,28 @@ def total_norm(grads: Sequence[Tensor]) -> Tensor:
     return whole[0] if len(whole) == 1 else get_total_norm(whole)
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     grad: Tensor
 
 
-@torch.no_grad()
-def clip_(grads: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scales gradients in place to a total norm of at most ``max_norm``, by torch's rule.
+def clip_(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scales the gradients of parameters in place to a total norm of at most ``max_norm``, by torch's rule.
 
     Args:
-        grads: whole or spread over ranks.
+        parameters: with gradients that are whole or spread over ranks, or without.
         max_norm: > 0.
         norm: what :func:`total_norm` returned.
 
     Example:
-        >>> grad = torch.tensor([3.0, 4.0])
-        >>> clip_([grad], 1.0, total_norm([grad])); grad
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_([weight], 1.0, total_norm([weight.grad])); weight.grad
         tensor([0.6000, 0.8000])
     """
-    parts: Any = [_Part(local(grad)) for grad in grads]  # torch's function asks parameters for their gradients
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if are_whole(grads):
+        clip_grads_with_norm_(parameters, max_norm, norm)
+        return
+    with torch.no_grad():
+        parts: Any = [_Part(local(grad)) for grad in grads]  # torch's function asks parameters for their gradients
     clip_grads_with_norm_(parts, max_norm, norm)

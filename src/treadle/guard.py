@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +25,7 @@ from treadle import distributed
 _NUMPY = (torch.float32, torch.float64)
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a step stands, for the message of an error about it.
 
     Attributes:
@@ -43,8 +43,7 @@ class Place:
     tries: int
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What is known of a step's gradient.
 
     Attributes:

@@ -133,12 +133,19 @@ class RunningMeans:
             TypeError: a value is not numeric, or a name is used for a mean and for a total.
         """
         for path, value in flatten_nested_dict(record).items():
-            if isinstance(value, Total):
-                self._entry(path, is_total=True).add(as_number(path, value.value), 1.0)
-            elif isinstance(value, Weighted):
-                self._entry(path, is_total=False).add(as_number(path, value.value), as_number(path, value.weight))
-            else:
-                self._entry(path, is_total=False).add(as_number(path, value), weight)
+            self._add(path, value, weight)
+
+    def add_value(self, name: str, value: float | Tensor | Weighted | Total, weight: float | Tensor = 1.0) -> None:
+        """Adds one value of an outermost name, as :meth:`add` does."""
+        self._add((name,), value, weight)
+
+    def _add(self, path: tuple[str, ...], value: Any, weight: float | Tensor) -> None:
+        if isinstance(value, Total):
+            self._entry(path, is_total=True).add(as_number(path, value.value), 1.0)
+        elif isinstance(value, Weighted):
+            self._entry(path, is_total=False).add(as_number(path, value.value), as_number(path, value.weight))
+        else:
+            self._entry(path, is_total=False).add(as_number(path, value), weight)
 
     def _entry(self, path: tuple[str, ...], *, is_total: bool) -> _Sum:
         entry = self._sums.get(path)

@@ -146,6 +146,8 @@ def _mean(values: Sequence[float]) -> float:
 def as_number(path: Sequence[str], value: Any) -> float | Tensor:
     """Returns a number or a detached 0-d tensor, or raises TypeError naming the record's path."""
     if isinstance(value, Tensor):
+        if value.dim() == 0:
+            return value.detach()
         if value.numel() == 1:
             return value.detach().reshape(())
     elif hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0:

@@ -30,6 +30,9 @@ class Precision:
         device: decides the autocast device type.
         scaler: a scaler to use in place of the default one.
 
+    Attributes:
+        scaled: whether gradients are scaled (fp16).
+
     Raises:
         ConfigError: another name, or a device type on which torch has no autocast.
 
@@ -46,12 +49,8 @@ class Precision:
         self.name = name
         self.device = device
         self.scaler = scaler or torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        self.scaled = bool(self.scaler.is_enabled())
         self._unscaled = False  # between unscale and the verdict on the step
-
-    @property
-    def scaled(self) -> bool:
-        """Whether gradients are scaled (fp16)."""
-        return bool(self.scaler.is_enabled())
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Returns the context of the forward pass, in training and evaluation alike."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from treadle.errors import ConfigError
-from treadle.means import RunningMeans, Total, Weighted
+from treadle.means import RunningMeans, Total
+from treadle.nested import as_number
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,6 @@ class Task(Protocol):
         ...
 
 
-@runtime_checkable
 class WeighsTerms(Protocol):
     """A task whose loss is a sum of means over different counts.
 
@@ -122,9 +122,8 @@ def as_step_output(result: Any, *, training: bool) -> StepOutput:
 
 def add_output(means: RunningMeans, output: StepOutput) -> None:
     """Adds a micro-batch's ``loss`` and ``records`` to running means, by the output's weight and reduction."""
-    weight = 1.0 if output.weight is None else output.weight
+    weight = 1.0 if output.weight is None else as_number(("weight",), output.weight)
     if output.loss is not None:
-        loss = output.loss.detach()
-        means.add({"loss": Total(loss) if output.reduction == "sum" else Weighted(loss, weight)})
+        means.add_value("loss", Total(output.loss) if output.reduction == "sum" else output.loss, weight)
     if output.records:
         means.add({"records": output.records}, weight)

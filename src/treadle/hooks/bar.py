@@ -113,8 +113,8 @@ class ProgressBarHook(BaseHook):
         for output in trainer.step_outputs:
             add_output(self._means, output)
         if "grad_norm" in trainer.step_info:
-            self._means.add({"grad_norm": trainer.step_info["grad_norm"]})
-        self._means.add({"num_samples": Total(trainer.step_info["num_samples"])})
+            self._means.add_value("grad_norm", trainer.step_info["grad_norm"])
+        self._means.add_value("num_samples", Total(trainer.step_info["num_samples"]))
         waited = time.perf_counter() - self._last_time
         if self._progress is not None:
             if waited >= self.refresh_seconds or trainer.is_last_step:

@@ -52,12 +52,12 @@ class IntervalHook(BaseHook):
         info = trainer.step_info
         for output in trainer.step_outputs:
             add_output(self._means, output)
-        self._times.add({"step_time": info["step_time"]})
+        self._times.add_value("step_time", info["step_time"])
         for seconds in info["data_time"]:
-            self._times.add({"data_time": seconds})
+            self._times.add_value("data_time", seconds)
         if "grad_norm" in info:
-            self._means.add({"grad_norm": info["grad_norm"]})
-        self._means.add({"num_samples": Total(info["num_samples"])})
+            self._means.add_value("grad_norm", info["grad_norm"])
+        self._means.add_value("num_samples", Total(info["num_samples"]))
         self._retries += info["retries"]
         self._pending = True
 
