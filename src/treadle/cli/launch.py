@@ -94,7 +94,8 @@ def process_group(timeout: float = TIMEOUT) -> Iterator[None]:
         if not isinstance(error, SystemExit):
             leave_for_torchrun(error)
         raise
-    dist.destroy_process_group()
+    if dist.is_initialized():  # the command of a pack ends it after its training
+        dist.destroy_process_group()
 
 
 def _meeting_point(limit: timedelta) -> tuple[Any, int, int]:

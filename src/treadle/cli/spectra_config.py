@@ -21,7 +21,7 @@ FLAGS = {"trainer.out_dir": "--out", "trainer.device": "--device", "trainer.resu
 _FREE = (
     "epochs", "threads", "schedule.warmup_epochs", "schedule.min_lr_scale", "trainer.amp", "trainer.amp_dtype",
     "trainer.enable_tf32", "trainer.grad_clip", "trainer.early_stop_patience", "trainer.early_stop_start_ratio",
-    "trainer.early_stop_min_delta", "trainer.max_non_finite_grad_retries",
+    "trainer.early_stop_min_delta", "trainer.max_non_finite_grad_retries", "trainer.parallel",
 )  # fmt: skip
 """What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
 
@@ -94,7 +94,7 @@ class SpectraConfig:
     epochs: int = 80
     """Epochs of the whole run; the learning-rate schedule ends with them."""
     batch_size: int = 32
-    """Spectra in a batch."""
+    """Spectra in a batch, of all ranks together."""
     threads: int | None = 1
     """Threads on the CPU; None leaves torch's choice, one per core.
 

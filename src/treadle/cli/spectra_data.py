@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from treadle.cli.ranks import shared_batches
 from treadle.cli.split_config import DataConfig
 from treadle.datasets import load_spex
 from treadle.datasets.splits import Rows, object_groups, split_by_group
@@ -38,10 +39,12 @@ class SpectraData:
         """How many objects there are."""
         return len(np.unique(self.groups))
 
-    def loader(self, rows: Rows, batch_size: int, *, shuffle: bool = False) -> DataLoader[tuple[torch.Tensor, ...]]:
-        """Returns a loader over some rows."""
+    def loader(
+        self, rows: Rows, batch_size: int, *, shuffle: bool = False, seed: int = 0
+    ) -> DataLoader[tuple[torch.Tensor, ...]]:
+        """Returns a loader over some rows; on several ranks, of this one's part of each batch."""
         dataset = TensorDataset(torch.from_numpy(self.x[rows]))
-        return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle)
+        return DataLoader(dataset, **shared_batches(dataset, batch_size, shuffle=shuffle, seed=seed))
 
 
 def prepare_data(config: DataConfig) -> SpectraData:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import logging
 import os
@@ -17,10 +18,11 @@ from rich.console import Console
 from torch import nn
 
 from treadle.checkpoint.lock import check_free
+from treadle.checkpoint.ranks import open_on_ranks
 from treadle.checkpoint.store import find_latest, write_text
 from treadle.cli.console import as_settings
-from treadle.cli.launch import refuse_ranks
 from treadle.cli.overrides import apply_overrides
+from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of, ranks_line
 from treadle.cli.run_folder import finished_metrics, readable, stored_json, writable
 from treadle.cli.settings import changes
 from treadle.cli.spectra_config import FLAGS, SpectraConfig, check_changes
@@ -41,7 +43,7 @@ _log = logging.getLogger("treadle.cli")
 
 def run_spectra(
     settings: Sequence[str], *, out: Path, device: str | None, resume: bool, results: Console, messages: Console
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Trains, or goes on training, evaluates and writes the run folder; a finished run shows its results.
 
     Args:
@@ -53,17 +55,16 @@ def run_spectra(
         messages: where progress goes.
 
     Returns:
-        What ``metrics.json`` holds.
+        What ``metrics.json`` holds; None on other ranks than the first.
 
     Raises:
         ConfigError: a setting is wrong, or not that of the run in this folder.
         CheckpointError: no checkpoint of the folder is intact, or a file cannot be written.
         NonFiniteError: training diverged.
     """
-    refuse_ranks("spectra")
-    where = get_device(device)
+    where = device_of_rank(device)
     config = read_settings(settings, device)
-    finished = finished_metrics(out, config.to_dict(), needed=["best_model.pt"]) if resume else None
+    finished = by_rank_0(lambda: finished_metrics(out, config.to_dict(), needed=["best_model.pt"]) if resume else None)
     if finished is not None:
         print_results(finished, out, results)
         return finished
@@ -81,7 +82,7 @@ def _run(
     explicit: bool,
     resume: bool,
     consoles: tuple[Console, Console],
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     results, messages = consoles
     data = prepare_data(config.data)
     set_seed(config.seed)
@@ -97,9 +98,22 @@ def _run(
         _log.info(
             "trained %d epochs in %s; now the test, the probes and the pictures", trainer.epoch - first_epoch, seconds
         )
-    metrics = evaluate_run(config, data, trainer, untrained, out)
+    alone = after_ranks(trainer, lambda: _reopen(config, copy.deepcopy(untrained), data, out=out, device=device))
+    if alone is None:
+        return None
+    metrics = evaluate_run(config, data, alone, untrained, out)
     print_results(metrics, out, results)
     return metrics
+
+
+def _reopen(
+    config: SpectraConfig, model: nn.Module, data: SpectraData, *, out: Path, device: torch.device
+) -> SpectraTrainer:
+    """Returns the trainer of a run that has ended on several ranks, in one process."""
+    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, parallel=None))
+    trainer = build_trainer(config, model, data, out=out, device=device, resume=False, messages=Console(quiet=True))
+    trainer.load_checkpoint(out / "checkpoints" / "last.pt")
+    return trainer
 
 
 def read_settings(settings: Sequence[str], device: str | None) -> SpectraConfig:
@@ -133,7 +147,7 @@ def build_trainer(
     messages: Console,
 ) -> SpectraTrainer:
     """Returns the trainer with its loaders, optimizer, schedule, bar and signals."""
-    train_loader = data.loader(data.train, config.batch_size, shuffle=True)
+    train_loader = data.loader(data.train, config.batch_size, shuffle=True, seed=config.seed)
     model = model.to(device)
     with as_settings("optimizer"):
         optimizer = build_optimizer(model, **vars(config.optimizer))
@@ -144,8 +158,10 @@ def build_trainer(
             epochs=config.epochs,
             **vars(config.schedule),
         )
-    cfg = copy.copy(config.trainer)
-    cfg.out_dir, cfg.device, cfg.resume_from = out, str(device), "auto" if resume else None
+    cfg = dataclasses.replace(
+        config.trainer, out_dir=out, device=str(device), resume_from="auto" if resume else None,
+        parallel=parallel_of(config.trainer.parallel),
+    )  # fmt: skip
     trainer = SpectraTrainer(
         model,
         optimizer,
@@ -190,28 +206,36 @@ def _open_folder(out: Path, values: dict[str, Any], trainer: SpectraTrainer, *, 
     Returns:
         The checkpoint that was loaded, or None for a fresh start.
     """
+    candidates, stored = by_rank_0(lambda: _look_into(out, values, resume=resume))
+    # A damaged last.pt is named, and best.pt taken in its place.
+    found = find_latest(candidates, prefer=out / "checkpoints" / "last.pt", load=open_on_ranks)
+    if found is not None:
+        trainer.load_checkpoint(found[0])
+    by_rank_0(lambda: _write_settings(out, values, stored, resume=resume))
+    return None if found is None else found[0]
+
+
+def _look_into(out: Path, values: dict[str, Any], *, resume: bool) -> tuple[list[Path], dict[str, Any] | None]:
+    """Returns the checkpoints to go on from, after saying what these settings change, and the stored settings."""
     check_free(out)  # before config.json is written: it may be that of a run that is going on
-    checkpoints = out / "checkpoints"
-    source: Path | None = None
     with readable(out):
-        candidates = [path for path in (checkpoints / "last.pt", checkpoints / "best.pt") if os.path.lexists(path)]
+        names = (out / "checkpoints" / "last.pt", out / "checkpoints" / "best.pt")
+        candidates = [path for path in names if os.path.lexists(path)]
         stored = stored_json(out / "config.json")
-    if resume and candidates:
-        if stored is not None:
-            for sentence in check_changes(changes(stored, values), str(out)):
-                _log.warning("%s", sentence)
-        # A damaged last.pt is named, and best.pt taken in its place.
-        found = find_latest(candidates, prefer=checkpoints / "last.pt")
-        if found is not None:
-            source = found[0]
-            trainer.load_checkpoint(source)
+    if not (resume and candidates):
+        return [], stored
+    for sentence in [] if stored is None else check_changes(changes(stored, values), str(out)):
+        _log.warning("%s", sentence)
+    return candidates, stored
+
+
+def _write_settings(out: Path, values: dict[str, Any], stored: dict[str, Any] | None, *, resume: bool) -> None:
     with writable(out):
         if not resume:
             # Else a killed fresh start would be taken for the finished run that was here before.
             (out / "metrics.json").unlink(missing_ok=True)
         if stored != values:
             write_text(json.dumps(values, indent=2) + "\n", out / "config.json")
-    return source
 
 
 # -- the block at the start ---------------------------------------------------------------------------------------
@@ -246,6 +270,7 @@ def _print_start(
         f"{model.n_blocks} blocks",
         "schedule": f"{config.epochs} epochs of {per_epoch} steps, batches of {config.batch_size}, learning rate "
         f"{config.optimizer.lr:g} after {config.schedule.warmup_epochs} epochs of warm-up",
+        **ranks_line(config.trainer.parallel),
         "start": start,
     }  # fmt: skip
     print_block(lines, console)

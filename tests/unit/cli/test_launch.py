@@ -36,7 +36,7 @@ def test_other_ranks_than_the_first_print_errors_only(rank_1, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("pack", ["spectra", "text", "graphs", "astro"])
+@pytest.mark.parametrize("pack", ["text", "graphs", "astro"])
 def test_the_commands_of_packs_refuse_several_ranks_and_torchrun_hears_of_it(pack, rank_1, capsys, monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)  # no group is needed to refuse
     with pytest.raises(SystemExit) as left:

@@ -1,0 +1,183 @@
+"""What the commands of packs do on several ranks: who decides, how data and model are spread, who writes the report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from treadle import distributed
+from treadle.checkpoint.ranks import on_rank_0
+from treadle.data import RankBatchSampler
+from treadle.device import get_device
+from treadle.errors import ConfigError
+
+Result = TypeVar("Result")
+_NEWS_OF_FEWER_RANKS = ("the checkpoint was written by", "resumed from")
+
+
+def device_of_rank(asked: str | None) -> torch.device:
+    """Returns where this rank computes: of several on one machine, each has a GPU of its own.
+
+    Args:
+        asked: as the option ``--device`` gives it.
+
+    Raises:
+        ConfigError: the device is not there, or is not that of this rank.
+
+    Example:
+        >>> device_of_rank("cpu")
+        device(type='cpu')
+    """
+    device = get_device(asked)
+    if not distributed.is_distributed():
+        return device
+    if dist.get_backend() == "nccl" and device.type != "cuda":
+        raise ConfigError(
+            f"--device {asked}: torchrun's ranks talk through NCCL where there are GPUs; set CUDA_VISIBLE_DEVICES= to "
+            "train on the CPU"
+        )
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ConfigError(
+            f"--device {asked}: under torchrun each rank has a GPU of its own, this one "
+            f"cuda:{torch.cuda.current_device()}; leave --device out, or give cuda"
+        )
+    return device
+
+
+def parallel_of(asked: str | None) -> str | None:
+    """Returns how a model is spread: as asked, and as replicas where nothing is asked and there are several ranks.
+
+    Args:
+        asked: ``"ddp"``, ``"fsdp"`` or None.
+
+    Example:
+        >>> parallel_of(None) is None, parallel_of("fsdp")
+        (True, 'fsdp')
+    """
+    return "ddp" if asked is None and distributed.world_size() > 1 else asked
+
+
+def ranks_line(parallel: str | None) -> dict[str, str]:
+    """Returns the line of the start block about ranks; nothing without a process group.
+
+    Args:
+        parallel: the setting.
+
+    Example:
+        >>> ranks_line(None)
+        {}
+    """
+    if not distributed.is_distributed():
+        return {}
+    spread = {None: "one model", "ddp": "replicas (ddp)", "fsdp": "a sharded model (fsdp)"}[parallel_of(parallel)]
+    return {
+        "ranks": f"{distributed.world_size()}, {spread}; a batch is that of all ranks together, so steps and schedule are "
+        "those of one process; the first rank prints and writes, and goes on alone after the training"
+    }
+
+
+def shared_batches(data: Sized, batch_size: int, *, shuffle: bool = False, seed: int = 0) -> dict[str, Any]:
+    """Returns the arguments by which a ``DataLoader`` cuts batches: under torchrun, each rank reads its part of each.
+
+    The batch is that of all ranks together. Under torchrun the order is one for any number of ranks; elsewhere it is
+    drawn from torch's global generator.
+
+    Args:
+        data: the data set.
+        batch_size: samples in a batch, >= the number of ranks.
+        shuffle: a new order for each epoch.
+        seed: seeds the orders of ranks.
+
+    Raises:
+        ConfigError: there are more ranks than samples, in a batch or in the data.
+
+    Example:
+        >>> shared_batches(range(4), 2, shuffle=True)
+        {'batch_size': 2, 'shuffle': True}
+    """
+    if not distributed.is_distributed():
+        return {"batch_size": batch_size, "shuffle": shuffle}
+    if batch_size < distributed.world_size():
+        raise ConfigError(
+            f"batch_size={batch_size}: is shared among {distributed.world_size()} ranks, and each needs at least one "
+            "sample; give a larger one, or fewer ranks"
+        )
+    sampler = RankBatchSampler(data, global_batch_size=batch_size, shuffle=shuffle, seed=seed)
+    sampler.order  # noqa: B018  (refuses fewer samples than ranks before anything is built)
+    return {"batch_sampler": sampler}
+
+
+def by_rank_0(work: Callable[[], Result]) -> Result:
+    """Does a piece of work on rank 0 while the others wait, and returns its result on all.
+
+    Args:
+        work: what to do; its result travels as a pickle.
+
+    Raises:
+        ConfigError: rank 0 did; on all ranks.
+        CheckpointError: rank 0 raised another error; on all ranks.
+
+    Example:
+        >>> by_rank_0(lambda: 1)
+        1
+    """
+    if distributed.world_size() == 1:
+        return work()
+
+    def attempt() -> tuple[Any, str | None]:
+        try:
+            return work(), None
+        except ConfigError as error:
+            return None, str(error)
+
+    result, refusal = on_rank_0(attempt)
+    if refusal is not None:
+        raise ConfigError(refusal)
+    return result  # type: ignore[no-any-return]
+
+
+def after_ranks(trainer: Result, reopen: Callable[[], Result]) -> Result | None:
+    """Ends the process group after the training, so that the report needs no other rank and keeps none waiting.
+
+    Args:
+        trainer: the one that trained.
+        reopen: makes it anew in one process, from what the run has written.
+
+    Returns:
+        In one process the trainer; on the first rank the one of ``reopen``; None on the others, which are done.
+
+    Example:
+        >>> after_ranks("trained", lambda: "reopened")
+        'trained'
+    """
+    if not distributed.is_distributed():
+        return trainer
+    first = distributed.rank() == 0
+    dist.barrier(group=distributed.control_group())
+    dist.destroy_process_group()
+    if not first:
+        return None
+    with _silent_about_fewer_ranks():
+        return reopen()
+
+
+@contextmanager
+def _silent_about_fewer_ranks() -> Iterator[None]:
+    """Leaves out what the log says of a run that goes on with fewer ranks: this one has ended."""
+
+    def passes(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(_NEWS_OF_FEWER_RANKS)
+
+    handlers = list(logging.getLogger("treadle").handlers)
+    for handler in handlers:
+        handler.addFilter(passes)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(passes)
