@@ -54,16 +54,34 @@ def read_archive(path: str | os.PathLike[str]) -> Archive:
         Traceback (most recent call last):
         treadle.checkpoint.archive.ArchiveError: no such file
     """
+    return _opened(path, None)
+
+
+def _opened(path: str | os.PathLike[str], names: list[str] | None) -> Archive:
     with open_plain_file(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
                 _check_end(file, archive, archive.infolist())
-                return _read(archive, os.fstat(file.fileno()).st_size)
+                return _read(archive, os.fstat(file.fileno()).st_size, names)
         except ArchiveError:
             raise
         except Exception as error:  # zlib.error and struct.error too, from a mangled header
             detail = str(error) if isinstance(error, (zipfile.BadZipFile, OSError)) else f"{type(error).__name__}"
             raise ArchiveError(f"damaged or truncated archive: {detail[:200]}") from error
+
+
+def read_pickle(path: str | os.PathLike[str]) -> Archive:
+    """As :func:`read_archive`, but of all records only the pickle is read and checked: quick, however large the file.
+
+    Raises:
+        ArchiveError: the file is missing, or not what ``torch.save`` writes.
+
+    Example:
+        >>> read_pickle("no_such_file.pt")
+        Traceback (most recent call last):
+        treadle.checkpoint.archive.ArchiveError: no such file
+    """
+    return _opened(path, ["data.pkl"])
 
 
 def open_plain_file(path: str | os.PathLike[str]) -> BinaryIO:
@@ -105,13 +123,18 @@ def _check_end(file: BinaryIO, archive: zipfile.ZipFile, records: list[zipfile.Z
         raise ArchiveError("damaged archive: its end does not fit its table of contents")
 
 
-def _read(archive: zipfile.ZipFile, size: int) -> Archive:
+def _read(archive: zipfile.ZipFile, size: int, names: list[str] | None) -> Archive:
+    """Reads the records of these names below the root; None reads all."""
     records = archive.infolist()
     root = _check_directory(records, size)
     storages: dict[str, int] = {}
     pickle = b""
     for record in records:
         name = record.filename.removeprefix(root)
+        if name.startswith("data/"):
+            storages[name.removeprefix("data/")] = record.file_size
+        if names is not None and name not in names:
+            continue
         try:
             with archive.open(record) as content:
                 if name == "data.pkl":
@@ -122,8 +145,6 @@ def _read(archive: zipfile.ZipFile, size: int) -> Archive:
             if "CRC" in str(error):
                 raise ArchiveError(f"record {record.filename!r} fails its CRC-32 check") from None
             raise
-        if name.startswith("data/"):
-            storages[name.removeprefix("data/")] = record.file_size
     return Archive(storages, pickle)
 
 

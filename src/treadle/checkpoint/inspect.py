@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from treadle.checkpoint.archive import ArchiveError, open_plain_file, read_archive
+from treadle.checkpoint.archive import Archive, ArchiveError, open_plain_file, read_archive, read_pickle
 from treadle.checkpoint.claims import Made, Named, TensorEntry, shortened
 from treadle.checkpoint.inspect_shards import inspect_shards
 from treadle.checkpoint.marker import STATE, has_shards
@@ -67,6 +67,25 @@ def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise CheckpointError(f"{os.fspath(path)!r} cannot be inspected: {error}") from None
 
 
+def glance(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """As :func:`inspect_path` of a checkpoint or a folder of shards, without reading tensors: they may be damaged.
+
+    Raises:
+        CheckpointError: it is not there, cannot be read, or is no archive of ``torch.save``.
+
+    Example:
+        >>> import torch
+        >>> torch.save({"global_step": 3, "w": torch.zeros(2, 3)}, "w.pt")
+        >>> glance("w.pt")["step"]
+        3
+    """
+    file = Path(path) / STATE if os.path.isdir(path) else Path(path)
+    try:
+        return {"path": os.fspath(path), **_report_on(read_pickle(file), os.path.getsize(file))}
+    except (ArchiveError, OSError) as error:
+        raise CheckpointError(f"{os.fspath(path)!r} cannot be inspected: {error}") from None
+
+
 def _inspect_shards(folder: Path) -> dict[str, Any]:
     state = folder / STATE
     there = state.is_file()
@@ -86,6 +105,10 @@ def _inspect_archive(path: str | os.PathLike[str], size: int) -> dict[str, Any]:
         archive = read_archive(path)
     except ArchiveError as error:
         return _report("zip archive", size, [str(error)])
+    return _report_on(archive, size)
+
+
+def _report_on(archive: Archive, size: int) -> dict[str, Any]:
     walk = walk_pickle(archive.pickle, archive.storages)
     tensors: list[dict[str, Any]] = []
     values: dict[str, Any] = {}

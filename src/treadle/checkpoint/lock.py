@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from treadle.checkpoint.files import make_folder, reported
 from treadle.errors import CheckpointError
@@ -134,6 +135,21 @@ def check_free(folder: str | os.PathLike[str]) -> None:
         raise _refusal(Path(folder), _holder(path))
 
 
+def holder(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Returns ``pid``, ``host`` and ``since`` of the process that holds a folder now, {} if it says none, else None.
+
+    Takes nothing, makes no file and does not wait.
+
+    Example:
+        >>> holder("run") is None
+        True
+    """
+    path = Path(folder) / LOCK_NAME
+    if fcntl is None or not path.exists() or not _is_occupied(path):
+        return None
+    return _description(path)
+
+
 def _is_occupied(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR)
@@ -216,12 +232,17 @@ def _describe(descriptor: int) -> None:
         os.pwrite(descriptor, text.encode(), 0)
 
 
-def _holder(path: Path) -> str:
+def _description(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {int(found['pid'])} on {str(found['host'])[:80]!r}, since {str(found['since'])[:40]}"
+        return {"pid": int(found["pid"]), "host": str(found["host"])[:80], "since": str(found["since"])[:40]}
     except (OSError, ValueError, KeyError, TypeError):  # it has just been made
-        return "another process"
+        return {}
+
+
+def _holder(path: Path) -> str:
+    found = _description(path)
+    return "process {pid} on {host!r}, since {since}".format(**found) if found else "another process"
 
 
 def _refusal(folder: Path, holder: str) -> CheckpointError:

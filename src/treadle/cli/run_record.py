@@ -1,4 +1,4 @@
-"""How a run was started, kept in its folder: ``treadle replay`` builds the run again from it."""
+"""How a run was started, kept in its folder: ``treadle replay`` builds the run again from it; and its sessions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from treadle.config import format_config
 from treadle.engine import Engine
 from treadle.errors import ConfigError
 from treadle.hooks.base import BaseHook
+from treadle.hooks.sessionlog import SessionLogHook
 
 _log = logging.getLogger("treadle.cli")
 _NAME = "run.json"
+CHECKPOINTS = "checkpoints"
+SESSIONS = "sessions.jsonl"
 
 
 class RunRecordHook(BaseHook):
@@ -55,6 +58,20 @@ class RunRecordHook(BaseHook):
             entries.append({"from_step": trainer.step, **self._entry})
         if entries != before:
             write_text(json.dumps(entries, indent=2) + "\n", path)
+
+
+class SessionKeeper:
+    """Observes the trainers of a command: each that writes into a folder gets a SessionLogHook, unless it has one."""
+
+    def before_building(self, engine: Engine) -> None:
+        """Leaves everything as it is."""
+
+    def before_running(self, engine: Engine) -> None:
+        """Adds the hook behind the others; its file lies in the run folder, above the folder of checkpoints."""
+        folder = engine.workspace
+        if folder is not None and not any(isinstance(hook, SessionLogHook) for hook in engine.hooks):
+            folder = folder.parent if folder.name == CHECKPOINTS else folder
+            engine.hooks = [*engine.hooks, SessionLogHook(folder / SESSIONS)]
 
 
 def _same(last: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:

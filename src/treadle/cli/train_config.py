@@ -24,9 +24,13 @@ class TrainGroup(TyperGroup):
         return super().resolve_command(ctx, [NAME, *args] if file else args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command, on a rank of torchrun's with its process group around it."""
+        """Runs the command, on a rank of torchrun's with its process group around it; the run keeps its sessions."""
         with errors_as_one_line(message_console()), process_group(ctx.params["rank_timeout"]):
-            return super().invoke(ctx)
+            from treadle.cli.run_record import SessionKeeper
+            from treadle.observers import observing
+
+            with observing(SessionKeeper()):
+                return super().invoke(ctx)
 
 
 def on_ranks(

@@ -15,6 +15,7 @@ from treadle.hooks.mlflow import MlflowHook
 from treadle.hooks.nonfinite import NonFiniteHook
 from treadle.hooks.profiler import ProfilerHook
 from treadle.hooks.progress import ProgressHook
+from treadle.hooks.sessionlog import SessionLogHook
 from treadle.hooks.signals import SignalHook
 from treadle.hooks.steplog import StepLogHook
 from treadle.hooks.tensorboard import TensorBoardHook
@@ -37,6 +38,7 @@ __all__ = [
     "ProfilerHook",
     "ProgressBarHook",
     "ProgressHook",
+    "SessionLogHook",
     "SignalHook",
     "StepLogHook",
     "StuckRankHook",

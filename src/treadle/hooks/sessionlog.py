@@ -1,0 +1,112 @@
+"""SessionLogHook: which processes worked on a run, on what, how fast, and how each of them ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from treadle import distributed
+from treadle.checkpoint.schema import versions
+from treadle.hooks.base import BaseHook
+from treadle.hooks.files import continue_lines, in_workspace, to_json
+from treadle.hooks.tracking import Guard
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+_SHORTEST, _LONGEST = 1.0, 60.0  # seconds between two lines
+
+
+class SessionLogHook(BaseHook):
+    """Writes ``sessions.jsonl``: a line when a process starts, one now and then with the step, one when it ends.
+
+    Each line has ``event``, ``step``, ``epoch``, ``time`` (seconds since 1970) and ``total_steps`` (null if unknown).
+    ``start`` has also ``target``, ``device``, ``ranks``, ``threads``, ``precision``, ``num_parameters`` and
+    ``versions``; ``end`` has ``status``: ``finished``, ``stopped`` (a signal) or ``failed`` with the ``error``. A
+    killed process leaves no ``end``. Lines ``step`` come at most every second and at least every minute that has a
+    step. The time axis of ``treadle report`` and the status in ``treadle runs`` are made of them; the commands below
+    ``treadle train`` add this hook themselves.
+
+    A resumed run first cuts the lines after its step; a run that starts from nothing renames the file it finds. A file
+    that cannot be written is a warning and does not end the training.
+
+    Args:
+        path: the file; a relative one lies in the trainer's workspace.
+
+    Example:
+        >>> hook = SessionLogHook()
+    """
+
+    def __init__(self, path: str | Path = "sessions.jsonl"):
+        self.path = Path(path)
+        self._guard = Guard()
+        self._file: Path | None = None
+        self._started = 0.0
+        self._due = 0.0
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Writes the line of the start."""
+        path = in_workspace(trainer, self.path)
+        if distributed.rank() != 0:
+            return
+        self._started = time.time()
+        self._due = self._started + _SHORTEST
+        with self._guard(trainer, self, "opening the file"):
+            continue_lines(trainer, path)
+            self._file = path
+            self._write(trainer, "start", **_surroundings(trainer))
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Writes a line where a hundredth of this process's time has gone by since the last one."""
+        now = time.time()
+        if self._file is None or now < self._due:
+            return
+        self._due = now + min(max((now - self._started) / 100, _SHORTEST), _LONGEST)
+        with self._guard(trainer, self, f"writing at step {trainer.step}"):
+            self._write(trainer, "step")
+
+    def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
+        """Writes the line of the end."""
+        if self._file is None:
+            return
+        status = "failed"
+        if error is None:
+            status = "finished" if trainer.target.reached(trainer) else "stopped"
+        elif isinstance(error, (SystemExit, KeyboardInterrupt)):
+            status = "stopped"
+        reason = {"error": f"{type(error).__name__}: {error}"[:1000]} if status == "failed" else {}
+        with self._guard(trainer, self, "writing the end"):
+            self._write(trainer, "end", status=status, **reason)
+        self._file = None
+
+    def _write(self, trainer: Engine, event: str, **more: Any) -> None:
+        assert self._file is not None
+        line = {"event": event, "step": trainer.step, "epoch": trainer.epoch, "time": round(time.time(), 3)}
+        with open(self._file, "a", encoding="utf-8") as file:
+            file.write(
+                json.dumps(to_json({**line, "total_steps": trainer.total_steps, **more}), allow_nan=False) + "\n"
+            )
+
+
+def _surroundings(trainer: Engine) -> dict[str, Any]:
+    """Returns what a run does not choose by its settings, and nothing that names the machine or its user."""
+    device = trainer.device
+    return {
+        "target": {"max_steps": trainer.target.max_steps, "epochs": trainer.target.epochs},
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "ranks": distributed.world_size(),
+        "threads": torch.get_num_threads(),
+        "cpu_count": os.cpu_count(),
+        "system": sys.platform,
+        "precision": trainer.precision.name or "full",
+        "num_parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "versions": versions() | ({} if torch.version.cuda is None else {"cuda": torch.version.cuda}),
+    }
