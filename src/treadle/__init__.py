@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from treadle.best import BestRule, EarlyStopping
 from treadle.checkpoint import load_weights, verify_checkpoint
-from treadle.data import RankBatchSampler, TensorLoader, rank_and_worker, shard_iterable, steps_per_epoch
+from treadle.data import MappedLoader, RankBatchSampler, TensorLoader, rank_and_worker, shard_iterable, steps_per_epoch
 from treadle.device import get_device
 from treadle.engine import Engine
 from treadle.epochs import EpochTrainer
@@ -61,6 +61,7 @@ __all__ = [
     "ImageFileLoggerHook",
     "JsonlHook",
     "LoggingHook",
+    "MappedLoader",
     "MlflowHook",
     "NonFiniteError",
     "NonFiniteHook",

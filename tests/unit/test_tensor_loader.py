@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from treadle import ConfigError, TensorLoader
+from treadle.data import Cursor
 
 
 def rows(loader):
@@ -75,3 +76,82 @@ def test_a_position_in_other_data_is_refused_by_name():
 def test_what_makes_no_sense_is_refused_when_it_is_made(tensors, batch_size, words):
     with pytest.raises(ConfigError, match=words):
         TensorLoader(*tensors, batch_size=batch_size)
+
+
+def buffered(num_buffers, **settings):
+    return TensorLoader(torch.arange(23), torch.arange(23) * 2.0, num_buffers=num_buffers, **settings)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_buffers_hold_the_same_batches_at_addresses_that_never_change(shuffle):
+    plain = TensorLoader(torch.arange(23), torch.arange(23) * 2.0, batch_size=5, shuffle=shuffle)
+    loader = buffered(2, batch_size=5, shuffle=shuffle)
+    places = {}
+    for _ in range(2):
+        for number, (batch, expected) in enumerate(zip(loader, plain, strict=True)):
+            for index, (given, right) in enumerate(zip(batch, expected, strict=True)):
+                assert torch.equal(given, right)
+                assert places.setdefault((number % 2, index), given.data_ptr()) == given.data_ptr()
+    assert len(set(places.values())) == 4
+    sources = {tensor.untyped_storage().data_ptr() for tensor in loader.tensors}
+    assert not sources & set(places.values()), "the data itself is not given out"
+
+
+def test_a_batch_is_valid_until_as_many_more_are_drawn_as_there_are_buffers():
+    loader = iter(buffered(2, batch_size=5))
+    first = next(loader)[0]
+    next(loader)
+    assert first.tolist() == [0, 1, 2, 3, 4]
+    next(loader)
+    assert first.tolist() == [10, 11, 12, 13, 14]
+
+
+def test_buffers_fit_the_uneven_batches_of_ranks_too():
+    parts = [buffered(1, global_batch_size=5, rank=rank, num_replicas=3) for rank in range(3)]
+    assert sorted(row for part in parts for x, _ in part for row in x.tolist()) == list(range(23))
+
+
+def test_accumulation_over_more_batches_than_buffers_is_refused_before_anything_is_drawn():
+    loader, cursor = buffered(2, batch_size=5), Cursor()
+    cursor.open(loader)
+    with pytest.raises(ConfigError, match="pass num_buffers=3"):
+        cursor.take(3)
+    assert loader.position == 0
+    assert [x.tolist()[0] for x, _ in cursor.take(2).batches] == [0, 5]
+
+
+def test_buffers_that_make_no_sense_are_refused():
+    with pytest.raises(ConfigError, match="num_buffers=0"):
+        TensorLoader(torch.ones(3), batch_size=1, num_buffers=0)
+    with pytest.raises(ConfigError, match="requires gradients"):
+        TensorLoader(torch.ones(3, requires_grad=True), batch_size=1, num_buffers=1)
+
+
+def test_a_mapping_gives_dicts():
+    loader = TensorLoader({"x": torch.arange(4), "y": -torch.arange(4)}, batch_size=3)
+    assert [{name: t.tolist() for name, t in batch.items()} for batch in loader] == [
+        {"x": [0, 1, 2], "y": [0, -1, -2]}, {"x": [3], "y": [-3]},
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="nothing beside it"):
+        TensorLoader({"x": torch.arange(4)}, torch.arange(4), batch_size=3)
+
+
+def test_what_is_not_there_for_a_broken_pass_is_not_read_again():
+    """Where a state of its own is missing, the cursor leaves batches out by number."""
+    loader, cursor = TensorLoader(torch.arange(23), batch_size=5), Cursor()
+    cursor.open(loader)
+    cursor.take(2)
+    again = Cursor()
+    again.load_state_dict({**cursor.state_dict(), "loader": None})
+    other = TensorLoader(torch.arange(23), batch_size=5)
+    again.open(other)
+    assert other.position == 2
+    assert again.take(1).batches[0].tolist() == [10, 11, 12, 13, 14]
+
+
+def test_a_changed_shuffle_is_refused_and_an_older_state_that_does_not_say_it_loads():
+    state = TensorLoader(torch.arange(23), batch_size=5, shuffle=True).state_dict()
+    with pytest.raises(ConfigError, match="shuffle was True"):
+        TensorLoader(torch.arange(23), batch_size=5).load_state_dict(state)
+    del state["shuffle"]
+    TensorLoader(torch.arange(23), batch_size=5, shuffle=True).load_state_dict(state)

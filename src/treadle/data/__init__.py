@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from treadle.data.cursor import Cursor, Group, steps_per_epoch
+from treadle.data.mapped import MappedLoader
 from treadle.data.order import GlobalOrder
 from treadle.data.ranks import RankBatchSampler, rank_and_worker, shard_iterable
 from treadle.data.sources import Source, open_source
@@ -12,6 +13,7 @@ __all__ = [
     "Cursor",
     "GlobalOrder",
     "Group",
+    "MappedLoader",
     "RankBatchSampler",
     "Source",
     "TensorLoader",

@@ -11,7 +11,9 @@ from treadle import distributed
 from treadle.data.order import GlobalOrder
 from treadle.errors import ConfigError
 
-_SETTINGS = ("num_samples", "global_batch_size", "num_replicas", "shuffle", "seed", "drop_last")
+_SETTINGS = (
+    "num_samples", "global_batch_size", "num_replicas", "shuffle", "seed", "drop_last", "chunk_rows", "window_chunks",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def lengths_of_ranks(length: int | None, *, certain: bool, order: GlobalOrder | 
     Raises:
         ConfigError: the ranks share their data by different orders.
     """
-    settings = [0] * len(_SETTINGS) if order is None else [int(getattr(order, name)) for name in _SETTINGS]
+    settings = [0] * len(_SETTINGS) if order is None else [int(getattr(order, name, 0)) for name in _SETTINGS]
     own = [-1 if length is None else length, int(certain and length is not None), int(order is not None), *settings]
     rows = numbers_of_ranks(own)
     _refuse_other_orders([row[3:] for row in rows if row[2]])

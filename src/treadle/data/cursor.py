@@ -17,6 +17,7 @@ from treadle.data.agreement import Lengths, lengths_of_ranks
 from treadle.data.elastic import Place, find_place, mismatches, refuse_other_workers
 from treadle.data.order import in_global_order
 from treadle.data.sources import Source, generators_of, open_source, samplers_of
+from treadle.errors import ConfigError
 from treadle.seed import RngState, mix_seed
 
 _log = logging.getLogger("treadle.data")
@@ -212,6 +213,7 @@ class Cursor:
         group = Group()
         if self.ended:
             return group
+        self._check_buffers(count)
         source = self._the_source()
         while len(group.batches) < count and not self.ended:
             assert self._iterator is not None, "open() comes first"
@@ -237,6 +239,16 @@ class Cursor:
             self._iterator = None
             self.warn(source.warnings(resuming=False))
         return group
+
+    def _check_buffers(self, count: int) -> None:
+        """Refuses a group whose later batches would be written over its first ones."""
+        num_buffers = getattr(self._loader, "num_buffers", None)
+        if isinstance(num_buffers, int) and count > num_buffers:
+            raise ConfigError(
+                f"num_buffers={num_buffers}: a step of {count} micro-batches needs {count} sets of tensors, or the "
+                f"last ones are written over the first; pass num_buffers={count} to the {type(self._loader).__name__}, "
+                "or None for new tensors"
+            )
 
     def _end_with_the_first(self, group: Group, count: int) -> None:
         """Gives up what other ranks have no micro-batch for, and ends the epoch on all of them."""
@@ -288,8 +300,9 @@ class Cursor:
         self.epoch = 0
 
     def close(self) -> None:
-        """Ends workers; the position stays and the epoch can be reopened."""
-        if not self._num_workers or self._source is None:
+        """Ends workers and threads; the position stays and the epoch can be reopened."""
+        in_background = self._num_workers or getattr(self._loader, "in_background", False)
+        if not in_background or self._source is None:
             return
         if self._iterator is not None:
             self._loaded = self.state_dict()

@@ -12,6 +12,8 @@ from torch import Tensor
 from treadle.errors import ConfigError
 from treadle.seed import mix_seed
 
+_CUTS = ("global_batch_size", "num_replicas", "drop_last")  # how an order is cut into batches
+
 
 @dataclass(frozen=True)
 class GlobalOrder:
@@ -101,12 +103,13 @@ class GlobalOrder:
 
     def same_samples(self, saved: Mapping[str, Any]) -> bool:
         """Returns whether the order is that of a description, whatever the batches."""
-        names = ("num_samples", "shuffle", "seed") if self.shuffle else ("num_samples", "shuffle")
-        return all(saved[name] == getattr(self, name) for name in names)
+        aside = {*_CUTS, "start", "consumed"} if self.shuffle else {*_CUTS, "start", "consumed", "seed"}
+        before = {name: value for name, value in saved.items() if name not in aside}
+        return before == {name: value for name, value in self.describe().items() if name not in aside}
 
     def same_batches(self, saved: Mapping[str, Any]) -> bool:
         """Returns whether the batches are those of a description, if the order is."""
-        return all(saved[name] == getattr(self, name) for name in ("global_batch_size", "num_replicas", "drop_last"))
+        return all(saved[name] == getattr(self, name) for name in _CUTS)
 
 
 class InGlobalOrder(Protocol):

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from treadle.data.indexed import IndexedReader, draw_as_workers_do_when_they_start, is_known
+from treadle.data.rows import RowLoader
 from treadle.errors import ConfigError
 
 
@@ -106,6 +107,9 @@ class _Stateful:
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
         if skip and state is not None:
             self.loader.load_state_dict(state)
+            return iter(self.loader)
+        if isinstance(self.loader, RowLoader):
+            self.loader.pass_over(skip)
             return iter(self.loader)
         _draw_for_running_workers(self.loader)
         return _passed_over(iter(self.loader), skip)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from treadle import distributed as ranks
-from treadle.data.order import GlobalOrder, check_batch_size
-from treadle.data.ranks import check_rank
+from treadle.data.order import GlobalOrder
+from treadle.data.rows import Read, RowLoader, one_number_of_rows
 from treadle.errors import ConfigError
 
 
-class TensorLoader:
+class TensorLoader(RowLoader):
     """Yields batches of rows of one or several tensors.
 
     The order of an epoch depends on the seed and the epoch alone, and it is the same on every device. Nothing is drawn
@@ -23,17 +23,26 @@ class TensorLoader:
     On several ranks, every rank reads all rows unless ``distributed`` is set or a part is named: then each reads its
     part of every batch, as with :class:`RankBatchSampler`, and needs all rows in its memory.
 
+    With ``num_buffers``, batches are written in turn into that many sets of tensors, whose addresses never change, and
+    nothing is allocated: batch t of an epoch into set t modulo ``num_buffers``. A short batch is the first rows of its
+    set. A batch is then valid only until ``num_buffers`` more are drawn: who keeps one, a hook for example, keeps a
+    copy. Accumulation over k micro-batches needs k sets; fewer are refused.
+
     Args:
-        tensors: equal first dimensions (N, ...), any dtypes.
+        tensors: equal first dimensions (N, ...), any dtypes; or one mapping of names to such tensors.
         batch_size: rows in a batch of one rank, >= 1.
         shuffle: a new order for each epoch.
         seed: seeds the orders.
         drop_last: leave a short last batch out.
         device: where the tensors are kept and batches come from; None leaves them where they are.
+        num_buffers: sets of tensors that batches are written into, >= 1; None makes new tensors.
         global_batch_size: instead of ``batch_size``, rows in a batch of all ranks together.
         distributed: share the rows among all ranks of the process group.
         rank: which part is read here, instead of the process group's.
         num_replicas: how many share the rows, instead of the process group's.
+
+    Yields:
+        A tensor (B, ...) if there is one; otherwise a tuple of them, or a dict with the names of the mapping.
 
     Raises:
         ConfigError: no tensors, different numbers of rows, or a number outside its range.
@@ -44,116 +53,107 @@ class TensorLoader:
         [[0, 1], [2, 3], [4]]
     """
 
-    exact_length = True  # the cursor may trust len(): an epoch has exactly as many batches
-
     def __init__(
         self,
-        *tensors: Tensor,
+        *tensors: Tensor | Mapping[str, Tensor],
         batch_size: int | None = None,
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
         device: torch.device | str | None = None,
+        num_buffers: int | None = None,
         global_batch_size: int | None = None,
         distributed: bool = False,
         rank: int | None = None,
         num_replicas: int | None = None,
     ):
-        if not tensors:
-            raise ConfigError("TensorLoader: give at least one tensor")
-        rows = [len(tensor) for tensor in tensors]
-        if len(set(rows)) > 1:
-            raise ConfigError(f"TensorLoader: the tensors have {rows} rows; all must have the same number")
-        check_batch_size(batch_size, global_batch_size, owner="TensorLoader")
-        check_rank(rank, num_replicas)
-        self.tensors = tuple(tensor if device is None else tensor.to(device) for tensor in tensors)
-        self.num_rows = rows[0]
-        self.batch_size = batch_size
-        self.global_batch_size = global_batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
-        self.epoch = 0
-        self.position = 0
-        self.last_rows: Tensor | range = range(0)  # of the batch that was given last: a view, nothing is read
-        self._distributed = distributed
-        self._part = None if rank is None or num_replicas is None else (rank, num_replicas)
-        self._start = 0
+        self.names, found = named_or_not(tensors, owner="TensorLoader")
+        super().__init__(
+            one_number_of_rows([len(tensor) for tensor in found], owner="TensorLoader"),
+            batch_size=batch_size,
+            global_batch_size=global_batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            distributed=distributed,
+            rank=rank,
+            num_replicas=num_replicas,
+        )
+        _check_buffers(num_buffers, found)
+        self.tensors = tuple(tensor if device is None else tensor.to(device) for tensor in found)
+        self.num_buffers = num_buffers
+        self._buffers: dict[int, tuple[Tensor, ...]] = {}
 
-    @property
-    def order(self) -> GlobalOrder:
-        """The order and how it is cut; read anew each time, since a process group may be started later."""
-        _, replicas = self._rank_of()
-        size = self.global_batch_size if self.batch_size is None else self.batch_size * replicas
-        assert size is not None, "the constructor checks it"
-        return GlobalOrder(self.num_rows, size, replicas, self.shuffle, self.seed, self.drop_last)
-
-    def _rank_of(self) -> tuple[int, int]:
-        if self._part is not None:
-            return self._part
-        return (ranks.rank(), ranks.world_size()) if self._distributed else (0, 1)
-
-    def __len__(self) -> int:
-        """Returns the batches of a whole epoch."""
-        return self.order.num_batches()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch whose order the next pass has; a pass that ends goes on to the next epoch by itself."""
-        self.epoch = epoch
-        self.start_at(0)
-
-    def start_at(self, consumed: int) -> None:
-        """Lets the next pass give what follows the first ``consumed`` rows of its epoch."""
-        self._start = consumed
-        self.position = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yields the rest of the epoch: all of it, unless a state was loaded."""
-        order, (rank, _) = self.order, self._rank_of()
+    @contextlib.contextmanager
+    def _reading(self, order: GlobalOrder, ahead: Iterator[range]) -> Iterator[Read]:
         rows = order.rows(self.epoch)
         if rows is not None:  # drawn on the CPU, so that the order is the same on every device
             rows = rows.to(self.tensors[0].device, non_blocking=True)
-        while self.position < order.num_batches(self._start):
-            part = order.part(self.position, rank, self._start)
-            self.position += 1
-            yield self._batch(rows, part)
-        self.set_epoch(self.epoch + 1)
+        yield lambda part: self._batch(rows, part, order)
 
-    def _batch(self, rows: Tensor | None, part: range) -> Any:
+    def _batch(self, rows: Tensor | None, part: range, order: GlobalOrder) -> Any:
+        outs = self._outs(len(part), order)
         if rows is None:
             self.last_rows = part
-            batch = tuple(tensor[part.start : part.stop] for tensor in self.tensors)
+            batch = [tensor[part.start : part.stop] for tensor in self.tensors]
+            if outs is not None:
+                batch = [out.copy_(piece) for out, piece in zip(outs, batch, strict=True)]
         else:
             self.last_rows = picked = rows[part.start : part.stop]
-            batch = tuple(tensor.index_select(0, picked.to(tensor.device)) for tensor in self.tensors)
-        return batch[0] if len(batch) == 1 else batch
+            indices = [picked.to(tensor.device) for tensor in self.tensors]
+            places: Sequence[Tensor | None] = [None] * len(indices) if outs is None else outs
+            pairs = zip(self.tensors, indices, places, strict=True)
+            batch = [torch.index_select(tensor, 0, index, out=out) for tensor, index, out in pairs]
+        return packed(self.names, batch)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns epoch and position, and what they refer to."""
-        return {"epoch": self.epoch, "position": self.position, "start": self._start, **self._refers_to()}
+    def _outs(self, count: int, order: GlobalOrder) -> list[Tensor] | None:
+        """Returns where the next batch is written; all of a set, or its first rows."""
+        if self.num_buffers is None:
+            return None
+        number = self.position % self.num_buffers
+        if number not in self._buffers:
+            # An uneven batch, or a short one that takes the one before it in, gives a rank one row more.
+            most = -(-(order.global_batch_size + order.num_replicas - 1) // order.num_replicas)
+            self._buffers[number] = tuple(tensor.new_empty((most, *tensor.shape[1:])) for tensor in self.tensors)
+        return [buffer[:count] for buffer in self._buffers[number]]
 
-    def _refers_to(self) -> dict[str, Any]:
-        order = self.order
-        return {
-            "num_rows": self.num_rows,
-            "batch_size": order.global_batch_size,  # of all ranks: a state of one process is as it always was
-            "seed": self.seed,
-            "num_replicas": order.num_replicas,
-        }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes to a stored position.
+def named_or_not(given: Sequence[Any], *, owner: str) -> tuple[tuple[str, ...] | None, list[Any]]:
+    """Returns names and values of one mapping, or None and the values that were given one by one.
 
-        Raises:
-            ConfigError: the rows, the batch size, the seed or the ranks are others, so the position means other data.
-        """
-        for name, now in self._refers_to().items():
-            saved = state_dict.get(name, 1 if name == "num_replicas" else None)
-            if saved != now:
-                raise ConfigError(
-                    f"TensorLoader: {name} was {saved} when the state was saved and is now {now}; keep it, or start "
-                    "the epoch afresh"
-                )
-        self.epoch = int(state_dict["epoch"])
-        self.start_at(int(state_dict.get("start", 0)))
-        self.position = int(state_dict["position"])
+    Raises:
+        ConfigError: a mapping stands beside others.
+
+    Example:
+        >>> named_or_not([{"x": 1}], owner="TensorLoader"), named_or_not([1, 2], owner="TensorLoader")
+        ((('x',), [1]), (None, [1, 2]))
+    """
+    if len(given) == 1 and isinstance(given[0], Mapping):
+        return tuple(given[0]), list(given[0].values())
+    if any(isinstance(one, Mapping) for one in given):
+        raise ConfigError(f"{owner}: give one mapping of names to tensors and nothing beside it, or tensors alone")
+    return None, list(given)
+
+
+def packed(names: tuple[str, ...] | None, batch: Sequence[Tensor]) -> Any:
+    """Returns a batch in the form the tensors were given in: a dict, a tensor, or a tuple.
+
+    Example:
+        >>> packed(None, [1]), packed(None, [1, 2]), packed(("x",), [1])
+        (1, (1, 2), {'x': 1})
+    """
+    if names is not None:
+        return dict(zip(names, batch, strict=True))
+    return batch[0] if len(batch) == 1 else tuple(batch)
+
+
+def _check_buffers(num_buffers: int | None, tensors: Sequence[Tensor]) -> None:
+    if num_buffers is None:
+        return
+    if num_buffers < 1:
+        raise ConfigError(f"num_buffers={num_buffers!r}: must be at least 1 set of tensors, or None for new tensors")
+    if any(tensor.requires_grad for tensor in tensors):
+        raise ConfigError(
+            f"num_buffers={num_buffers}: a tensor that requires gradients cannot be written into a buffer; pass it "
+            "detached, or num_buffers=None"
+        )

@@ -1,0 +1,155 @@
+"""MappedLoader: rows of arrays that are larger than memory, read in chunks by a thread, resumed without reading."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treadle.data.order import GlobalOrder
+from treadle.data.rows import Read, RowLoader, one_number_of_rows
+from treadle.data.tensors import named_or_not, packed
+from treadle.data.window_reader import RowArray, WindowReader
+from treadle.data.windows import WindowedOrder, Windows
+from treadle.errors import ConfigError
+
+_CHUNK_BYTES = 2**20
+
+
+class MappedLoader(RowLoader):
+    """Yields batches of rows of arrays on disk, which a thread reads one window ahead.
+
+    The rows are cut into chunks of neighbours, since a disk reads neighbours many times faster than single rows. A
+    window is some chunks; two windows are in memory, never more: one that batches are taken from and one that is being
+    read. Batches go on across their borders.
+
+    With ``shuffle`` the chunks come in a new order each epoch, and the rows are mixed within each window. That is less
+    than a shuffle of all rows: neighbours of one chunk come within one window. Where neighbours are alike (sorted by
+    class, or cut from one recording), small chunks and many of them in a window mix better and read slower. The order
+    depends on the seed and the epoch alone; nothing is drawn from the global random generators.
+
+    The state is an epoch and a position; a resume reads nothing but the window that it stands in. On several ranks it
+    shares rows as :class:`TensorLoader` does; each rank reads the windows whole.
+
+    Args:
+        arrays: equal first dimensions (N, ...): NumPy arrays, ``np.memmap``, tensors on the CPU such as
+            ``torch.from_file`` makes, slices of safetensors files, or other arrays with a shape and slices of rows; or
+            one mapping of names to such arrays.
+        batch_size: rows in a batch of one rank, >= 1.
+        chunk_rows: rows that are read at once, >= 1; None takes about 1 MiB.
+        window_chunks: chunks of a window, >= 1.
+        shuffle: a new order for each epoch.
+        seed: seeds the orders.
+        drop_last: leave a short last batch out.
+        device: where windows go and batches come from; None is the CPU.
+        global_batch_size: instead of ``batch_size``, rows in a batch of all ranks together.
+        distributed: share the rows among all ranks of the process group.
+        rank: which part is read here, instead of the process group's.
+        num_replicas: how many share the rows, instead of the process group's.
+
+    Yields:
+        New tensors (B, ...), in the form of :class:`TensorLoader`. What goes wrong while reading is raised at the
+        batch that needs it.
+
+    Raises:
+        ConfigError: no arrays, different numbers of rows, numbers that torch does not have, or a setting outside its
+            range.
+
+    Example:
+        >>> import numpy as np
+        >>> loader = MappedLoader(np.arange(5), batch_size=2, chunk_rows=3, window_chunks=1)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1], [2, 3], [4]]
+    """
+
+    in_background = True  # the cursor ends the thread when training ends
+
+    def __init__(
+        self,
+        *arrays: Any,
+        batch_size: int | None = None,
+        chunk_rows: int | None = None,
+        window_chunks: int = 16,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        device: torch.device | str | None = None,
+        global_batch_size: int | None = None,
+        distributed: bool = False,
+        rank: int | None = None,
+        num_replicas: int | None = None,
+    ):
+        self.names, found = named_or_not(arrays, owner="MappedLoader")
+        self.arrays = [RowArray.of(array, f"array {number}") for number, array in enumerate(found)]
+        super().__init__(
+            one_number_of_rows([array.num_rows for array in self.arrays], owner="MappedLoader"),
+            batch_size=batch_size,
+            global_batch_size=global_batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            distributed=distributed,
+            rank=rank,
+            num_replicas=num_replicas,
+        )
+        self.chunk_rows = _rows_of_a_chunk(self.arrays) if chunk_rows is None else chunk_rows
+        self.window_chunks = window_chunks
+        for name, value in (("chunk_rows", self.chunk_rows), ("window_chunks", window_chunks)):
+            if value < 1:
+                raise ConfigError(f"{name}={value!r}: must be at least 1")
+        self.device = torch.device("cpu" if device is None else device)
+        self._pass: weakref.ref[Generator[Any, None, None]] | None = None
+
+    def _order_of(self, size: int, replicas: int) -> GlobalOrder:
+        if not self.shuffle:  # 0, 1, 2, ... is the same order whatever the chunks
+            return super()._order_of(size, replicas)
+        settings = (self.num_rows, size, replicas, self.shuffle, self.seed, self.drop_last)
+        return WindowedOrder(*settings, chunk_rows=self.chunk_rows, window_chunks=self.window_chunks)
+
+    def _refers_to(self) -> dict[str, Any]:
+        chunks = {"chunk_rows": self.chunk_rows, "window_chunks": self.window_chunks} if self.shuffle else {}
+        return super()._refers_to() | chunks
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the rest of the epoch: all of it, unless a state was loaded. A pass that was not ended is closed."""
+        self.close()
+        opened = super().__iter__()
+        assert isinstance(opened, Generator)
+        self._pass = weakref.ref(opened)  # a pass that nobody holds any more ends its thread
+        return opened
+
+    def close(self) -> None:
+        """Ends the pass and its thread. The position stays, and the next pass goes on from it."""
+        running = None if self._pass is None else self._pass()
+        if running is not None:
+            running.close()
+
+    @contextlib.contextmanager
+    def _reading(self, order: GlobalOrder, ahead: Iterator[range]) -> Iterator[Read]:
+        windows = Windows(
+            self.num_rows, chunk_rows=self.chunk_rows, window_chunks=self.window_chunks, shuffle=self.shuffle,
+            seed=self.seed, epoch=self.epoch,
+        )  # fmt: skip
+        asked = (number for part in ahead for number, _ in windows.spans(part))
+        needed = (number for number, _ in itertools.groupby(asked))
+        with contextlib.closing(WindowReader(self.arrays, windows, needed, self.device)) as reader:
+            yield lambda part: self._batch(reader, windows, part)
+
+    def _batch(self, reader: WindowReader, windows: Windows, part: range) -> Any:
+        taken = [reader.take(number, span) for number, span in windows.spans(part)]
+        self.last_rows = _joined([rows for _, rows in taken])
+        return packed(self.names, [_joined(pieces) for pieces in zip(*(tensors for tensors, _ in taken), strict=True)])
+
+
+def _joined(pieces: Any) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+
+
+def _rows_of_a_chunk(arrays: list[RowArray]) -> int:
+    widest = max((array.dtype.itemsize * torch.Size(array.shape).numel() for array in arrays), default=1)
+    return max(1, _CHUNK_BYTES // max(1, widest))

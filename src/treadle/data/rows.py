@@ -1,0 +1,169 @@
+"""What the loaders of whole rows share: which rows a rank reads in which batch, and a position that is two numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from treadle import distributed as ranks
+from treadle.data.order import GlobalOrder, check_batch_size
+from treadle.data.ranks import check_rank
+from treadle.errors import ConfigError
+
+Read = Callable[[range], Any]  # places in the order of the epoch -> a batch
+
+
+class RowLoader:
+    """Yields batches of rows in a global order; where the rows are is the subclass's affair.
+
+    Args:
+        num_rows: N.
+        batch_size: rows in a batch of one rank, >= 1.
+        global_batch_size: instead, rows in a batch of all ranks together.
+        shuffle: a new order for each epoch.
+        seed: seeds the orders.
+        drop_last: leave a short last batch out.
+        distributed: share the rows among all ranks of the process group.
+        rank: which part is read here, instead of the process group's.
+        num_replicas: how many share the rows, instead of the process group's.
+
+    Attributes:
+        epoch: whose order the next pass has.
+        position: batches given since the epoch was entered.
+        last_rows: the rows of the batch that was given last.
+
+    Raises:
+        ConfigError: a number is outside its range.
+    """
+
+    exact_length = True  # the cursor may trust len(): an epoch has exactly as many batches
+
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        batch_size: int | None,
+        global_batch_size: int | None,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        distributed: bool,
+        rank: int | None,
+        num_replicas: int | None,
+    ):
+        check_batch_size(batch_size, global_batch_size, owner=type(self).__name__)
+        check_rank(rank, num_replicas)
+        self.num_rows = num_rows
+        self.batch_size = batch_size
+        self.global_batch_size = global_batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.position = 0
+        self.last_rows: Tensor | range = range(0)  # a view, nothing is read
+        self._distributed = distributed
+        self._part = None if rank is None or num_replicas is None else (rank, num_replicas)
+        self._start = 0
+
+    @property
+    def order(self) -> GlobalOrder:
+        """The order and how it is cut; read anew each time, since a process group may be started later."""
+        _, replicas = self._rank_of()
+        size = self.global_batch_size if self.batch_size is None else self.batch_size * replicas
+        assert size is not None, "the constructor checks it"
+        return self._order_of(size, replicas)
+
+    def _order_of(self, size: int, replicas: int) -> GlobalOrder:
+        return GlobalOrder(self.num_rows, size, replicas, self.shuffle, self.seed, self.drop_last)
+
+    def _rank_of(self) -> tuple[int, int]:
+        if self._part is not None:
+            return self._part
+        return (ranks.rank(), ranks.world_size()) if self._distributed else (0, 1)
+
+    def __len__(self) -> int:
+        """Returns the batches of a whole epoch."""
+        return self.order.num_batches()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch whose order the next pass has; a pass that ends goes on to the next epoch by itself."""
+        self.epoch = epoch
+        self.start_at(0)
+
+    def start_at(self, consumed: int) -> None:
+        """Lets the next pass give what follows the first ``consumed`` rows of its epoch."""
+        self._start = consumed
+        self.position = 0
+
+    def pass_over(self, batches: int) -> None:
+        """Lets the next pass leave out that many batches, without reading them."""
+        self.position = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the rest of the epoch: all of it, unless a state was loaded."""
+        order, (rank, _) = self.order, self._rank_of()
+        parts = [self.position, order.num_batches(self._start)]
+        ahead = (order.part(number, rank, self._start) for number in range(*parts))
+        with self._reading(order, ahead) as read:
+            while self.position < parts[1]:
+                batch = read(order.part(self.position, rank, self._start))
+                self.position += 1
+                yield batch
+        self.set_epoch(self.epoch + 1)
+
+    def _reading(self, order: GlobalOrder, ahead: Iterator[range]) -> contextlib.AbstractContextManager[Read]:
+        """Opens an epoch: what is entered reads one batch; ``ahead`` tells what will be asked for."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns epoch and position, and what they refer to."""
+        return {"epoch": self.epoch, "position": self.position, "start": self._start, **self._refers_to()}
+
+    def _refers_to(self) -> dict[str, Any]:
+        order = self.order
+        return {
+            "num_rows": self.num_rows,
+            "batch_size": order.global_batch_size,  # of all ranks: a state of one process is as it always was
+            "seed": self.seed,
+            "num_replicas": order.num_replicas,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes to a stored position.
+
+        Raises:
+            ConfigError: rows, batches, order or ranks are others, so the position means other data.
+        """
+        was_implied = {"num_replicas": 1, "shuffle": self.shuffle}  # what older states do not say
+        for name, now in self._refers_to().items():
+            saved = state_dict.get(name, was_implied.get(name))
+            if saved != now:
+                raise ConfigError(
+                    f"{type(self).__name__}: {name} was {saved} when the state was saved and is now {now}; keep it, or "
+                    "start the epoch afresh"
+                )
+        self.epoch = int(state_dict["epoch"])
+        self.start_at(int(state_dict.get("start", 0)))
+        self.position = int(state_dict["position"])
+
+
+def one_number_of_rows(rows: list[int], *, owner: str) -> int:
+    """Returns the number of rows that all have.
+
+    Raises:
+        ConfigError: there is nothing, or the numbers differ.
+
+    Example:
+        >>> one_number_of_rows([3, 3], owner="TensorLoader")
+        3
+    """
+    if not rows:
+        raise ConfigError(f"{owner}: give at least one tensor")
+    if len(set(rows)) > 1:
+        raise ConfigError(f"{owner}: the tensors have {rows} rows; all must have the same number")
+    return rows[0]

@@ -1,0 +1,208 @@
+"""Reads windows of rows from arrays that are larger than memory, one ahead, in a thread."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from treadle.data.windows import Windows
+from treadle.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RowArray:
+    """Rows that can be read in slices: of a NumPy array, a memory map, a tensor, or a slice of a safetensors file.
+
+    Attributes:
+        array: what is sliced.
+        num_rows: N.
+        shape: of one row.
+        dtype: of the tensors that rows are read into.
+
+    Example:
+        >>> RowArray.of(np.zeros((4, 2), dtype=np.float32), "array 0").dtype
+        torch.float32
+    """
+
+    array: Any
+    num_rows: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, array: Any, name: str) -> RowArray:
+        """Looks at an array, without reading more than one row.
+
+        Raises:
+            ConfigError: it cannot be sliced, or torch has no such numbers.
+        """
+        # A slice of a safetensors file has no attribute `shape`.
+        shape = tuple(array.get_shape() if hasattr(array, "get_shape") else getattr(array, "shape", ()))
+        if not shape or not hasattr(array, "__getitem__"):
+            raise ConfigError(
+                f"{name} is a {type(array).__name__} without rows: pass a NumPy array or memory map, a tensor, a slice "
+                "of a safetensors file, or another array with a shape and slices of rows"
+            )
+        if isinstance(array, Tensor):
+            return cls(array, shape[0], shape[1:], array.dtype)
+        sample = array[0:1]
+        return cls(array, shape[0], shape[1:], sample.dtype if isinstance(sample, Tensor) else _dtype_of(sample, name))
+
+    def read_into(self, out: Tensor, rows: range) -> None:
+        """Copies neighbouring rows into ``out``, contiguous, on the CPU.
+
+        Raises:
+            OSError: the array gives another number of rows.
+        """
+        piece = self.array[rows.start : rows.stop]
+        if len(piece) != len(rows):
+            raise OSError(f"rows {rows.start} to {rows.stop - 1} were asked for and {len(piece)} came: is it cut off?")
+        # NumPy copies without the interpreter's lock, and without a pool of threads for this thread alone.
+        if isinstance(piece, Tensor):
+            np.copyto(_bytes(out), _bytes(piece.detach().contiguous()))
+        else:
+            np.copyto(out.numpy(), piece)
+
+
+def _dtype_of(sample: NDArray[Any], name: str) -> torch.dtype:
+    native = sample.dtype.newbyteorder("=")  # FITS files have the other order, which copying undoes
+    try:
+        return torch.from_numpy(np.empty(0, native)).dtype
+    except TypeError as error:
+        raise ConfigError(f"{name} has dtype {sample.dtype}, which torch does not have; convert it first") from error
+
+
+def _bytes(tensor: Tensor) -> NDArray[Any]:
+    flat: NDArray[Any] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+@dataclass(frozen=True)
+class _Window:
+    number: int
+    tensors: list[Tensor]
+    rows: Tensor  # on the CPU, in the order they are given
+    mixed: Tensor | None  # beside the tensors
+
+
+class WindowReader:
+    """Gives rows of windows, and reads the window after the one in use meanwhile; never more than these two.
+
+    What goes wrong in the thread is raised where the rows are asked for.
+
+    Args:
+        arrays: equally many rows.
+        windows: of an epoch.
+        needed: the windows that will be asked for, in this order.
+        device: where the windows go.
+
+    Example:
+        >>> windows = Windows(4, chunk_rows=2, window_chunks=1, shuffle=False, seed=0, epoch=0)
+        >>> reader = WindowReader([RowArray.of(np.arange(4), "array 0")], windows, iter([0, 1]), torch.device("cpu"))
+        >>> reader.take(1, range(2))[0]
+        [tensor([2, 3])]
+        >>> reader.close()
+    """
+
+    def __init__(self, arrays: Sequence[RowArray], windows: Windows, needed: Iterator[int], device: torch.device):
+        self.arrays = arrays
+        self.windows = windows
+        self.device = device
+        self._needed = needed
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="treadle-rows")
+        self._closed = False
+        self._current: _Window | None = None
+        self._ahead: Future[_Window] | None = None
+        self._to_device = None if device.type == "cpu" else _ToDevice(device)
+
+    def take(self, number: int, span: range) -> tuple[list[Tensor], Tensor]:
+        """Returns rows of a window in new tensors, and which they are.
+
+        Args:
+            number: the window; one of ``needed``, not before those asked for already.
+            span: places in the window.
+        """
+        while self._current is None or self._current.number != number:
+            self._current = None  # freed before the one after the next is begun
+            loaded = (self._ahead or self._begin()).result()
+            self._ahead = self._begin()
+            self._current = loaded
+            if self._to_device is not None:
+                self._to_device.hand_over(loaded)
+        window = self._current
+        picked = slice(span.start, span.stop)
+        if window.mixed is None:
+            return [tensor[picked].clone() for tensor in window.tensors], window.rows[picked]
+        return [tensor.index_select(0, window.mixed[picked]) for tensor in window.tensors], window.rows[picked]
+
+    def _begin(self) -> Any:
+        number = next(self._needed, None)
+        return None if number is None else self._thread.submit(self._read, number)
+
+    def _read(self, number: int) -> _Window:
+        chunks, mixed = self.windows.chunks(number), self.windows.mixed(number)
+        ends = list(itertools.accumulate(map(len, chunks), initial=0))
+        allocate = _allocate if self._to_device is None else self._to_device.staging
+        tensors = []
+        for index, array in enumerate(self.arrays):
+            tensors.append(allocate((ends[-1], *array.shape), array.dtype, index))
+            for chunk, start in zip(chunks, ends, strict=False):
+                if self._closed:
+                    raise CancelledError
+                array.read_into(tensors[-1][start : start + len(chunk)], chunk)
+        window = _Window(number, tensors, self.windows.rows(number), mixed)
+        return window if self._to_device is None else self._to_device.copied(window)
+
+    def close(self) -> None:
+        """Ends the thread, after the chunk that it is reading."""
+        self._closed = True
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._current, self._ahead = None, None
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, _index: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+class _ToDevice:
+    """Copies windows to an accelerator from pinned memory that is used again, on a stream of its own, in the thread."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._pinned: dict[int, Tensor] = {}
+        self._stream: Any = None
+
+    def staging(self, shape: tuple[int, ...], dtype: torch.dtype, index: int) -> Tensor:
+        """Returns pinned memory for one array; what it held is on the device by now."""
+        kept = self._pinned.get(index)
+        if kept is None or len(kept) < shape[0]:
+            kept = self._pinned[index] = torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+        return kept[: shape[0]]
+
+    def copied(self, window: _Window) -> _Window:
+        """Returns the window on the device; waits for the copies, in the thread."""
+        if self.device.type != "cuda":
+            tensors = [tensor.to(self.device) for tensor in window.tensors]
+            mixed = None if window.mixed is None else window.mixed.to(self.device)
+            return _Window(window.number, tensors, window.rows, mixed)
+        self._stream = self._stream or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            tensors = [tensor.to(self.device, non_blocking=True) for tensor in window.tensors]
+            mixed = None if window.mixed is None else window.mixed.to(self.device, non_blocking=True)
+        self._stream.record_event().synchronize()
+        return _Window(window.number, tensors, window.rows, mixed)
+
+    def hand_over(self, window: _Window) -> None:
+        """Keeps the memory from being used again before the stream that reads it now is done."""
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            for tensor in (*window.tensors, *([] if window.mixed is None else [window.mixed])):
+                tensor.record_stream(stream)
