@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +12,13 @@ from treadle.astro.config import TrainingConfig
 from treadle.astro.sequences import collate_sequences
 
 
-def build_loader(dataset: Dataset[Any], training: TrainingConfig, *, shuffle: bool = True) -> DataLoader[Any]:
+def build_loader(
+    dataset: Dataset[Any],
+    training: TrainingConfig,
+    *,
+    shuffle: bool = True,
+    batch_sampler: Iterable[list[int]] | None = None,
+) -> DataLoader[Any]:
     """Makes a loader of padded batches.
 
     Memory is pinned where CUDA is there to copy from it; without workers nothing persists or is prefetched.
@@ -20,6 +27,7 @@ def build_loader(dataset: Dataset[Any], training: TrainingConfig, *, shuffle: bo
         dataset: gives sequences, as `encode_sequence` makes them.
         training: batch size, workers and their options.
         shuffle: a new order each epoch, drawn from the global generator.
+        batch_sampler: gives the indices of each batch, instead of the batch size and ``shuffle``.
 
     Returns:
         A loader of what `collate_sequences` makes.
@@ -30,15 +38,15 @@ def build_loader(dataset: Dataset[Any], training: TrainingConfig, *, shuffle: bo
         >>> next(iter(loader))["tokens"].tolist()
         [[1, 2, 0], [1, 5, 2]]
     """
-    workers: dict[str, Any] = {}
+    options: dict[str, Any] = {"batch_size": training.batch_size, "shuffle": shuffle}
+    if batch_sampler is not None:
+        options = {"batch_sampler": batch_sampler}
     if training.num_workers:
-        workers = {"persistent_workers": training.persistent_workers, "prefetch_factor": training.prefetch_factor}
+        options |= {"persistent_workers": training.persistent_workers, "prefetch_factor": training.prefetch_factor}
     return DataLoader(
         dataset,
-        batch_size=training.batch_size,
-        shuffle=shuffle,
         num_workers=training.num_workers,
         pin_memory=training.pin_memory and torch.cuda.is_available(),
         collate_fn=collate_sequences,
-        **workers,
+        **options,
     )

@@ -15,6 +15,7 @@ from treadle.astro.survey_tokens import ScalarDropout, Sequences, SurveyTokenize
 from treadle.astro.surveys import Survey, load_surveys
 from treadle.astro.tokenizer_files import load_tokenizers
 from treadle.cli.astro_config import AstroRunConfig
+from treadle.cli.ranks import by_rank_0, shared_batches
 from treadle.cli.split_config import DataConfig
 from treadle.datasets.splits import split_by_group
 from treadle.errors import CheckpointError
@@ -55,14 +56,19 @@ class AstroData:
             self.sequences["train"], self.tokenizers.vocab(), share=config.hidden_scalars,
             scalars_last=config.scalars_last,
         )  # fmt: skip
-        return build_loader(dataset, config.training)
+        return _loader(dataset, config, shuffle=True)
 
     def loader(self, part: str, config: AstroRunConfig) -> DataLoader[Any]:
         """Returns a loader of a part: every sequence once in each order that was trained on, nothing hidden."""
         dataset: Any = list(self.sequences[part])
         if config.scalars_last:
             dataset += [move_scalars_last(sequence, self.tokenizers.vocab()) for sequence in self.sequences[part]]
-        return build_loader(dataset, config.training, shuffle=False)
+        return _loader(dataset, config, shuffle=False)
+
+
+def _loader(dataset: Any, config: AstroRunConfig, *, shuffle: bool) -> DataLoader[Any]:
+    batches = shared_batches(dataset, config.training.batch_size, shuffle=shuffle, seed=config.seed)
+    return build_loader(dataset, config.training, shuffle=shuffle, batch_sampler=batches.get("batch_sampler"))
 
 
 def split_surveys(config: DataConfig) -> tuple[Surveys, Surveys, Surveys]:
@@ -94,7 +100,7 @@ def prepare_data(config: AstroRunConfig, stored: Path | None) -> AstroData:
         ImportError: scikit-learn is not installed.
     """
     train, val, test = split_surveys(config.data)
-    tokenizers = _fit(config, train) if stored is None else _load_or_fit(stored, config, train)
+    tokenizers = by_rank_0(lambda: _fit(config, train) if stored is None else _load_or_fit(stored, config, train))
     repeats = vars(config.repeats)
     sequences = {
         "train": [s for name, survey in train.items() for s in tokenizers.encode(survey) * repeats[name]],

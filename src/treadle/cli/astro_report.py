@@ -18,6 +18,7 @@ from treadle.cli.astro_config import AstroRunConfig, loss_line
 from treadle.cli.astro_data import TOKENIZERS, AstroData
 from treadle.cli.astro_page import draw_and_write
 from treadle.cli.astro_pictures import question_name
+from treadle.cli.ranks import ranks_line
 from treadle.cli.start_block import device_line, precision_line, print_block
 from treadle.data import steps_per_epoch
 from treadle.hooks.files import to_json
@@ -46,6 +47,7 @@ def print_start(
         "loss": loss_line(config.to_dict()),
         "schedule": f"{training.epochs} epochs of {steps} steps, batches of {training.batch_size}, learning rate "
         f"{training.learning_rate:g} after {training.warmup_steps} steps of warm-up, seed {config.seed}",
+        **ranks_line(training.parallel),
         "start": start,
     }  # fmt: skip
     print_block(lines, console)

@@ -25,8 +25,8 @@ from treadle.cli.astro_config import FLAGS, FREE, AstroRunConfig
 from treadle.cli.astro_data import TOKENIZERS, AstroData, prepare_data
 from treadle.cli.astro_report import finish_run, print_results, print_start
 from treadle.cli.console import as_settings
-from treadle.cli.launch import refuse_ranks
 from treadle.cli.overrides import apply_overrides
+from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of
 from treadle.cli.run_folder import explain_changes, finished_metrics, readable, set_aside, stored_json, writable
 from treadle.cli.settings import changes
 from treadle.cli.start_block import cpu_threads, print_settings
@@ -63,7 +63,7 @@ class AstroRun:
 
 def run_astro(
     settings: Sequence[str], *, out: Path, device: str | None, resume: bool, results: Console, messages: Console
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Trains, or goes on training, evaluates and writes the run folder; a finished run shows its results.
 
     Args:
@@ -75,7 +75,7 @@ def run_astro(
         messages: where progress goes.
 
     Returns:
-        What ``metrics.json`` holds.
+        What ``metrics.json`` holds; None on other ranks than the first.
 
     Raises:
         ConfigError: a setting is wrong, or not that of the run in this folder.
@@ -83,15 +83,16 @@ def run_astro(
         NonFiniteError: training diverged.
         ImportError: a package is missing; the message names what to install.
     """
-    refuse_ranks("astro")
-    run = AstroRun(read_settings(settings, device), out, get_device(device), messages)
-    finished = finished_metrics(out, run.config.to_dict(), needed=["checkpoints/best.pt"]) if resume else None
+    run = AstroRun(read_settings(settings, device), out, device_of_rank(device), messages)
+    needed = ["checkpoints/best.pt"]
+    finished = by_rank_0(lambda: finished_metrics(out, run.config.to_dict(), needed=needed) if resume else None)
     if finished is not None:
         print_results(finished, out, results)
         return finished
     with cpu_threads(run.config.threads):
         metrics = _run(run, resume=resume, explicit=device is not None)
-    print_results(metrics, out, results)
+    if metrics is not None:
+        print_results(metrics, out, results)
     return metrics
 
 
@@ -109,16 +110,27 @@ def show_settings(settings: Sequence[str], device: str | None, console: Console)
     print_settings(read_settings(settings, device), console, hidden=FLAGS)
 
 
-def _run(run: AstroRun, *, resume: bool, explicit: bool) -> dict[str, Any]:
-    goes_on = _goes_on(run, resume=resume)
+def _run(run: AstroRun, *, resume: bool, explicit: bool) -> dict[str, Any] | None:
+    goes_on = by_rank_0(lambda: _goes_on(run, resume=resume))
     data = prepare_data(run.config, run.out / TOKENIZERS if goes_on else None)
     trainer = build_trainer(run, data)
-    _ready_folder(run, data, goes_on=goes_on)
+    by_rank_0(lambda: _ready_folder(run, data, goes_on=goes_on))
     start = f"goes on from the newest checkpoint in {run.checkpoints}" if goes_on else "fresh"
     print_start(run.config, data, trainer, start=start, explicit=explicit, console=run.messages)
     fit(trainer, run.config, data)
-    load_model_state(trainer.model, load_weights(run.checkpoints / "best.pt"))
-    return finish_run(run.config, data, trainer, run.out)
+    alone = after_ranks(trainer, lambda: _reopen(run, data))
+    if alone is None:
+        return None
+    load_model_state(alone.model, load_weights(run.checkpoints / "best.pt"))
+    return finish_run(run.config, data, alone, run.out)
+
+
+def _reopen(run: AstroRun, data: AstroData) -> AstroTrainer:
+    """Returns the trainer of a run that has ended on several ranks, in one process."""
+    config = dataclasses.replace(run.config, training=dataclasses.replace(run.config.training, parallel=None))
+    trainer = build_trainer(dataclasses.replace(run, config=config), data)
+    trainer.train(val_loader=data.loader("val", config), resume_from="auto")  # it has no epoch left to train
+    return trainer
 
 
 def build_trainer(run: AstroRun, data: AstroData) -> AstroTrainer:
@@ -128,7 +140,8 @@ def build_trainer(run: AstroRun, data: AstroData) -> AstroTrainer:
         ConfigError: a setting is wrong.
     """
     config, tokenizers = run.config, data.tokenizers
-    vocab, training = tokenizers.vocab(), dataclasses.replace(config.training, seed=config.seed)
+    vocab, parallel = tokenizers.vocab(), parallel_of(config.training.parallel)
+    training = dataclasses.replace(config.training, seed=config.seed, parallel=parallel)
     set_seed(config.seed)
     with as_settings("model"):
         model = CausalTransformerLM(vocab.vocab_size, vocab.n_types, **vars(config.model), max_len=data.longest)

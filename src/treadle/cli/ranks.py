@@ -76,8 +76,8 @@ def ranks_line(parallel: str | None) -> dict[str, str]:
         return {}
     spread = {None: "one model", "ddp": "replicas (ddp)", "fsdp": "a sharded model (fsdp)"}[parallel_of(parallel)]
     return {
-        "ranks": f"{distributed.world_size()}, {spread}; a batch is that of all ranks together, so steps and schedule are "
-        "those of one process; the first rank prints and writes, and goes on alone after the training"
+        "ranks": f"{distributed.world_size()}, {spread}; a batch is that of all ranks together, so steps and schedule "
+        "are those of one process; the first rank prints and writes, and goes on alone after the training"
     }
 
 
@@ -139,6 +139,22 @@ def by_rank_0(work: Callable[[], Result]) -> Result:
     if refusal is not None:
         raise ConfigError(refusal)
     return result  # type: ignore[no-any-return]
+
+
+def rank_0_first(work: Callable[[], Result]) -> Result:
+    """Does a piece of work on every rank, on the first one before the others: they find what it has written.
+
+    Raises:
+        ConfigError: rank 0 did; on all ranks.
+        CheckpointError: rank 0 raised another error; on all ranks.
+
+    Example:
+        >>> rank_0_first(lambda: 1)
+        1
+    """
+    results: list[Result] = []
+    by_rank_0(lambda: results.append(work()))
+    return results[0] if results else work()
 
 
 def after_ranks(trainer: Result, reopen: Callable[[], Result]) -> Result | None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from treadle.cli.settings import changes
 from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks.files import next_free
 
@@ -45,7 +46,9 @@ def finished_metrics(out: Path, settings: Mapping[str, Any], *, needed: Collecti
         True
     """
     found = stored_json(out / "metrics.json")
-    if found is None or found.get("config") != settings or not all((out / name).exists() for name in needed):
+    if found is None or not all((out / name).exists() for name in needed):
+        return None
+    if changes(found.get("config") or {}, settings):  # a setting that is newer than the run counts as None
         return None
     _log.info("%s is finished; --no-resume would start it afresh", out)
     return found
