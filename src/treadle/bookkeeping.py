@@ -108,7 +108,7 @@ def note_output(engine: Engine, output: StepOutput) -> None:
     if engine.term_totals is not None and loss is not None:
         # It is one share of the step's loss. A mean of shares times their number is their sum, and weights of one over
         # their number let every step count once.
-        shares = len(engine.group.batches) * distributed.world_size()
+        shares = len(engine.group.batches) * engine.num_ranks
         loss, weight = loss * shares, 1.0 / shares
     records = map_nested_tensor(Tensor.detach, output.records) if output.records else {}
     weight = weight.detach() if isinstance(weight, Tensor) else weight

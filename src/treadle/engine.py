@@ -356,6 +356,7 @@ class Engine:
         self.exchange: GradientExchange = gradient_exchange(self.model)
         self.guard = finite_guard(self)
         self._prepared = True
+        self.num_ranks = distributed.world_size()
 
     def state_dict(self, *, buffers: HostBuffers | None = None, parts: bool = False) -> dict[str, Any]:
         """Returns the whole training state as plain values and CPU copies, in ``buffers`` if given; see ``state``."""
@@ -376,8 +377,10 @@ class Engine:
     # -- events ---------------------------------------------------------------------------------------------------
 
     def emit(self, event: str, *args: Any) -> None:
-        """Calls one event of every hook, in order."""
-        for hook in self.hooks:
+        """Calls one event of every hook, in order; in a run's steps, of those that do something at it."""
+        if self.listening and self.listened != self.hooks:
+            session.listen(self)  # hooks came or went
+        for hook in self.listening.get(event, self.hooks):
             getattr(hook, event)(self, *args)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -11,7 +11,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from treadle.distributed import is_dtensor, local
 
-
 _WHOLE = {Tensor}
 
 

@@ -14,7 +14,7 @@ from treadle.ema import Ema
 from treadle.errors import ConfigError
 from treadle.failure import failing_by_name
 from treadle.guard import FiniteGuard, RefusalPlan, skips_on_device
-from treadle.hooks.base import BaseHook
+from treadle.hooks.base import STEP_EVENTS, BaseHook, listeners
 from treadle.optim import uncovered_parameters
 from treadle.rank_state import separate_streams
 from treadle.startup import start_block
@@ -94,6 +94,7 @@ def training_session(engine: Engine) -> Iterator[None]:
             for hook in engine.hooks:
                 opened.append(hook)
                 hook.on_before_train(engine)
+            listen(engine)
             engine.model.train()
             yield
     except BaseException as error:
@@ -103,7 +104,14 @@ def training_session(engine: Engine) -> Iterator[None]:
         engine.cursor.close()
         engine.eval_cursor.close()
         engine.exchange.close()
+        engine.listening = {}  # outside a run, all are called
         close_hooks(engine, opened, failure)
+
+
+def listen(engine: Engine) -> None:
+    """Finds which hooks do something in a step, so that in each step the others are not called."""
+    engine.listened = list(engine.hooks)
+    engine.listening = {event: listeners(engine.listened, event) for event in STEP_EVENTS}
 
 
 def close_hooks(engine: Engine, opened: list[BaseHook], failure: BaseException | None) -> None:
@@ -158,7 +166,7 @@ def ranks_stop(engine: Engine) -> bool:
 
 def leave_after_step(engine: Engine) -> None:
     """As :func:`leave_on_signal`, by what the ranks told each other in the step: nothing more is exchanged."""
-    if distributed.world_size() == 1:
+    if engine.num_ranks == 1:
         leave_on_signal(engine)
     elif engine.exit_plans:
         _leave(engine, int(max((signal for signal, _ in engine.heard), default=0)))

@@ -30,6 +30,7 @@ class GroupWeights:
         device: where weights on a device are reduced over ranks.
         undivided: gradients are summed, not averaged (the task divided by its totals already).
         largest: micro-batches of a whole group, equal on all ranks; by default ``size``.
+        num_ranks: of the run; by default as many as the process group has.
         notices: what ranks tell each other on the last of these occasions.
 
     Attributes:
@@ -50,6 +51,7 @@ class GroupWeights:
         device: torch.device,
         undivided: bool = False,
         largest: int | None = None,
+        num_ranks: int | None = None,
         notices: Callable[[], Sequence[float]] = tuple,
     ):
         self.size = size
@@ -65,7 +67,8 @@ class GroupWeights:
         self._first: float | Tensor = 0.0
         self._reference: float | Tensor | None = None
         self._reduction: str | None = None
-        self._ranks = distributed.world_size()
+        self._ranks = distributed.world_size() if num_ranks is None else num_ranks
+        self._alone = size == 1 and self._ranks == 1
         self._anybody = False
 
     def scaled(self, output: StepOutput) -> Tensor | None:
@@ -93,10 +96,6 @@ class GroupWeights:
         self.undivided |= output.reduction == "sum"
         self.num_losses += 1
         self.total = self.total + weight
-
-    @property
-    def _alone(self) -> bool:
-        return self.size == 1 and self._ranks == 1
 
     def _agree(self, weight: float | Tensor) -> None:
         """Finds the reference, and on several ranks everything else that must be the same on all of them."""

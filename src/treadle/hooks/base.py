@@ -43,7 +43,7 @@ with a step whose gradient is not finite.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -65,6 +65,9 @@ EVENTS = (
     "on_state_dict",
     "on_load_state_dict",
 )
+
+
+STEP_EVENTS = ("on_before_step", "on_before_optimizer_step", "on_after_step")
 
 
 class BaseHook:
@@ -146,6 +149,17 @@ def reaches_hooks(method: Callable[..., None], event: str) -> Callable[..., None
         trainer.hooks_served = False
         method(trainer, records, dry_run)
         if not trainer.hooks_served:
+def listeners(hooks: Sequence[BaseHook], event: str) -> list[BaseHook]:
+    """Returns the hooks that do something at an event, in order: whose class, or they themselves, have it replaced.
+
+    Example:
+        >>> listeners([BaseHook()], "on_after_step")
+        []
+    """
+    nothing = getattr(BaseHook, event)
+    return [hook for hook in hooks if getattr(getattr(hook, event), "__func__", None) is not nothing]
+
+
             trainer.hooks_served = True
             trainer.emit(event, records, dry_run)
 
