@@ -69,7 +69,7 @@ def start_attempt(engine: Engine, group: Group) -> tuple[dict[str, Any], GroupWe
     engine.term_totals = _sum_term_counts(engine, group.batches)
     weights = GroupWeights(
         len(group.batches), device=engine.device, undivided=engine.term_totals is not None,
-        largest=engine.accumulation_steps, notices=lambda: notices(engine),
+        largest=engine.accumulation_steps, num_ranks=engine.num_ranks, notices=lambda: notices(engine),
     )  # fmt: skip
     return engine.step_info, weights
 

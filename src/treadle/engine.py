@@ -152,6 +152,9 @@ class Engine:
         self.averages: dict[str, Ema] = {}
         self.state_parts: list[StatePart] = []
         self.exit_plans: list[ExitPlan] = []
+        self.num_ranks = 1
+        self.listening: dict[str, list[BaseHook]] = {}
+        self.listened: list[BaseHook] = []
         self.stray_parameters: list[nn.Parameter] = []
         self.epoch_means = RunningMeans()
         self.epoch_applied_steps = 0
@@ -353,10 +356,10 @@ class Engine:
         announce_running(self)
         self.averages = averages_of_hooks(self)
         self.base = FrozenBase(self.model)
+        self.num_ranks = distributed.world_size()
         self.exchange: GradientExchange = gradient_exchange(self.model)
         self.guard = finite_guard(self)
         self._prepared = True
-        self.num_ranks = distributed.world_size()
 
     def state_dict(self, *, buffers: HostBuffers | None = None, parts: bool = False) -> dict[str, Any]:
         """Returns the whole training state as plain values and CPU copies, in ``buffers`` if given; see ``state``."""
