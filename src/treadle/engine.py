@@ -165,6 +165,7 @@ class Engine:
         self.step_started = 0.0
         self.step_outputs: list[StepOutput] = []
         self.heard: list[list[float]] = []
+        self.notices: list[Callable[[], float]] = []
         self.writes: list[Callable[[], Any]] = []
         self.eval_cursor = Cursor()
         self.target = Target(max_steps=0)
@@ -337,6 +338,10 @@ class Engine:
             interrupted=session.interruption(self),
         )
 
+    def heard_of(self, notice: Callable[[], float]) -> list[float]:
+        """Returns what each rank told by a hook's notice in the present step; see ``BaseHook.notice``."""
+        return session.heard_of(self, notice)
+
     def request_write(self, write: Callable[[], Any]) -> None:
         """Asks for a file to be written once every hook has seen the step, so that hook order cannot matter."""
         self.writes.append(write)
@@ -356,6 +361,7 @@ class Engine:
         announce_running(self)
         self.averages = averages_of_hooks(self)
         self.base = FrozenBase(self.model)
+        self.notices = [notice for hook in self.hooks if (notice := hook.notice(self)) is not None]
         self.num_ranks = distributed.world_size()
         self.exchange: GradientExchange = gradient_exchange(self.model)
         self.guard = finite_guard(self)

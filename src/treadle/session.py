@@ -148,14 +148,23 @@ def check_before_training(engine: Engine) -> None:
         )  # fmt: skip
 
 
-def notices(engine: Engine) -> tuple[float, float]:
-    """Returns what this rank tells the others in each step: the signal that it received, and whether it is to stop."""
-    return float(engine.signals.received or 0), float(engine.should_stop)
+def notices(engine: Engine) -> list[float]:
+    """Returns what this rank tells the others in each step: a signal received, whether it is to stop, hooks' notices."""
+    own = [float(engine.signals.received or 0), float(engine.should_stop)]
+    return own + [notice() for notice in engine.notices]
+
+
+def heard_of(engine: Engine, notice: Callable[[], float]) -> list[float]:
+    """Returns what each rank told by a hook's notice in the present step."""
+    if distributed.world_size() == 1:
+        return [notice()]
+    column = 2 + engine.notices.index(notice)
+    return [told[column] for told in engine.heard]
 
 
 def stops_here(engine: Engine) -> bool:
     """Returns whether the run stops after this step, alike on all ranks: a stop counts once they have been told."""
-    return engine.should_stop if distributed.world_size() == 1 else any(stop for _, stop in engine.heard)
+    return engine.should_stop if engine.num_ranks == 1 else any(told[1] for told in engine.heard)
 
 
 def ranks_stop(engine: Engine) -> bool:
@@ -169,7 +178,7 @@ def leave_after_step(engine: Engine) -> None:
     if engine.num_ranks == 1:
         leave_on_signal(engine)
     elif engine.exit_plans:
-        _leave(engine, int(max((signal for signal, _ in engine.heard), default=0)))
+        _leave(engine, int(max((told[0] for told in engine.heard), default=0)))
 
 
 def interruption(engine: Engine) -> Callable[[], bool] | None:

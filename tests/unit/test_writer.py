@@ -46,7 +46,7 @@ def copy_of(live):
 def test_the_copy_is_taken_at_once_and_written_later():
     live, gate, writer = {"w": torch.zeros(3)}, Gate(), CheckpointWriter()
     writer.save(copy_of(live), gate.write)
-    assert not writer.landed
+    assert writer.writing
     live["w"].fill_(7.0)
     assert gate.began.wait(20)
     assert gate.trees == []

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treadle import distributed
 from treadle.astro.vocab import VocabSpec
+from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.store import link_checkpoint, save_checkpoint
 from treadle.errors import CheckpointError
 from treadle.hooks.base import BaseHook
@@ -53,10 +53,9 @@ class AstroFolder(RunFolder):
     def resume(self, source: str | Path | None) -> Path | None:
         """Loads what ``resume_from`` names, and gives an epoch its file if a kill left only ``best.pt`` of it."""
         found = super().resume(source)
-        if found is not None and found.name == "best.pt" and distributed.rank() == 0:
+        if found is not None and found.name == "best.pt":
             own = found.with_name(self._epoch_name())
-            if not own.exists():
-                link_checkpoint(found, own)
+            on_rank_0(lambda: None if own.exists() else link_checkpoint(found, own))
         return found
 
     def restore(self, tree: Mapping[str, Any], source: str | Path) -> None:
@@ -83,11 +82,11 @@ class AstroFolder(RunFolder):
 
     def write_epoch(self, *, improved: bool) -> None:
         """Writes the checkpoint of the epoch, and ``best.pt`` if it is the best; all ranks take part."""
-        if self.path is None:
+        folder, name = self.path, self._epoch_name()
+        if folder is None:
             return
         tree = self.engine.state_dict()
-        if distributed.rank() == 0:
-            write_best_and_last(tree, self.path, is_best=improved, last_name=self._epoch_name())
+        on_rank_0(lambda: write_best_and_last(tree, folder, is_best=improved, last_name=name))
 
     def write_step(self) -> None:
         """Writes the checkpoint of the present step; all ranks take part."""
@@ -97,7 +96,7 @@ class AstroFolder(RunFolder):
     def write(self, path: Path) -> Path:
         """Writes the present state to a file; all ranks take part."""
         tree = self.engine.state_dict()
-        return save_checkpoint(tree, path) if distributed.rank() == 0 else path
+        return on_rank_0(lambda: save_checkpoint(tree, path))
 
 
 class StepCheckpoints(BaseHook):

@@ -54,10 +54,11 @@ def together(group: dist.ProcessGroup | None, work: Callable[[], Result]) -> lis
     """
     if group is None:
         return [work()]
-    value, problem = None, None
+    value, problem, own = None, None, None
     try:
         value = work()
     except Exception as error:  # noqa: BLE001  (raised on all ranks below)
+        own = error
         problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {first_line(error)}"
     told: list[Any] = [None] * dist.get_world_size(group)
     try:
@@ -66,7 +67,7 @@ def together(group: dist.ProcessGroup | None, work: Callable[[], Result]) -> lis
         raise WriterLostError(f"a rank was lost while all worked on a checkpoint: {first_line(error)}") from error
     for rank, (_, theirs) in enumerate(told):
         if theirs is not None:
-            raise CheckpointError(f"rank {rank}: {theirs}")
+            raise CheckpointError(f"rank {rank}: {theirs}") from own
     return [result for result, _ in told]
 
 
@@ -80,8 +81,21 @@ def on_rank_0(work: Callable[[], Result]) -> Result:
         >>> on_rank_0(lambda: 1)
         1
     """
-    results = together(_deciders(), lambda: work() if distributed.rank() == 0 else None)
+    results = on_all_ranks(lambda: work() if distributed.rank() == 0 else None)
     return cast(Result, results[0])
+
+
+def on_all_ranks(work: Callable[[], Result]) -> list[Result]:
+    """Does a piece of work on every rank and returns all results, on every rank.
+
+    Raises:
+        CheckpointError: it failed on some rank; the same error on all.
+
+    Example:
+        >>> on_all_ranks(lambda: 1)
+        [1]
+    """
+    return together(_deciders(), work)
 
 
 def open_on_ranks(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -99,7 +113,7 @@ def open_on_ranks(path: str | os.PathLike[str]) -> dict[str, Any]:
         tree.update(open_checkpoint(path, share=(distributed.rank(), distributed.world_size())))
         return os.fspath(path)
 
-    paths = together(_deciders(), work)
+    paths = on_all_ranks(work)
     if len(set(paths)) > 1:
         raise CheckpointError(f"the ranks would resume from different checkpoints: {', '.join(sorted(set(paths)))}")
     return tree

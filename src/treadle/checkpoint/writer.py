@@ -53,9 +53,9 @@ class CheckpointWriter:
         weakref.finalize(self, _last_word, self._flights)
 
     @property
-    def landed(self) -> bool:
-        """Whether a write has ended that :meth:`wait` was not called for yet."""
-        return bool(self._flights) and not self._flights[0].is_alive()
+    def writing(self) -> bool:
+        """Whether a write is under way."""
+        return bool(self._flights) and self._flights[0].is_alive()
 
     def save(
         self,
@@ -85,10 +85,9 @@ class CheckpointWriter:
         self._buffers.reclaim()
         tree = collect(self._buffers)
         self._buffers.ready()
-        if not self._start(_Flight(tree, write, with_peers=with_peers)):
-            write(tree)
+        self._start(_Flight(tree, write, with_peers=with_peers))
 
-    def _start(self, flight: _Flight) -> bool:
+    def _start(self, flight: _Flight) -> None:
         if not self._warm:
             torch.save({}, io.BytesIO())  # an import under way in a thread would be locked for ever in a forked child
             self._warm = True
@@ -96,9 +95,8 @@ class CheckpointWriter:
             flight.begin()
         except RuntimeError as error:  # too many threads, or the interpreter is on its way out
             _log.warning("no thread for a background save (%s): this one is written in the foreground", error)
-            return False
+            flight.run()  # its error comes as that of a thread does, so that other ranks hear of it too
         self._flights.append(flight)
-        return True
 
     def wait(self) -> None:
         """Waits until what was asked for is written.
@@ -162,7 +160,7 @@ class _Flight:
         self._work: tuple[Callable[[Tree], object], Tree] | None = (write, tree)
         self._said: list[logging.LogRecord] = []
         self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, name="treadle-checkpoint", daemon=with_peers)
+        self.thread = threading.Thread(target=self.run, name="treadle-checkpoint", daemon=with_peers)
 
     def begin(self) -> None:
         _log.addFilter(self._keep)
@@ -172,7 +170,7 @@ class _Flight:
             _log.removeFilter(self._keep)
             raise
 
-    def _run(self) -> None:
+    def run(self) -> None:
         assert self._work is not None
         write, tree = self._work
         self._work = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from treadle import distributed
+from treadle.checkpoint.ranks import on_all_ranks, on_rank_0
 from treadle.checkpoint.store import link_checkpoint, save_checkpoint
 from treadle.engine import Engine
 from treadle.functional.files import BEST, HistoryFile, checkpoints_in, epoch_file
@@ -59,8 +59,8 @@ class NumberedFolder(RunFolder):
         """Gives the epoch its own file, if the run was killed after the best was written and before that."""
         assert self.path is not None
         own = epoch_file(self.path, self.engine.epoch)
-        if source.name == BEST and self._is_due() and not own.exists() and distributed.rank() == 0:
-            link_checkpoint(source, own)
+        if source.name == BEST and self._is_due():
+            on_rank_0(lambda: None if own.exists() else link_checkpoint(source, own))
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -99,17 +99,17 @@ class NumberedFolder(RunFolder):
         model = self.engine.model
         if has_save_pretrained(model):
             with scored_weights() if self.engine.scored == "ema" else contextlib.nullcontext():
-                write_pretrained(model, path)
+                on_all_ranks(lambda: write_pretrained(model, path))
 
     def write(self, path: Path, metric_value: float | None) -> None:
         """Writes one full checkpoint; the second of one epoch is a second name of the first. All ranks take part."""
         if self._written:
-            if distributed.rank() == 0 and self._written[0].exists():
-                link_checkpoint(self._written[0], path)
+            first = self._written[0]
+            on_rank_0(lambda: link_checkpoint(first, path) if first.exists() else None)
             return
         tree = self.engine.state_dict()
         if metric_value is not None:
             tree["best_metric"] = float(metric_value)
-        written = save_checkpoint(tree, path) if distributed.rank() == 0 else path
+        written = on_rank_0(lambda: save_checkpoint(tree, path))
         if self._written is not None:
             self._written.append(written)

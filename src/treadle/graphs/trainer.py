@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from treadle import distributed
+from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, save_checkpoint
 from treadle.device import get_device
@@ -306,7 +306,7 @@ class GraphTrainer:
         tree = self._engine.state_dict()
         if metrics is not None:
             tree["metrics"] = to_plain(dict(metrics), "metrics")
-        return save_checkpoint(tree, path) if distributed.rank() == 0 else path
+        return on_rank_0(lambda: save_checkpoint(tree, path))
 
     def load_checkpoint(self, path: str | Path, load_optimizer: bool = True) -> dict[str, Any]:
         """Restores a checkpoint in place.
@@ -337,7 +337,6 @@ class BestAndLast(RunFolder):
 
     def write_epoch(self, *, improved: bool) -> None:
         """Writes ``best.pt`` if it is the best, then ``last.pt``; all ranks take part."""
-        assert self.path is not None
-        tree = self.engine.state_dict()
-        if distributed.rank() == 0:
-            write_best_and_last(tree, self.path, is_best=improved)
+        folder, tree = self.path, self.engine.state_dict()
+        assert folder is not None
+        on_rank_0(lambda: write_best_and_last(tree, folder, is_best=improved))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from treadle.checkpoint.writer import CheckpointWriter
+from treadle.checkpoint.rank_writer import RankWriter
 from treadle.hooks.base import BaseHook
 
 if TYPE_CHECKING:
@@ -18,16 +19,20 @@ class BackgroundErrorHook(BaseHook):
         writer: writes the checkpoints.
 
     Example:
-        >>> hook = BackgroundErrorHook(CheckpointWriter())
+        >>> hook = BackgroundErrorHook(RankWriter())
     """
 
-    def __init__(self, writer: CheckpointWriter):
+    def __init__(self, writer: RankWriter):
         self._writer = writer
 
     def on_after_step(self, trainer: Engine) -> None:
         """Asks for the error, if a write has ended."""
-        if self._writer.landed:
+        if self._writer.ended(trainer.heard_of(self._writer.notice)):
             trainer.request_write(self._writer.wait)
+
+    def notice(self, trainer: Engine) -> Callable[[], float]:
+        """Tells the other ranks whether this one still writes."""
+        return self._writer.notice
 
     def wait_for_writes(self) -> None:
         """Waits for what is being written."""

@@ -35,9 +35,9 @@ the next one.
 
 `on_log`, `on_log_images`, `on_state_dict` and `on_load_state_dict` fire when asked for.
 
-A hook sees the engine as ``trainer``. Besides the eleven events it may *declare* four values, which the engine asks
-for and acts on itself: the averages it keeps, the checkpoint to resume from, what to do at a signal, and what to do
-with a step whose gradient is not finite.
+A hook sees the engine as ``trainer``. Besides the eleven events it may *declare* five values, which the engine asks
+for and acts on itself: the averages it keeps, the checkpoint to resume from, what to do at a signal, what to do with a
+step whose gradient is not finite, and what ranks tell each other for it in each step.
 """
 
 from __future__ import annotations
@@ -131,6 +131,14 @@ class BaseHook:
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
         """Returns what to do at a signal, or None; asked for when training starts."""
+        return None
+
+    def notice(self, trainer: Engine) -> Callable[[], float] | None:
+        """Returns what gives a number that ranks tell each other in each step, or None; asked for once.
+
+        ``trainer.heard_of`` gives the numbers of all ranks; nothing is exchanged for it but what a step exchanges
+        anyway. All ranks must answer alike.
+        """
         return None
 
     def wait_for_writes(self) -> None:

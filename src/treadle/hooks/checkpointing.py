@@ -13,9 +13,9 @@ from treadle import distributed
 from treadle.checkpoint.files import remove_link
 from treadle.checkpoint.lock import RunLock, check_free, run_lock
 from treadle.checkpoint.marker import is_whole, tidy, unfinished
+from treadle.checkpoint.rank_writer import RankWriter
 from treadle.checkpoint.ranks import on_rank_0, open_on_ranks, writers_group
 from treadle.checkpoint.store import Retention, find_latest, point_to, save_checkpoint
-from treadle.checkpoint.writer import CheckpointWriter
 from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks.base import BaseHook
 from treadle.hooks.files import in_workspace
@@ -94,8 +94,7 @@ class CheckpointingHook(BaseHook):
         self._lock = RunLock()
         self._background = background
         self._sharded = sharded
-        self._writer = CheckpointWriter()
-        self._in_flight = False  # a folder is written in the background; the same on all ranks
+        self._writer = RankWriter()
 
     def folder(self, trainer: Engine) -> Path:
         """Returns the folder of the checkpoints.
@@ -155,17 +154,15 @@ class CheckpointingHook(BaseHook):
 
     def on_after_step(self, trainer: Engine) -> None:
         """Asks for a checkpoint when one is due; it is written once every hook has seen the step."""
-        if self._landed(trainer):
+        if self._writer.ended(trainer.heard_of(self._writer.notice)):
             trainer.request_write(self.wait_for_writes)
         due = trainer.step % self.interval == 0 or trainer.is_last_step
         if due or (self.keep_interval and trainer.step % self.keep_interval == 0):
             trainer.request_write(lambda: self.save(trainer))
 
-    def _landed(self, trainer: Engine) -> bool:
-        """Returns whether a write has ended; one to which all ranks write, on all of them, so that all hear of it."""
-        if not self._in_flight:
-            return self._writer.landed
-        return not distributed.agree(int(not self._writer.landed))
+    def notice(self, trainer: Engine) -> Callable[[], float]:
+        """Tells the other ranks whether this one still writes, so that all hear of an error at the same step."""
+        return self._writer.notice
 
     def on_after_train(self, trainer: Engine) -> None:
         """Saves the last step of a run that was stopped early, and waits for what is being written."""
@@ -195,7 +192,6 @@ class CheckpointingHook(BaseHook):
         self._save(trainer, background=self._background)
 
     def _save_and_leave(self, trainer: Engine) -> None:
-        self._in_flight = False
         late = self._writer.settle()
         if late is not None:  # a state of the present step makes up for the one that failed
             trainer.logger.error("%s", late)
@@ -208,7 +204,6 @@ class CheckpointingHook(BaseHook):
         Raises:
             CheckpointError: it could not be written.
         """
-        self._in_flight = False
         try:
             self._writer.wait()
         except CheckpointError:
@@ -220,17 +215,14 @@ class CheckpointingHook(BaseHook):
         if self._saved_step == trainer.step:
             return
         if self._writes_folders(trainer):
-            self._in_flight = background
-            write = self._write_folder(trainer)
-            self._writer.save(
-                lambda buffers: trainer.state_dict(buffers=buffers, parts=True), write, background=background,
-                with_peers=distributed.world_size() > 1,
+            self._writer.save_folder(
+                lambda buffers: trainer.state_dict(buffers=buffers, parts=True), self._write_folder(trainer),
+                background=background,
             )  # fmt: skip
-        elif distributed.rank() != 0:
-            trainer.state_dict()  # what is spread over ranks is gathered
         else:
-            write = self._write_file(trainer)
-            self._writer.save(lambda buffers: trainer.state_dict(buffers=buffers), write, background=background)
+            self._writer.save_file(
+                lambda buffers: trainer.state_dict(buffers=buffers), self._write_file(trainer), background=background
+            )
         self._saved_step = trainer.step
 
     def _writes_folders(self, trainer: Engine) -> bool:

@@ -14,12 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from treadle import distributed
 from treadle.best import BestRule
-from treadle.checkpoint.ranks import open_on_ranks
+from treadle.checkpoint.rank_writer import RankWriter
+from treadle.checkpoint.ranks import on_rank_0, open_on_ranks
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import find_latest, load_checkpoint, save_checkpoint
-from treadle.checkpoint.writer import CheckpointWriter
 from treadle.device import get_device
 from treadle.ema import Ema
 from treadle.engine import Engine
@@ -89,7 +88,7 @@ class SpectraTrainer:
         self.val_loader = val_loader
         self.out_dir = Path(self.cfg.out_dir)
         self._resolved = False
-        self._writer = CheckpointWriter()
+        self._writer = RankWriter()
         self._selects = self._choose_selection()
         self._engine = self._build_engine(scheduler_interval, hooks, augmenter)
         rule = None
@@ -231,14 +230,11 @@ class SpectraTrainer:
         selection: Selection = "last"
         if self._selects:
             selection = "improved" if self._epochs.improved else "not improved"
-        if distributed.rank() != 0:
-            self._engine.state_dict()  # the ranks' generators are gathered
-        else:
-            self._writer.save(
-                lambda buffers: self._engine.state_dict(buffers=buffers),
-                lambda tree: write_epoch(tree, out_dir, selection),
-                background=self.cfg.background_saves,
-            )
+        self._writer.save_file(
+            lambda buffers: self._engine.state_dict(buffers=buffers),
+            lambda tree: write_epoch(tree, out_dir, selection),
+            background=self.cfg.background_saves,
+        )
 
     def save_checkpoint(self, epoch: int, is_best: bool) -> None:
         """Writes ``checkpoints/last.pt``, and ``checkpoints/best.pt`` if ``is_best``.
@@ -253,14 +249,13 @@ class SpectraTrainer:
             )
         self._writer.wait()
         tree = self._engine.state_dict()
-        if distributed.rank() == 0:
-            write_best_and_last(tree, self.out_dir / "checkpoints", is_best=is_best)
+        on_rank_0(lambda: write_best_and_last(tree, self.out_dir / "checkpoints", is_best=is_best))
 
     def save_weights_only(self, filename: str = "best_model.pt") -> Path:
         """Writes the weights that are evaluated (the average when it is on) as a plain state dict; all ranks call."""
         self._writer.wait()
         weights = to_plain(model_state(self.model) if self.ema is None else self.ema.export(self.model))
-        return save_checkpoint(weights, self.out_dir / filename) if distributed.rank() == 0 else self.out_dir / filename
+        return on_rank_0(lambda: save_checkpoint(weights, self.out_dir / filename))
 
     def load_checkpoint(self, path: str | Path) -> int:
         """Restores everything from a checkpoint and returns the next epoch's 1-based number.

@@ -1,0 +1,104 @@
+"""Checkpoints that all ranks ask for together: what fails on one of them raises on all, at the same point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from treadle import distributed
+from treadle.checkpoint.buffers import HostBuffers, LiveTensors
+from treadle.checkpoint.ranks import on_rank_0
+from treadle.checkpoint.writer import CheckpointWriter, Tree
+
+
+class RankWriter(CheckpointWriter):
+    """Writes one state at a time for all ranks: a file by rank 0, a folder of shards by every rank.
+
+    All ranks call every method at the same point. An error of a write in the background is told by :meth:`wait`, for
+    which every rank knows the moment from the notices of a step: see :meth:`ended`.
+
+    Example:
+        >>> from treadle.checkpoint.store import save_checkpoint
+        >>> writer = RankWriter()
+        >>> writer.save_file(lambda buffers: {"a": 1}, lambda tree: save_checkpoint(tree, "a.pt"), background=True)
+        >>> writer.wait()
+        >>> torch.load("a.pt", weights_only=True)
+        {'a': 1}
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._in_flight: Literal["file", "folder"] | None = None  # the same on all ranks
+
+    def notice(self) -> float:
+        """Returns what this rank tells the others in a step: 1.0 while it writes in the background, else 0.0."""
+        return float(self.writing)
+
+    def ended(self, notices: Sequence[float]) -> bool:
+        """Returns whether a write in the background has ended on all ranks and was not waited for yet.
+
+        Args:
+            notices: of all ranks, from a step that began after the write did.
+
+        Example:
+            >>> RankWriter().ended([0.0])
+            False
+        """
+        return self._in_flight is not None and not any(notices)
+
+    def save_file(
+        self, collect: Callable[[HostBuffers], Tree], write: Callable[[Tree], object], *, background: bool
+    ) -> None:
+        """Waits for the write before, makes the state on all ranks, and lets rank 0 write it.
+
+        Args:
+            collect: makes the state; called on every rank.
+            write: writes it; called on rank 0.
+            background: whether training goes on meanwhile; False waits for rank 0.
+
+        Raises:
+            CheckpointError: it could not be written, or the one before could not; on all ranks.
+        """
+        if not background:
+            self.save(collect, lambda tree: on_rank_0(lambda: write(tree)), background=False)
+            return
+        if distributed.rank() == 0:
+            self.save(collect, write)
+        else:
+            self.wait()
+            collect(LiveTensors())  # what is spread over ranks is gathered
+        self._in_flight = "file"
+
+    def save_folder(
+        self, collect: Callable[[HostBuffers], Tree], write: Callable[[Tree], object], *, background: bool
+    ) -> None:
+        """Waits for the write before, makes this rank's parts of the state, and writes them.
+
+        Args:
+            collect: makes them.
+            write: writes them together with the other ranks, and agrees on errors itself.
+            background: whether training goes on meanwhile.
+
+        Raises:
+            CheckpointError: they could not be written, or those before could not.
+        """
+        self.save(collect, write, background=background, with_peers=distributed.world_size() > 1)
+        self._in_flight = "folder" if background else None
+
+    def wait(self) -> None:
+        """Waits until what was asked for is written.
+
+        Raises:
+            CheckpointError: it could not be written; on all ranks. Raised once.
+        """
+        kind, self._in_flight = self._in_flight, None
+        if kind == "file":
+            on_rank_0(super().wait)
+        else:
+            super().wait()
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """As :meth:`CheckpointWriter.close`; after a failure nothing is exchanged with other ranks any more."""
+        if failure is not None:
+            self._in_flight = None
+        super().close(failure)
