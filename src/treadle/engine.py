@@ -356,13 +356,13 @@ class Engine:
 
     def prepare(self) -> None:
         """Collects what hooks declare, once; runs before any state is made or loaded."""
+        self.num_ranks = distributed.world_size()
         if self._prepared:
             return
         announce_running(self)
         self.averages = averages_of_hooks(self)
-        self.base = FrozenBase(self.model)
         self.notices = [notice for hook in self.hooks if (notice := hook.notice(self)) is not None]
-        self.num_ranks = distributed.world_size()
+        self.base = FrozenBase(self.model)
         self.exchange: GradientExchange = gradient_exchange(self.model)
         self.guard = finite_guard(self)
         self._prepared = True

@@ -149,14 +149,6 @@ class BaseHook:
         return None
 
 
-def reaches_hooks(method: Callable[..., None], event: str) -> Callable[..., None]:
-    """Wraps an overridden ``log`` so that every hook gets the records exactly once, whatever the override does."""
-
-    @functools.wraps(method)
-    def served(trainer: Any, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        trainer.hooks_served = False
-        method(trainer, records, dry_run)
-        if not trainer.hooks_served:
 def listeners(hooks: Sequence[BaseHook], event: str) -> list[BaseHook]:
     """Returns the hooks that do something at an event, in order: whose class, or they themselves, have it replaced.
 
@@ -168,6 +160,14 @@ def listeners(hooks: Sequence[BaseHook], event: str) -> list[BaseHook]:
     return [hook for hook in hooks if getattr(getattr(hook, event), "__func__", None) is not nothing]
 
 
+def reaches_hooks(method: Callable[..., None], event: str) -> Callable[..., None]:
+    """Wraps an overridden ``log`` so that every hook gets the records exactly once, whatever the override does."""
+
+    @functools.wraps(method)
+    def served(trainer: Any, records: Mapping[str, Any], dry_run: bool = False) -> None:
+        trainer.hooks_served = False
+        method(trainer, records, dry_run)
+        if not trainer.hooks_served:
             trainer.hooks_served = True
             trainer.emit(event, records, dry_run)
 
