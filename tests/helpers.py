@@ -148,5 +148,5 @@ class CountReads(TorchDispatchMode):
 OPTIONAL_PACKAGES = frozenset({
     "PIL", "astropy", "h5py", "hydra", "joblib", "matplotlib", "mlflow", "omegaconf", "pandas", "peft", "pyarrow",
     "rdkit", "rich", "safetensors", "scipy", "sklearn", "tensorboard", "tokenizers", "torch_geometric", "torchdata",
-    "transformers", "typer", "wandb", "yaml",
+    "trackio", "transformers", "typer", "wandb", "yaml",
 })  # fmt: skip

@@ -34,6 +34,8 @@ from treadle.hooks import (
     StuckRankHook,
     TensorBoardHook,
     ThroughputHook,
+    Tracker,
+    TrackioHook,
     WandbHook,
 )
 from treadle.means import Total, Weighted
@@ -41,6 +43,7 @@ from treadle.nested import flatten_nested_dict, key_average, map_nested_tensor
 from treadle.parallel import ParallelConfig, parallelize
 from treadle.seed import ReproducibilityContext, set_seed
 from treadle.task import StepOutput, Task
+from treadle.trackers import with_trackers
 from treadle.trainer import BaseTrainer
 
 __all__ = [
@@ -82,6 +85,8 @@ __all__ = [
     "TensorLoader",
     "ThroughputHook",
     "Total",
+    "Tracker",
+    "TrackioHook",
     "Trainer",
     "TreadleError",
     "WandbHook",
@@ -99,4 +104,5 @@ __all__ = [
     "shard_iterable",
     "steps_per_epoch",
     "verify_checkpoint",
+    "with_trackers",
 ]

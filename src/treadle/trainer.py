@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,7 @@ from treadle.hooks.base import BaseHook
 from treadle.observers import announce_building
 from treadle.precision import Precision
 from treadle.task import StepOutput, as_step_output
+from treadle.trackers import TrackerChoice, with_trackers
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -44,6 +45,7 @@ class BaseTrainer(Engine):
         state_dict_options: for sharded models.
         logger: by default ``treadle.trainer``.
         scheduler_interval: ``"step"`` or ``"epoch"``.
+        trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -83,6 +85,7 @@ class BaseTrainer(Engine):
         logger: logging.Logger | None = None,
         *,
         scheduler_interval: Literal["step", "epoch"] = "step",
+        trackers: str | Sequence[TrackerChoice] = (),
     ):
         if max_steps < 0:
             raise ConfigError(f"max_steps={max_steps!r}: must be >= 0 optimizer steps")
@@ -97,6 +100,8 @@ class BaseTrainer(Engine):
             logger=logger or logging.getLogger("treadle.trainer"),
         )
         self.max_steps = max_steps
+        self.trackers = trackers
+        with_trackers([], trackers)  # a wrong name is told here
         # Absolute, so that a hook given `trainer.workspace / "checkpoints"` does not put it below itself once more.
         self.workspace = None if workspace is None else Path(workspace).absolute()
         self.no_sync_accumulate = no_sync_accumulate
@@ -174,7 +179,7 @@ class BaseTrainer(Engine):
             self.lr_scheduler = self.build_lr_scheduler()
             self.grad_scaler = self.build_grad_scaler()
             self.precision = Precision(self.precision.name, self.device, scaler=self.grad_scaler)
-            self.hooks = list(self.build_hooks())
+            self.hooks = with_trackers(self.build_hooks(), self.trackers)
         super().prepare()
 
     def _syncs(self, *, last: bool) -> bool:

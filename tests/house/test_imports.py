@@ -34,12 +34,12 @@ LEVELS = {
     3: ["engine", "bookkeeping", "epoch_end", "capture"],
     # Hooks see the engine as an argument and never import it.
     4: ["hooks"],
-    5: ["trainer", "epochs", "selection", "run_folder"],
+    5: ["trainer", "epochs", "selection", "run_folder", "trackers"],
     6: ["functional", *PACKS],
     7: ["cli", "__main__"],
 }  # fmt: skip
 # A hook may build on these, which are no hooks themselves.
-SHARED_BY_HOOKS = {"base", "reporting", "tracking", "files"}
+SHARED_BY_HOOKS = {"base", "reporting", "tracking", "values", "files"}
 # The parts of a pack that must be usable without any trainer: torch, numpy and their own pack, of the core the errors.
 STANDALONE = {
     "model", "encoder", "losses", "metrics", "masks", "vocab", "codebooks", "tokenizers", "layers", "encodings",

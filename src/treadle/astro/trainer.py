@@ -45,6 +45,7 @@ from treadle.optim import check_scheduler, move_optimizer_state
 from treadle.parallel import spread
 from treadle.precision import PrecisionName
 from treadle.seed import mix_seed
+from treadle.trackers import TrackerChoice, with_trackers
 
 _log = logging.getLogger("treadle.astro")
 
@@ -74,6 +75,7 @@ class AstroTrainer:
         scheduler: None builds the warm-up and cosine of `cosine_schedule_with_warmup`.
         scheduler_interval: ``"step"`` (applied steps) or ``"epoch"``, for a given scheduler.
         hooks: further hooks.
+        trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         eval_seed: seeds evaluations, and with the number of a batch its positions.
 
     Attributes:
@@ -118,6 +120,7 @@ class AstroTrainer:
         scheduler: LRScheduler | None = None,
         scheduler_interval: Literal["step", "epoch"] = "step",
         hooks: Sequence[BaseHook] = (),
+        trackers: str | Sequence[TrackerChoice] = (),
         eval_seed: int = 0,
     ):
         self.config = training_settings(config)
@@ -139,7 +142,7 @@ class AstroTrainer:
             self.device, vocab, codebooks=codebooks, config=loss_config, use_ce=use_ce, draw_seed=self._draw_seed,
             own_loss=self.compute_loss if overridden else None, compiled=compile_model,
         )  # fmt: skip
-        all_hooks = [*self._own_hooks(output_dir, hooks), *hooks]
+        all_hooks = [*self._own_hooks(output_dir, hooks), *with_trackers(hooks, trackers)]
         self._engine = self._build_engine(
             device, precision, interval=scheduler_interval, hooks=all_hooks, eval_seed=eval_seed
         )

@@ -42,6 +42,7 @@ from treadle.hooks.progress import ProgressHook
 from treadle.optim import check_scheduler
 from treadle.parallel import ParallelConfig, spread
 from treadle.precision import in_full_precision
+from treadle.trackers import TrackerChoice, with_trackers
 
 _log = logging.getLogger("treadle.functional")
 Callback = Callable[[Any, int, dict[str, Any]], object]
@@ -59,6 +60,7 @@ class Trainer:
         device: None takes CUDA, then MPS, then the CPU.
         scheduler: stepped per epoch, or per applied step with ``training.scheduler_step_per_batch``.
         hooks: further hooks.
+        trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         eval_seed: seeds the random numbers of every evaluation.
         metrics: torchmetrics objects, a collection or a dict of them; reported as ``eval_<name>``.
         parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
@@ -85,6 +87,7 @@ class Trainer:
         scheduler: LRScheduler | ReduceLROnPlateau | None = None,
         *,
         hooks: Sequence[BaseHook] = (),
+        trackers: str | Sequence[TrackerChoice] = (),
         eval_seed: int = 0,
         metrics: Any = None,
         parallel: ParallelConfig | str | None = None,
@@ -104,7 +107,7 @@ class Trainer:
         own_eval = OverriddenEvalTask if self._overrides("eval_step") else EvalTask
         self._eval_task = own_eval(self, EpochMetrics(metrics, self.device))
         self._history_file = HistoryFile(lambda: self._epochs.history)
-        self._engine = self._build_engine(device, hooks, eval_seed)
+        self._engine = self._build_engine(device, with_trackers(hooks, trackers), eval_seed)
         self._folder = NumberedFolder(self._engine, self._save_checkpoint, self._history_file)
         self._epochs = FaceEpochs(
             self._engine, self._eval_task, evaluate=self.evaluate if self._overrides("evaluate") else None

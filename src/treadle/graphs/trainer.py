@@ -44,6 +44,7 @@ from treadle.hooks.progress import ProgressHook
 from treadle.optim import check_scheduler, move_optimizer_state
 from treadle.parallel import ParallelConfig, spread
 from treadle.run_folder import RunFolder, write_best_and_last
+from treadle.trackers import TrackerChoice, with_trackers
 
 _log = logging.getLogger("treadle.graphs")
 _epoch_log = logging.getLogger("treadle.graphs.epochs")  # of its own, for those who show epochs in another way
@@ -70,6 +71,7 @@ class GraphTrainer:
         scheduler_interval: ``"epoch"`` or ``"step"`` (applied steps).
         max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None: none.
         hooks: further hooks.
+        trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         eval_seed: seeds the random numbers of every evaluation.
         parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
 
@@ -114,6 +116,7 @@ class GraphTrainer:
         scheduler_interval: Literal["step", "epoch"] = "epoch",
         max_non_finite_grad_retries: int | None = None,
         hooks: Sequence[BaseHook] = (),
+        trackers: str | Sequence[TrackerChoice] = (),
         eval_seed: int = 0,
         parallel: ParallelConfig | str | None = None,
     ):
@@ -140,7 +143,7 @@ class GraphTrainer:
             grad_clip=grad_clip,
             accumulation_steps=accumulation_steps,
             max_non_finite_grad_retries=max_non_finite_grad_retries,
-            hooks=[*self._own_hooks(checkpoint_dir, log_every, hooks), *hooks],
+            hooks=[*self._own_hooks(checkpoint_dir, log_every, hooks), *with_trackers(hooks, trackers)],
             eval_seed=eval_seed,
             logger=_log,
         )

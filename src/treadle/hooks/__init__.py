@@ -13,6 +13,7 @@ from treadle.hooks.logging import LoggingHook
 from treadle.hooks.memory import CudaMaxMemoryHook
 from treadle.hooks.mlflow import MlflowHook
 from treadle.hooks.nonfinite import NonFiniteHook
+from treadle.hooks.own_tracker import Tracker
 from treadle.hooks.profiler import ProfilerHook
 from treadle.hooks.progress import ProgressHook
 from treadle.hooks.sessionlog import SessionLogHook
@@ -20,6 +21,7 @@ from treadle.hooks.signals import SignalHook
 from treadle.hooks.steplog import StepLogHook
 from treadle.hooks.tensorboard import TensorBoardHook
 from treadle.hooks.throughput import ThroughputHook
+from treadle.hooks.trackio import TrackioHook
 from treadle.hooks.wandb import WandbHook
 from treadle.hooks.watchdog import StuckRankHook
 
@@ -44,5 +46,7 @@ __all__ = [
     "StuckRankHook",
     "TensorBoardHook",
     "ThroughputHook",
+    "Tracker",
+    "TrackioHook",
     "WandbHook",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,3 +88,49 @@ def to_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+class RunNotes:
+    """What a tracker keeps in the workspace to go on with its run: the run's id, and the last step that it was sent.
+
+    Args:
+        workspace: where the files lie; None keeps nothing.
+        name: of the tracker; the files are ``<name>_run_id`` and ``<name>_last_step``.
+
+    Example:
+        >>> RunNotes(None, "wandb").run_id is None
+        True
+    """
+
+    def __init__(self, workspace: Path | None, name: str):
+        self.workspace = workspace
+        self.id_file = f"{name}_run_id"
+        self.step_file = f"{name}_last_step"
+
+    @property
+    def run_id(self) -> str | None:
+        """The id that was kept, or None."""
+        return self._text(self.id_file) or None
+
+    def keep(self, run_id: str) -> None:
+        """Keeps the id of the run."""
+        if self.workspace is not None:
+            self.workspace.mkdir(parents=True, exist_ok=True)
+            (self.workspace / self.id_file).write_text(f"{run_id}\n", encoding="utf-8")
+
+    def last_step(self, run_id: str) -> int:
+        """Returns the last step that was sent to a run, as far as it was noted; -1 if none was."""
+        noted, _, step = self._text(self.step_file).rpartition(" ")
+        return int(step) if noted == run_id and step.isdigit() else -1
+
+    def note(self, run_id: str, step: int) -> None:
+        """Notes the last step that was sent."""
+        if self.workspace is not None:
+            # Replaced, so that a killed process leaves the old note or the new one; not synced, at each log point.
+            temporary = self.workspace / f".{self.step_file}.tmp"
+            temporary.write_text(f"{run_id} {step}\n", encoding="utf-8")
+            os.replace(temporary, self.workspace / self.step_file)
+
+    def _text(self, name: str) -> str:
+        path = None if self.workspace is None else self.workspace / name
+        return path.read_text(encoding="utf-8").strip() if path is not None and path.is_file() else ""

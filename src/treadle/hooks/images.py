@@ -11,7 +11,8 @@ from treadle import distributed
 from treadle.errors import ConfigError
 from treadle.hooks.base import BaseHook
 from treadle.hooks.files import in_workspace
-from treadle.hooks.tracking import Guard, as_image, require
+from treadle.hooks.tracking import Guard
+from treadle.hooks.values import as_image, require
 from treadle.nested import flatten_nested_dict
 
 if TYPE_CHECKING:

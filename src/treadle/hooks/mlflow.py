@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from treadle.errors import ConfigError
-from treadle.hooks.tracking import TrackerHook, flat_values, require
+from treadle.hooks.tracking import TrackerHook
+from treadle.hooks.values import flat_settings, require
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
 
 _ID_FILE = "mlflow_run_id"
 _LAST_STEP = "treadle.last_step"
+_LONGEST = 500  # characters of a parameter's value that every MLflow takes
 _BATCH = 100  # the most parameters MLflow takes at once; it takes more metrics
 
 
@@ -32,7 +34,7 @@ class MlflowHook(TrackerHook):
         tracking_uri: where the runs are kept. None takes what MLflow was told (``MLFLOW_TRACKING_URI``), else
             ``sqlite:///<workspace>/mlflow.db`` with the artifacts beside it.
         run_name: name of a new run.
-        params: parameters of the run; nested keys are joined by ``/``.
+        params: parameters of the run; None takes the trainer's settings. Nested keys are joined by ``/``.
 
     Raises:
         ImportError: when training starts, if MLflow is not installed.
@@ -49,11 +51,10 @@ class MlflowHook(TrackerHook):
         run_name: str | None = None,
         params: Mapping[str, Any] | None = None,
     ):
-        super().__init__()
+        super().__init__(params)
         self.experiment = experiment
         self.tracking_uri = tracking_uri
         self.run_name = run_name
-        self.params = dict(params or {})
         self._mlflow: Any = None
         self._client: Any = None
         self._run_id = ""
@@ -121,7 +122,7 @@ class MlflowHook(TrackerHook):
     def _log_params(self, trainer: Engine, logged: Mapping[str, str]) -> None:
         """Logs the parameters the run does not have; MLflow does not let one change."""
         param = self._mlflow.entities.Param
-        wanted = {_name(key): str(value) for key, value in flat_values(self.params).items()}
+        wanted = {_name(key): str(value)[:_LONGEST] for key, value in flat_settings(self.settings(trainer)).items()}
         changed = [key for key, value in wanted.items() if logged.get(key, value) != value]
         if changed:
             trainer.logger.warning("MlflowHook: the run keeps its earlier values of the params %s", changed)
@@ -139,14 +140,18 @@ class MlflowHook(TrackerHook):
 
     def write(self, trainer: Engine, values: dict[str, Any]) -> None:
         """Sends the numbers together with a tag of the step they are of."""
-        entities, now = self._mlflow.entities, int(time.time() * 1000)
-        metrics = [
-            entities.Metric(_name(key), value, now, trainer.step)
-            for key, value in self.only_numbers(trainer, values).items()
-        ]
-        tag = [entities.RunTag(_LAST_STEP, str(max(trainer.step, self.sent_through)))]
+        tag = [self._mlflow.entities.RunTag(_LAST_STEP, str(max(trainer.step, self.sent_through)))]
+        self._send(trainer, self.only_numbers(trainer, values), tag)
+
+    def write_final(self, trainer: Engine, values: dict[str, float]) -> None:
+        """Sends them as metrics of the last step."""
+        self._send(trainer, values, [])
+
+    def _send(self, trainer: Engine, values: Mapping[str, float], tags: list[Any]) -> None:
+        now, kind = int(time.time() * 1000), self._mlflow.entities.Metric
+        metrics = [kind(_name(key), value, now, trainer.step) for key, value in values.items()]
         for start in range(0, len(metrics), _BATCH):
-            self._client.log_batch(self._run_id, metrics=metrics[start : start + _BATCH], tags=tag)
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _BATCH], tags=tags)
 
     def write_images(self, trainer: Engine, images: dict[str, Any]) -> None:
         """Stores the images as artifacts; a step that is run again replaces its own."""

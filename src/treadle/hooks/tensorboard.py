@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treadle.hooks.files import in_workspace
-from treadle.hooks.tracking import TrackerHook, require
+from treadle.hooks.tracking import TrackerHook
+from treadle.hooks.values import flat_settings, require
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -18,7 +19,7 @@ class TensorBoardHook(TrackerHook):
     """Writes scalars and images as event files, on rank 0: ``tensorboard --logdir <workspace>/tensorboard``.
 
     A resumed run tells TensorBoard to drop the points after its step, so no curve goes back or doubles. A run that
-    starts from nothing in a used folder hides the older curves.
+    starts from nothing in a used folder hides the older curves. Settings and final metrics are in the tab HPARAMS.
 
     Args:
         path: folder; a relative one lies in the trainer's workspace.
@@ -71,6 +72,15 @@ class TensorBoardHook(TrackerHook):
         for key, image in images.items():
             self._writer.add_image(key, np.array(image.convert("RGB")), trainer.step, dataformats="HWC")
         self._writer.flush()
+
+    def write_final(self, trainer: Engine, values: dict[str, float]) -> None:
+        """Writes them as scalars, and with the settings as a row of HPARAMS."""
+        settings = {key: value for key, value in flat_settings(self.settings(trainer)).items() if value is not None}
+        hparams = require("torch.utils.tensorboard.summary", "TensorBoardHook").hparams
+        for summary in hparams(settings, dict.fromkeys(values)):
+            self._writer.file_writer.add_summary(summary)
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, trainer.step)
 
     def close(self, trainer: Engine, error: BaseException | None) -> None:
         """Closes the event file."""

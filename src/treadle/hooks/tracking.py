@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import random
 from collections.abc import Iterator, Mapping
@@ -11,76 +10,33 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from treadle import distributed
+from treadle.best import BestRule
 from treadle.hooks.base import BaseHook
-from treadle.means import read_scalars
+from treadle.hooks.values import as_image, flat_settings, flat_values, plain_settings
 from treadle.nested import flatten_nested_dict
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
 
 
-def require(module: str, needed_by: str) -> Any:
-    """Imports an optional module.
-
-    Raises:
-        ImportError: it is not installed; names the extra.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.split(".")[0]
-        raise ImportError(
-            f"{needed_by} needs {module}, which cannot be imported ({error}); run: pip install 'treadle[track]'",
-            name=package,
-        ) from error
+def epoch_records(trainer: Engine) -> list[dict[str, Any]]:
+    """Returns the records of the epochs completed, one per epoch; none for a run that counts in steps."""
+    for part in trainer.state_parts:
+        records = getattr(part, "history", None)
+        if isinstance(records, list):
+            return records
+    return []
 
 
-def flat_values(records: Mapping[str, Any]) -> dict[str, Any]:
-    """Flattens records to ``a/b`` keys and reads all their 0-d tensors, with one transfer per device.
-
-    Example:
-        >>> flat_values({"train": {"loss": torch.tensor(0.5, dtype=torch.bfloat16), "epoch": 3}, "note": "x"})
-        {'train/loss': 0.5, 'train/epoch': 3, 'note': 'x'}
-    """
-    flat = {"/".join(path): value for path, value in flatten_nested_dict(records).items()}
-    scalars = {key: value for key, value in flat.items() if isinstance(value, Tensor) and value.numel() == 1}
-    flat.update(zip(scalars, read_scalars(scalars.values()).tolist(), strict=True))
-    return {key: value.item() if isinstance(value, np.generic) else value for key, value in flat.items()}
-
-
-def as_image(value: Any) -> Any:
-    """Returns a PIL image: of one, of an (H, W), (H, W, 1), (H, W, 3) or (H, W, 4) uint8 array, or of a CHW tensor.
-
-    A tensor of floats is taken to lie in [0, 1].
-
-    Raises:
-        TypeError: it is none of these.
-    """
-    if hasattr(value, "save") and hasattr(value, "size"):
-        return value
-    pixels = _chw_pixels(value) if isinstance(value, Tensor) else value
-    if isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8:
-        if pixels.ndim == 3 and pixels.shape[2] == 1:
-            pixels = pixels[:, :, 0]
-        if pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4)):
-            return require("PIL.Image", "an image of pixels").fromarray(np.ascontiguousarray(pixels))
-    shape = f" of {value.dtype} and shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-    raise TypeError(
-        f"an image is a PIL image, a uint8 array (H, W, 3) or a tensor (C, H, W); got a {type(value).__name__}{shape}"
-    )
-
-
-def _chw_pixels(tensor: Tensor) -> np.ndarray[Any, Any] | None:
-    if tensor.dim() not in (2, 3):
-        return None
-    tensor = tensor.detach()
-    if tensor.is_floating_point():
-        tensor = tensor.float().nan_to_num(0.0).clamp(0, 1).mul(255).round().to(torch.uint8)
-    array: np.ndarray[Any, Any] = (tensor if tensor.dim() == 2 else tensor.permute(1, 2, 0)).cpu().numpy()
-    return array
+def _best_record(trainer: Engine) -> dict[str, Any]:
+    """Returns the numbers of the best epoch's record, or of the last one where none is the best."""
+    records = epoch_records(trainer)
+    rules = [getattr(part, "best", None) for part in trainer.state_parts]
+    best = [rule.best_epoch for rule in rules if isinstance(rule, BestRule) and rule.best_epoch is not None]
+    chosen = [record for record in records if record.get("epoch") in best] or records[-1:]
+    return {key: value for record in chosen for key, value in record.items() if isinstance(value, (int, float))}
 
 
 class Guard:
@@ -95,7 +51,7 @@ class Guard:
         try:
             yield
         except Exception as error:  # noqa: BLE001  (a full disk or a lost network must not cost the training)
-            message = f"{type(who).__name__}: {doing} failed: {type(error).__name__}: {error}"
+            message = f"{who.state_key}: {doing} failed: {type(error).__name__}: {error}"
             self.say_once(trainer, "failure", f"{message}. Training goes on; later failures are logged as debug")
 
     def say_once(self, trainer: Engine, topic: str, message: str) -> None:
@@ -119,15 +75,23 @@ def random_numbers_untouched() -> Iterator[None]:
 class TrackerHook(BaseHook):
     """Sends log points and images somewhere, at ``trainer.step``.
 
-    A tracker implements :meth:`open`, :meth:`write`, :meth:`close`, and where it can :meth:`write_images`. It keeps
-    in :attr:`sent_through` the last step that an earlier process may have sent, and answers in :meth:`was_sent` for
-    points up to there, so that after a resume no point is sent twice.
+    A tracker implements :meth:`open`, :meth:`write`, :meth:`close`, and where it can :meth:`write_images` and
+    :meth:`write_final`. It keeps in :attr:`sent_through` the last step that an earlier process may have sent, and
+    answers in :meth:`was_sent` for points up to there, so that after a resume no point is sent twice.
+
+    Attributes:
+        config: the settings of the run that go with it; None takes those of the trainer.
+        held: whether the run stays open when training ended well, until :meth:`release`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        self.config = None if config is None else dict(config)
+        self.held = False
         self.guard = Guard()
         self.sent_through = -1
         self._open = False
+        self._failed = False
+        self._last: dict[str, Any] = {}
 
     # -- for the tracker to implement -----------------------------------------------------------------------------
 
@@ -135,7 +99,7 @@ class TrackerHook(BaseHook):
         """Imports the package and checks the settings, on every rank: if this raises, it raises on all."""
 
     def open(self, trainer: Engine) -> None:
-        """Starts or continues the run, on rank 0; an error here does end the training."""
+        """Starts or continues the run, on rank 0; after an error here training goes on without this tracker."""
 
     def was_sent(self, key: str, step: int) -> bool:
         """Whether an earlier process sent this key at this step; asked for steps up to :attr:`sent_through`."""
@@ -147,6 +111,9 @@ class TrackerHook(BaseHook):
     def write_images(self, trainer: Engine, images: dict[str, Any]) -> None:
         """Sends PIL images by flat key at ``trainer.step``."""
 
+    def write_final(self, trainer: Engine, values: dict[str, float]) -> None:
+        """Sends the final metrics of a run that ended well, under ``final/...``."""
+
     def close(self, trainer: Engine, error: BaseException | None) -> None:
         """Ends the run."""
 
@@ -155,17 +122,21 @@ class TrackerHook(BaseHook):
     def on_before_train(self, trainer: Engine) -> None:
         """Opens the tracker on rank 0."""
         self.check(trainer)
-        if distributed.rank() == 0:
-            with random_numbers_untouched():
-                self.open(trainer)
-            self._open = True
+        if distributed.rank() != 0 or self._open:
+            return
+        self._failed = True
+        with self.guard(trainer, self, "starting"), random_numbers_untouched():
+            self.open(trainer)
+            self._open, self._failed = True, False
 
     def on_log(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
         """Sends the records."""
         if not self._may_write(trainer):
             return
         with self.guard(trainer, self, f"logging step {trainer.step}"), random_numbers_untouched():
-            values = self._unsent(trainer, flat_values(records))
+            flat = flat_values(records)
+            self._last.update(flat)
+            values = self._unsent(trainer, flat)
             if values and not dry_run:
                 self.write(trainer, values)
 
@@ -180,19 +151,39 @@ class TrackerHook(BaseHook):
                 self.write_images(trainer, images)
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Closes the tracker, after an error too."""
-        if self._open:
-            self._open = False
-            with self.guard(trainer, self, "closing"), random_numbers_untouched():
-                self.close(trainer, error)
+        """Closes the tracker, after an error too; a run that is held stays open unless there was one."""
+        if self._open and (error is not None or not self.held):
+            self.release(trainer, {}, error)
+
+    def release(self, trainer: Engine, metrics: Mapping[str, Any], error: BaseException | None = None) -> None:
+        """Ends a run that is open.
+
+        Args:
+            trainer: the engine.
+            metrics: measured after the training, such as those of a test; they join the final ones.
+            error: what ended the run, if anything did; then nothing is final.
+        """
+        if not self._open:
+            return
+        self._open = False
+        if error is None:
+            with self.guard(trainer, self, "writing the final metrics"), random_numbers_untouched():
+                final = {**(_best_record(trainer) or self._last), **flat_settings(metrics)}
+                numbers = {key: float(value) for key, value in final.items() if isinstance(value, (int, float))}
+                if numbers:
+                    self.write_final(trainer, {f"final/{key}": value for key, value in numbers.items()})
+        with self.guard(trainer, self, "closing"), random_numbers_untouched():
+            self.close(trainer, error)
 
     # -- helpers --------------------------------------------------------------------------------------------------
 
+    def settings(self, trainer: Engine) -> dict[str, Any]:
+        """Returns the settings that go with the run, as nested plain values."""
+        return plain_settings(trainer.config if self.config is None else self.config)
+
     def _may_write(self, trainer: Engine) -> bool:
-        if distributed.rank() == 0 and not self._open:
-            self.guard.say_once(
-                trainer, "closed", f"{type(self).__name__}: what is logged outside of training is not sent"
-            )
+        if distributed.rank() == 0 and not self._open and not self._failed:
+            self.guard.say_once(trainer, "closed", f"{self.state_key}: what is logged outside of training is not sent")
         return self._open
 
     def _unsent(self, trainer: Engine, values: dict[str, Any]) -> dict[str, Any]:
@@ -207,7 +198,7 @@ class TrackerHook(BaseHook):
                 logging.WARNING if trainer.step == 0 else logging.INFO,
                 "%s: run %s has points up to step %d, which are not sent again. Delete %s in the workspace to start a "
                 "new run",
-                type(self).__name__, run_id, self.sent_through, id_file,
+                self.state_key, run_id, self.sent_through, id_file,
             )  # fmt: skip
 
     def only_numbers(self, trainer: Engine, values: dict[str, Any]) -> dict[str, float]:
@@ -220,5 +211,5 @@ class TrackerHook(BaseHook):
         """Says once which values this tracker cannot take."""
         if keys:
             self.guard.say_once(
-                trainer, "skipped", f"{type(self).__name__}: not logged, because it takes no such values: {keys}"
+                trainer, "skipped", f"{self.state_key}: not logged, because it takes no such values: {keys}"
             )

@@ -36,6 +36,7 @@ from treadle.run_folder import held_by_rank_0, write_best_and_last
 from treadle.spectra.config import TrainerConfig
 from treadle.spectra.files import Selection, write_epoch
 from treadle.spectra.task import Augmenter, SpectraTask
+from treadle.trackers import TrackerChoice, with_trackers
 
 _log = logging.getLogger("treadle.spectra")
 
@@ -53,6 +54,7 @@ class SpectraTrainer:
         device: wins over ``cfg.device``.
         scheduler_interval: ``"step"`` (applied steps) or ``"epoch"``.
         hooks: further hooks.
+        trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         augmenter: changes the model's input in training, see :class:`SpectraAugmenter`.
 
     Raises:
@@ -76,6 +78,7 @@ class SpectraTrainer:
         scheduler_interval: Literal["step", "epoch"] = "step",
         hooks: Sequence[BaseHook] = (),
         augmenter: Augmenter | None = None,
+        trackers: str | Sequence[TrackerChoice] = (),
     ):
         self.cfg = TrainerConfig() if cfg is None else dataclasses.replace(cfg)
         self._device_asked = self.cfg.device if device is None else device
@@ -90,7 +93,7 @@ class SpectraTrainer:
         self._resolved = False
         self._writer = RankWriter()
         self._selects = self._choose_selection()
-        self._engine = self._build_engine(scheduler_interval, hooks, augmenter)
+        self._engine = self._build_engine(scheduler_interval, with_trackers(hooks, trackers), augmenter)
         rule = None
         if self._selects:
             delta, patience = self.cfg.early_stop_min_delta, self.cfg.early_stop_patience

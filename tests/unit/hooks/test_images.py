@@ -9,7 +9,7 @@ import torch
 from hook_kit import bare_engine, picture
 from treadle.errors import ConfigError
 from treadle.hooks import ImageFileLoggerHook
-from treadle.hooks.tracking import as_image
+from treadle.hooks.values import as_image
 
 
 def files(folder):

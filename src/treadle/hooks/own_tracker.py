@@ -1,0 +1,93 @@
+"""A tracker of the user's own: three methods, and the hook that calls them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from treadle.hooks.tracking import TrackerHook
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """What an object needs so that ``trackers=[...]`` takes it; called on rank 0 only.
+
+    An exception in any of the three is logged once as a warning, and training goes on.
+
+    Example:
+        >>> class Lines:
+        ...     def start(self, config, workspace, step):
+        ...         self.lines = []
+        ...     def log(self, values, step):
+        ...         self.lines.append((step, values))
+        ...     def finish(self, final, error):
+        ...         self.lines.append(("end", final))
+        >>> isinstance(Lines(), Tracker)
+        True
+    """
+
+    def start(self, config: dict[str, Any], workspace: Path | None, step: int) -> None:
+        """Is called when training starts.
+
+        Args:
+            config: settings of the run, nested plain values.
+            workspace: the run folder, if there is one.
+            step: 0, or the step that a resumed run goes on from; points after it will come again.
+        """
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Is called at every log point.
+
+        Args:
+            values: numbers (and texts, if the run logs some) under ``a/b`` keys.
+            step: optimizer steps attempted.
+        """
+
+    def finish(self, final: dict[str, float], error: BaseException | None) -> None:
+        """Is called at the end.
+
+        Args:
+            final: the final metrics under ``final/...``; empty after an error.
+            error: what ended the training, or None.
+        """
+
+
+class OwnTrackerHook(TrackerHook):
+    """Hands log points to an object with the methods of :class:`Tracker`.
+
+    Args:
+        tracker: the object.
+
+    Example:
+        >>> # hook = OwnTrackerHook(Lines())
+    """
+
+    def __init__(self, tracker: Tracker):
+        super().__init__()
+        self.tracker = tracker
+        self._final: dict[str, float] = {}
+
+    @property
+    def state_key(self) -> str:
+        """The class of the object; the hook has no state."""
+        return f"tracker {type(self.tracker).__name__}"
+
+    def open(self, trainer: Engine) -> None:
+        """Starts it."""
+        self._final = {}
+        self.tracker.start(self.settings(trainer), trainer.workspace, trainer.step)
+
+    def write(self, trainer: Engine, values: dict[str, Any]) -> None:
+        """Hands the values on."""
+        self.tracker.log(values, trainer.step)
+
+    def write_final(self, trainer: Engine, values: dict[str, float]) -> None:
+        """Keeps them for the end, which comes at once."""
+        self._final = values
+
+    def close(self, trainer: Engine, error: BaseException | None) -> None:
+        """Finishes it."""
+        self.tracker.finish(self._final, error)
