@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from treadle.best import BestRule, EarlyStopping
 from treadle.checkpoint import load_weights, verify_checkpoint
-from treadle.data import MappedLoader, RankBatchSampler, TensorLoader, rank_and_worker, shard_iterable, steps_per_epoch
+from treadle.data import (
+    MappedLoader,
+    RankBatchSampler,
+    TensorLoader,
+    TransferLoader,
+    rank_and_worker,
+    shard_iterable,
+    steps_per_epoch,
+)
 from treadle.device import get_device
 from treadle.engine import Engine
 from treadle.epochs import EpochTrainer
@@ -88,6 +96,7 @@ __all__ = [
     "Tracker",
     "TrackioHook",
     "Trainer",
+    "TransferLoader",
     "TreadleError",
     "WandbHook",
     "Weighted",

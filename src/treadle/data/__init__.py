@@ -8,6 +8,7 @@ from treadle.data.order import GlobalOrder
 from treadle.data.ranks import RankBatchSampler, rank_and_worker, shard_iterable
 from treadle.data.sources import Source, open_source
 from treadle.data.tensors import TensorLoader
+from treadle.data.transfer import TransferLoader
 
 __all__ = [
     "Cursor",
@@ -17,6 +18,7 @@ __all__ = [
     "RankBatchSampler",
     "Source",
     "TensorLoader",
+    "TransferLoader",
     "open_source",
     "rank_and_worker",
     "shard_iterable",

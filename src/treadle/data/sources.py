@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from treadle.data.indexed import IndexedReader, draw_as_workers_do_when_they_start, is_known
 from treadle.data.rows import RowLoader
+from treadle.data.transfer import TransferLoader, TransferredSource
 from treadle.errors import ConfigError
 
 
@@ -226,7 +227,8 @@ def open_source(loader: Any) -> Source:
     """Chooses how a loader is read.
 
     Args:
-        loader: a DataLoader, a loader with ``state_dict``/``load_state_dict``, or any iterable.
+        loader: a DataLoader, a loader with ``state_dict``/``load_state_dict``, any iterable, or one of these in a
+            TransferLoader.
 
     Raises:
         ConfigError: it is not iterable.
@@ -235,6 +237,8 @@ def open_source(loader: Any) -> Source:
         >>> open_source([1, 2]).kind
         'replayed'
     """
+    if isinstance(loader, TransferLoader):
+        return TransferredSource(open_source(loader.loader), loader)
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return _Stateful(loader)
     map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
