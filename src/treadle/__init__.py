@@ -19,7 +19,15 @@ from treadle.data import (
 from treadle.device import get_device
 from treadle.engine import Engine
 from treadle.epochs import EpochTrainer
-from treadle.errors import CheckpointError, ConfigError, DataExhaustedError, NonFiniteError, RankLostError, TreadleError
+from treadle.errors import (
+    CheckpointError,
+    ConfigError,
+    DataExhaustedError,
+    NonFiniteError,
+    OutOfMemoryError,
+    RankLostError,
+    TreadleError,
+)
 from treadle.exchange import ForeignCheckpoint, load_foreign, read_foreign
 from treadle.functional import Trainer
 from treadle.hooks import (
@@ -76,6 +84,7 @@ __all__ = [
     "MlflowHook",
     "NonFiniteError",
     "NonFiniteHook",
+    "OutOfMemoryError",
     "ParallelConfig",
     "ProfilerHook",
     "ProgressBarHook",

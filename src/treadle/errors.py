@@ -7,10 +7,12 @@
     ├── CheckpointError     (also RuntimeError)  a file cannot be read, written or used
     ├── DataExhaustedError  (also RuntimeError)  the data ended before the training did
     ├── NonFiniteError      (also RuntimeError)  a gradient or loss is NaN or infinite
+    ├── OutOfMemoryError    (also torch.OutOfMemoryError)  memory ran out in training
     └── RankLostError       (also RuntimeError)  another rank ended or does not answer
 
 Every message names the argument, the value, the rule and the fix. Errors from user code
-(the model, the loss, the data set, a hook) are never wrapped: they leave as they were raised.
+(the model, the loss, the data set, a hook) are never wrapped: they leave as they were raised, but for one that means
+that memory ran out.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 
 class TreadleError(Exception):
@@ -38,6 +42,10 @@ class DataExhaustedError(TreadleError, RuntimeError):
 
 class RankLostError(TreadleError, RuntimeError):
     """Another rank ended or does not answer, so this one cannot go on; the cause lies there."""
+
+
+class OutOfMemoryError(TreadleError, torch.OutOfMemoryError):
+    """Memory ran out in training; what PyTorch raised is its cause. The message says what was saved."""
 
 
 class NonFiniteError(TreadleError, RuntimeError):

@@ -16,6 +16,7 @@ from treadle.failure import failing_by_name
 from treadle.guard import FiniteGuard, RefusalPlan, skips_on_device
 from treadle.hooks.base import STEP_EVENTS, BaseHook, listeners
 from treadle.optim import uncovered_parameters
+from treadle.out_of_memory import explaining_out_of_memory
 from treadle.rank_state import separate_streams
 from treadle.startup import start_block
 
@@ -90,7 +91,7 @@ def training_session(engine: Engine) -> Iterator[None]:
     opened: list[BaseHook] = []
     failure: BaseException | None = None
     try:
-        with engine.signals.listening(signals), failing_by_name(engine):
+        with engine.signals.listening(signals), failing_by_name(engine), explaining_out_of_memory(engine):
             for hook in engine.hooks:
                 opened.append(hook)
                 hook.on_before_train(engine)

@@ -284,6 +284,11 @@ class Cursor:
         self._pending_generators = self._loaded["generators"]
         self._iterator = None
 
+    def give_back(self, count: int) -> None:
+        """Puts the last micro-batches back that were taken: the epoch is opened again in front of them."""
+        self.ended = False
+        self._go_back_to(self.position - count)
+
     def next_epoch(self) -> None:
         """Counts the running epoch as completed."""
         self.epoch += 1
