@@ -68,7 +68,8 @@ class Ema(AveragedModel):
     ):
         check_average(decay, update_interval)
         source = unwrap(model)
-        if is_sharded(source):
+        sharded = is_sharded(source)
+        if sharded:
             if device is not None:
                 raise ConfigError(f"device={device!r}: the average of a sharded model lies beside its parts; use None")
             reshard(source)
@@ -78,6 +79,7 @@ class Ema(AveragedModel):
         self.update_interval = update_interval
         self.use_buffers = use_buffers
         self.num_updates = 0
+        self._sharded = sharded
         self.n_averaged.fill_(1)  # 0 would make torch replace the shadow by the first weights it sees
         _widen_halves(self.module)
         self.module.requires_grad_(False)
@@ -92,7 +94,8 @@ class Ema(AveragedModel):
         for shadow, live, is_buffer in self._pairs(source):
             if shadow.is_floating_point() and (self.use_buffers or not is_buffer):
                 averaged[0].append(shadow)
-                averaged[1].append(live.to(device=shadow.device, dtype=shadow.dtype))
+                alike = live.dtype == shadow.dtype and live.device == shadow.device
+                averaged[1].append(live if alike else live.to(device=shadow.device, dtype=shadow.dtype))
             else:
                 shadow.copy_(live)
         if averaged[0]:
@@ -101,11 +104,11 @@ class Ema(AveragedModel):
 
     def _pairs(self, source: nn.Module) -> Iterator[tuple[Tensor, Tensor, bool]]:
         """Gives shadow, live weight, and whether it is a buffer: of what is spread over ranks, this rank's parts."""
-        reshard(source)
-        for shadow, live in zip(self.module.parameters(), source.parameters(), strict=True):
-            yield local(shadow.detach()), local(live.detach()), False
-        for shadow_buffer, live_buffer in zip(self.module.buffers(), source.buffers(), strict=True):
-            yield local(shadow_buffer), local(live_buffer.detach()), True
+        if self._sharded:
+            reshard(source)
+        for number, (shadows, lives) in enumerate(zip(_tensors(self.module), _tensors(source), strict=True)):
+            for shadow, live in zip(shadows, lives, strict=True):
+                yield local(shadow), local(live), number == 1
 
     @torch.no_grad()
     def restart_from(self, model: nn.Module) -> None:
@@ -118,7 +121,7 @@ class Ema(AveragedModel):
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
         """Puts the averaged weights into ``model`` inside the block and the raw ones back afterwards, to the bit."""
         target = unwrap(model)
-        raw = [live.clone() for _, live, _ in self._pairs(target)]
+        raw = [live.detach().clone() for _, live, _ in self._pairs(target)]
         try:
             with torch.no_grad():
                 for shadow, live, _ in self._pairs(target):
@@ -178,6 +181,25 @@ def _bare(module: nn.Module, persistent: Collection[str]) -> nn.Module:
         return bare
 
     return build(module, "")
+
+
+def _tensors(root: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the parameters and the buffers of a tree of modules, each once, in one walk: it is taken at each step."""
+    parameters: dict[int, Tensor] = {}
+    buffers: dict[int, Tensor] = {}
+    seen: set[nn.Module] = set()
+    waiting: list[nn.Module | None] = [root]
+    while waiting:
+        module = waiting.pop()
+        if module is None or module in seen:
+            continue
+        seen.add(module)
+        for owned, found in ((module._parameters, parameters), (module._buffers, buffers)):
+            for value in owned.values():
+                if value is not None:
+                    found[id(value)] = value
+        waiting.extend(reversed(module._modules.values()))
+    return list(parameters.values()), list(buffers.values())
 
 
 def _widen_halves(module: nn.Module) -> None:

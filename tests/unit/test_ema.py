@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from helpers import differences, through_a_file
+from treadle import ema as ema_module
 from treadle.checkpoint.schema import to_plain
 from treadle.ema import Ema
 from treadle.errors import CheckpointError, ConfigError
@@ -225,3 +226,21 @@ def test_an_average_reads_nothing_on_the_host():
         for step in range(1, 4):
             ema.update(model, applied_steps=step)
     assert reads.seen == []
+
+
+def test_the_walk_gives_what_torch_lists_in_its_order():
+    shared, tied = nn.Linear(2, 2), nn.BatchNorm1d(2)
+    model = nn.Sequential(shared, nn.Sequential(tied, nn.ReLU(), shared), Compiled(nn.Linear(2, 2, bias=False)), tied)
+    model.nothing = None
+    model[2]._orig_mod.weight = shared.weight
+    parameters, buffers = ema_module._tensors(model)
+    assert [id(one) for one in parameters] == [id(one) for one in model.parameters()]
+    assert [id(one) for one in buffers] == [id(one) for one in model.buffers()]
+
+
+def test_a_weight_or_buffer_that_was_replaced_is_averaged_from_then_on():
+    model = Scalar(0.0)
+    average = Ema(model, 0.5, use_buffers=True)
+    model.w, model.running = nn.Parameter(torch.tensor(2.0)), torch.tensor(4.0)
+    average.update(model, applied_steps=1)
+    assert (average.module.w.item(), average.module.running.item()) == (1.0, 2.0)
