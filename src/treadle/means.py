@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,7 +74,7 @@ class _Sum:
         if not self.pending:
             return self.device_value, self.device_weight
         device = self._device()
-        values = torch.stack([_widen(value, device) for value, _ in self.pending])
+        values = _stacked([value for value, _ in self.pending], device)
         weights = [weight for _, weight in self.pending]
         numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
         if len(numbers) < len(weights):
@@ -82,9 +82,10 @@ class _Sum:
             block_value = torch.where(counts > 0, values * counts, torch.zeros_like(values)).sum()
             on_device = [_like(weight, values) for weight in weights if isinstance(weight, Tensor)]
             block_weight: Tensor | None = torch.stack(on_device).sum()
-        else:
-            block_value = torch.stack(torch._foreach_mul(list(values.unbind()), numbers)).sum()
-            block_weight = None
+        elif len(set(numbers)) == 1:
+            block_value, block_weight = (values * numbers[0]).sum(), None
+        else:  # the same products; a tensor of the numbers would first have to be copied to the device
+            block_value, block_weight = torch.stack(torch._foreach_mul(list(values.unbind()), numbers)).sum(), None
         return _plus(self.device_value, block_value), _plus(self.device_weight, block_weight)
 
     def _device(self) -> torch.device:
@@ -226,6 +227,13 @@ def _widest(device: torch.device) -> torch.dtype:
 def _widen(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     target = tensor.device if device is None else device
     return tensor.to(device=target, dtype=_widest(target), non_blocking=True)
+
+
+def _stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns 0-d tensors as one wide one; those of one kind, the usual case, are widened together."""
+    if len({(value.dtype, value.device) for value in values}) == 1:
+        return _widen(torch.stack(values), device)  # type: ignore[arg-type]
+    return torch.stack([_widen(value, device) for value in values])
 
 
 def _like(number: float | Tensor, reference: Tensor) -> Tensor:

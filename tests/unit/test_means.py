@@ -178,6 +178,19 @@ def test_no_graph_is_kept():
     assert [tensor.requires_grad for tensor in pending if isinstance(tensor, torch.Tensor)] == [False] * 4
 
 
+@pytest.mark.parametrize("weights", [[1.0] * 200, [3.0] * 200, [1.0 + number for number in range(200)]])
+def test_values_of_one_kind_and_of_several_give_the_same_bits(weights):
+    values = torch.rand(200, generator=torch.Generator().manual_seed(0))
+    alike, mixed = RunningMeans(), RunningMeans()
+    for number, (value, weight) in enumerate(zip(values, weights, strict=True)):
+        alike.add({"a": value}, weight)
+        mixed.add({"a": value.double() if number % 2 else value}, weight)
+    blocks = torch.stack(
+        [values.double()[i : i + 64] @ torch.tensor(weights[i : i + 64]).double() for i in range(0, 200, 64)]
+    )
+    assert alike.compute() == mixed.compute() == {"a": pytest.approx(blocks.sum().item() / sum(weights), rel=1e-14)}
+
+
 def test_values_on_several_devices_may_meet_under_one_name():
     # After a resume what was pending lies on the training device, while a record may be computed on the CPU.
     means = RunningMeans()
