@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from treadle import distributed
@@ -98,7 +99,8 @@ def parallelize(
     """Spreads a model over the ranks of the process group and returns it.
 
     All ranks start from the weights and buffers of rank 0; tied weights stay tied. ``"ddp"`` returns a
-    DistributedDataParallel; ``"fsdp"`` shards the model in place and returns it.
+    DistributedDataParallel for an engine, which exchanges the gradients itself: a backward pass anywhere else raises.
+    ``"fsdp"`` shards the model in place and returns it.
 
     Args:
         model: on its device, the same on every rank but for its values.
@@ -107,8 +109,8 @@ def parallelize(
         settings: those of :class:`ParallelConfig`, with a ``kind`` in words.
 
     Raises:
-        ConfigError: no process group, a model that is spread already, a parameter that cannot be sharded, an optimizer
-            that has a state already, or ranks that cannot be grouped as asked.
+        ConfigError: no process group, a model that is spread already or differs between the ranks, a parameter that
+            cannot be sharded, an optimizer that has a state already, or ranks that cannot be grouped as asked.
 
     Example:
         >>> # torchrun --nproc_per_node=2 train.py, with torch.distributed.init_process_group() in it
@@ -128,7 +130,7 @@ def parallelize(
         for block in blocks:
             block.compile()
     if config.kind == "ddp":
-        return nn.parallel.DistributedDataParallel(model)
+        return _replicas(model)
     _shard(model, blocks, config, optimizer)
     return model
 
@@ -145,6 +147,51 @@ def spread(
     """
     config = as_parallel(parallel)
     return model if config is None else parallelize(model, config, optimizer=optimizer)
+
+
+def _replicas(model: nn.Module) -> nn.parallel.DistributedDataParallel:
+    """Wraps a model without the buckets of torch's reducer, which has nothing to do in an engine's step.
+
+    They would be as large as the gradients. The wrapper makes them for what is trained at that moment, so all but the
+    smallest parameter are frozen meanwhile.
+    """
+    _check_alike(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    frozen_meanwhile = sorted(trained, key=Tensor.numel)[1:]
+    for parameter in frozen_meanwhile:
+        parameter.requires_grad_(False)
+    try:
+        replicas = nn.parallel.DistributedDataParallel(model)
+    finally:
+        for parameter in frozen_meanwhile:
+            parameter.requires_grad_(True)
+    replicas.register_comm_hook(None, lambda state, bucket: _refuse_own_loop())  # it refuses annotations in words
+    return replicas
+
+
+def _check_alike(model: nn.Module) -> None:
+    """Raises on every rank unless the parameters have the same names, shapes and types on all."""
+    # DistributedDataParallel looks at what it makes buckets for only.
+    described = [(name, tuple(value.shape), str(value.dtype)) for name, value in model.named_parameters()]
+    mark = zlib.crc32(repr(described).encode())
+    device = distributed.collective_device(next(model.parameters()).device)
+    extremes = torch.tensor([mark, -mark], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    largest, smallest = extremes.tolist()
+    if largest != -smallest:
+        raise ConfigError(
+            f"parallel='ddp': the ranks have different models; this one has {len(described)} parameters, from "
+            f"{described[0]} to {described[-1]}. Build the same model on every rank"
+        )
+
+
+def _refuse_own_loop() -> torch.futures.Future[Tensor]:
+    """Is called when torch's reducer is to exchange gradients, which no engine lets it do."""
+    raise ConfigError(
+        "parallel='ddp': a backward pass was run outside an engine's step, so that nobody would exchange its "
+        "gradients; for a loop of your own, wrap the model in DistributedDataParallel yourself, or use the model's "
+        "no_sync() where no exchange is wanted"
+    )
 
 
 def _shard(model: nn.Module, blocks: Sequence[nn.Module], config: ParallelConfig, optimizer: Optimizer | None) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from helpers import through_a_file
 from ranks import run_on_ranks
@@ -122,10 +123,28 @@ def averages():
     return found
 
 
+def replicas():
+    """What the wrapper allocates and keeps, and what it says to a loop of one's own and to unequal models."""
+    kept = {}
+    wrappers = {"torch": nn.parallel.DistributedDataParallel, "ours": lambda made: parallelize(made, "ddp")}
+    for name, wrap in wrappers.items():
+        made = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100).requires_grad_(False), nn.Linear(100, 100))
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            wrapped = wrap(made)
+        kept[name] = sum(event.self_cpu_memory_usage for event in profiled.key_averages())
+    trained = [parameter.requires_grad for parameter in wrapped.parameters()]
+    with wrapped.no_sync():
+        wrapped(torch.ones(2, 100)).sum().backward()
+    wrapped = parallelize(net(), "ddp")
+    own_loop = message(lambda: wrapped(torch.ones(2, 5)).sum().backward())
+    unequal = message(lambda: parallelize(nn.Linear(2, 2 + dist.get_rank()), "ddp"))
+    return {"kept": kept, "trained": trained, "own loop": own_loop, "unequal": unequal}
+
+
 def everything():
     return {
         "starts": equal_starts(), "optimizers": optimizers(), "blocks": blocks_and_errors(),
-        "compiled": compiled_blocks(), "averages": averages(),
+        "compiled": compiled_blocks(), "averages": averages(), "replicas": replicas(),
     }  # fmt: skip
 
 
@@ -141,6 +160,24 @@ def test_all_ranks_start_from_the_weights_and_buffers_of_the_first_and_tied_ones
         assert tied
         assert weights.pop("seen").item() == 0.0
         assert differing(weights, expected, 0.0) == []
+
+
+def test_replicas_keep_no_buckets_that_nobody_uses(found):
+    gradients = 4 * 2 * (100 * 100 + 100)
+    for told in (rank["replicas"] for rank in found):
+        assert told["trained"] == [True, True, False, False, True, True]
+        assert told["kept"]["torch"] >= gradients  # else this test measures nothing
+        assert told["kept"]["ours"] < gradients / 10
+
+
+def test_a_backward_pass_that_nobody_would_exchange_is_an_error(found):
+    for told in (rank["replicas"] for rank in found):
+        assert "a backward pass was run outside an engine's step" in told["own loop"]
+
+
+def test_replicas_of_different_shapes_are_refused_on_every_rank(found):
+    for told in (rank["replicas"] for rank in found):
+        assert "the ranks have different models; this one has 2 parameters" in told["unequal"]
 
 
 def test_an_optimizer_that_was_made_before_goes_on_with_the_sharded_weights_in_its_groups(found):
