@@ -16,6 +16,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from treadle.errors import ConfigError
 
+_FEW = 4  # ranks, up to which gloo's own collectives take no longer than doubling does
+_TAG = 0x74726561  # of messages in rounds, so that they meet none of the user's
+
 _control: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the default group and the one made for it
 
 
@@ -117,8 +120,48 @@ def _reduced(tensor: Tensor, op: Any) -> Tensor:
     if world_size() == 1:
         return tensor
     moved = tensor.detach().to(collective_device(tensor.device), copy=True)
-    dist.all_reduce(moved, op=op, group=control_group() if moved.device.type == "cpu" else None)
+    if moved.device.type == "cpu" and op == dist.ReduceOp.MAX and world_size() > _FEW:
+        _take_largest(moved)
+    else:
+        dist.all_reduce(moved, op=op, group=control_group() if moved.device.type == "cpu" else None)
     return moved.to(tensor.device)
+
+
+def _take_largest(tensor: Tensor) -> None:
+    """Puts the maximum over ranks into a tensor on the CPU, of twice as many ranks in each round."""
+    others, distance = torch.empty_like(tensor), 1
+    while distance < world_size():
+        _pass_on(tensor, others, distance)
+        torch.maximum(tensor, others, out=tensor)
+        distance *= 2
+
+
+def _rows_of_ranks(own: Tensor) -> Tensor:
+    """Returns the tensors of all ranks, on the CPU and in rank order, as rows.
+
+    Gloo's gather goes round a ring, N - 1 messages one after the other. Many ranks do it in rounds instead, in each of
+    which a rank takes over all that another one knows already: log2 N messages one after the other.
+    """
+    size, known = world_size(), 1
+    rows = own.new_empty((size, *own.shape))
+    if size <= _FEW:
+        dist.all_gather(list(rows.unbind()), own, group=control_group())
+        return rows
+    rows[0] = own  # this rank's own first, then those of the ranks after it
+    while known < size:
+        more = min(known, size - known)
+        _pass_on(rows[:more], rows[known : known + more], known)
+        known += more
+    return rows.roll(rank(), 0)
+
+
+def _pass_on(own: Tensor, others: Tensor, distance: int) -> None:
+    """Sends a tensor to the rank so far before this one, and receives that of the rank so far after it."""
+    group, size = control_group(), world_size()
+    sent = dist.isend(own, dst=(rank() - distance) % size, group=group, tag=_TAG)
+    dist.recv(others, src=(rank() + distance) % size, group=group, tag=_TAG)
+    assert sent is not None
+    sent.wait()
 
 
 def agree(value: int) -> int:
@@ -145,11 +188,8 @@ def tell_ranks(values: Sequence[float], *, dtype: torch.dtype = torch.float64) -
         ([[1.0, 2.0]], [[1152921504606846977]])
     """
     told = torch.tensor(values, dtype=dtype)
-    if world_size() == 1:
-        return [told.tolist()]
-    heard = [torch.empty_like(told) for _ in range(world_size())]
-    dist.all_gather(heard, told, group=control_group())
-    return [numbers.tolist() for numbers in heard]
+    numbers: list[list[Any]] = [told.tolist()] if world_size() == 1 else _rows_of_ranks(told).tolist()
+    return numbers
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from types import FrameType
 
 _LIBRARY = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH_DISTRIBUTED = os.path.join("torch", "distributed") + os.sep
-_EXCHANGES = ("gradient_exchange.py",)
+_EXCHANGES = ("gradient_exchange.py", os.path.join("treadle", "distributed.py"))
 _INNERMOST = 6  # frames; a collective is called by what waits for it
 # The outermost match counts; a pair (file, function) says more than a file.
 _PLACES = (
