@@ -12,11 +12,22 @@ import pytest
 import torch
 from rich.console import Console
 
+import graph_data_kit  # noqa: F401  (lets the warnings of torch_geometric's import through)
 from command_kit import Killed, Stop, interrupt, kill, read
 from ranks import run_on_ranks
 from treadle import distributed, load_weights
-from treadle.cli import astro_report, astro_run, spectra_report, spectra_run
-from treadle.errors import TreadleError
+from treadle.cli import (
+    astro_report,
+    astro_run,
+    graphs_report,
+    graphs_run,
+    spectra_report,
+    spectra_run,
+    text_report,
+    text_run,
+)
+from treadle.cli.replay_run import refuse_run_of_ranks
+from treadle.errors import ConfigError, TreadleError
 from treadle.observers import observing
 
 SPECTRA = [
@@ -28,6 +39,17 @@ ASTRO = [
     "tokens.segment=64", "repeats.xdf=1", "repeats.spex=1", "model.d_model=8", "model.n_heads=2", "model.n_layers=1",
     "model.d_ff=8", "model.dropout=0.0", "hidden_scalars=0.0", "scalars_last=0.0", "training.epochs=2",
     "training.batch_size=32", "training.warmup_steps=2",
+]  # fmt: skip
+GRAPHS = [
+    "dataset=synthetic/ring", "dataset.task=distance_regression", "dataset.num_graphs=80", "training.epochs=2",
+    "training.batch_size=16", "pe=light", "training.scheduler.warmup_epochs=1", "model.hidden_dim=8",
+    "model.num_layers=1", "model.num_heads=2", "model.dropout=0.0", "dataset.num_workers=0", "training.optimizer.type=sgd", "training.optimizer.lr=0.1",
+]  # fmt: skip
+TEXT = [
+    "epochs=2", "data.max_topics=20", "data.vocab_size=280", "data.block_length=32", "data.val_fraction=0.2",
+    "model.n_embd=8", "model.n_layer=1", "model.n_head=2", "model.dropout=0.0", "schedule.warmup_steps=2",
+    "training.checkpoint_interval=5", "lora.epochs=2", "lora.r=2", "lora.val_fraction=0.3", "lora.dropout=0.0",
+    "samples.num_tokens=8", "samples.count=2",
 ]  # fmt: skip
 
 
@@ -103,6 +125,8 @@ def test_spectra_go_on_from_one_rank_to_two_and_end_as_one(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     assert steps_of(two) == steps_of(one)
     assert_close(load_weights(two / "best_model.pt"), load_weights(one / "best_model.pt"))
+    with pytest.raises(ConfigError, match="was trained under torchrun"):
+        refuse_run_of_ranks(two)
     assert_records_close(read(two, "training_history.json"), read(one, "training_history.json"))
 
 
@@ -138,3 +162,68 @@ def test_astro_goes_on_from_one_rank_to_two_and_ends_as_one(tmp_path):
     assert_records_close(
         read(two, "checkpoints", "training_history.json"), read(one, "checkpoints", "training_history.json")
     )
+
+
+# -- graphs -------------------------------------------------------------------------------------------------------
+
+
+def graphs_alone(folder):
+    """A run on one rank that is stopped inside the second epoch, and one that is not."""
+    graphs_run.finish_run = lambda *args: {}
+    graphs_run.print_results = lambda *args: None
+    settings = [*GRAPHS, f"dataset.root={folder / 'data'}"]
+    stopped = outcome(graphs_run.run_graphs, settings, folder / "two", Stop("on_after_step", 5, interrupt))
+    return stopped, outcome(graphs_run.run_graphs, settings, folder / "one")
+
+
+def graphs_on_two(folder):
+    """The stopped run, killed and gone on with to its end."""
+    graphs_report.write_run_page = lambda *args, **kwargs: None
+    settings = [*GRAPHS, f"dataset.root={folder / 'data'}"]
+    killed = outcome(graphs_run.run_graphs, settings, folder / "two", Stop("on_after_step", 6, kill))
+    return killed, outcome(graphs_run.run_graphs, settings, folder / "two")
+
+
+@pytest.mark.slow
+def test_graphs_go_on_from_one_rank_to_two_and_end_as_one(tmp_path):
+    assert run_on_ranks(graphs_alone, 1, tmp_path, timeout=120) == [(130, {})]
+    first, second = run_on_ranks(graphs_on_two, 2, tmp_path, timeout=180)
+    assert (first[0], second) == ("killed", ("killed", None))
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert read(two / "metrics.json") == first[1]
+    assert first[1]["epochs"] == 2
+    assert steps_of(two) == steps_of(one)
+    assert_close(load_weights(two / "checkpoints" / "best.pt"), load_weights(one / "checkpoints" / "best.pt"))
+    ours, theirs = (read(run, "checkpoints", "history.json") for run in (two, one))
+    assert_records_close(ours["val"], theirs["val"])
+
+
+# -- text ---------------------------------------------------------------------------------------------------------
+
+
+def text_alone(folder):
+    """A run on one rank that is stopped inside the second epoch, and one that is not."""
+    text_report.plot_losses = text_run.print_results = lambda *args, **kwargs: None
+    stopped = outcome(text_run.run_text, TEXT, folder / "two", Stop("on_after_step", 20, interrupt))
+    return stopped, outcome(text_run.run_text, TEXT, folder / "one")
+
+
+def text_on_two(folder):
+    """The stopped run, killed and gone on with to the end of its fine-tuning."""
+    text_report.plot_losses = text_run.print_results = lambda *args, **kwargs: None
+    killed = outcome(text_run.run_text, TEXT, folder / "two", Stop("on_after_step", 26, kill))
+    return killed, outcome(text_run.run_text, [*TEXT, "training.parallel=fsdp"], folder / "two")
+
+
+@pytest.mark.slow
+def test_text_goes_on_from_one_rank_to_two_and_is_tuned_on_the_first(tmp_path):
+    ((stopped, alone),) = run_on_ranks(text_alone, 1, tmp_path, timeout=120)
+    assert stopped == 130
+    first, second = run_on_ranks(text_on_two, 2, tmp_path, timeout=180)
+    assert (first[0], second) == ("killed", ("killed", None))
+    one, two = tmp_path / "one", tmp_path / "two"
+    for part in ("", "lora"):
+        assert steps_of(two / part) == steps_of(one / part)
+    assert_close(load_weights(two / "best_model.pt"), load_weights(one / "best_model.pt"))
+    assert first[1]["val"] == pytest.approx(alone["val"], abs=1e-5)
+    assert first[1]["lora"]["after"] == pytest.approx(alone["lora"]["after"], abs=1e-3)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from treadle.cli.graphs_config import GraphsConfig, given
+from treadle.cli.ranks import shared_batches
 from treadle.errors import ConfigError, refuse_unknown
 from treadle.graphs import (
     GraphDataset,
@@ -77,11 +78,14 @@ def build_model(config: GraphsConfig, data: GraphDataset) -> GraphTransformer:
     )
 
 
-def loader(graphs: Sequence[Any], batch_size: int, *, shuffle: bool = False, num_workers: int = 0) -> Iterable[Any]:
-    """Returns a loader of torch_geometric over a split."""
+def loader(
+    graphs: Sequence[Any], batch_size: int, *, shuffle: bool = False, num_workers: int = 0, seed: int = 0
+) -> Iterable[Any]:
+    """Returns a loader of torch_geometric over a split; on several ranks, of this one's part of each batch."""
     from torch_geometric.loader import DataLoader
 
-    batches: Iterable[Any] = DataLoader(graphs, batch_size, shuffle=shuffle, num_workers=num_workers)
+    shared = shared_batches(graphs, batch_size, shuffle=shuffle, seed=seed)
+    batches: Iterable[Any] = DataLoader(graphs, num_workers=num_workers, **shared)
     return batches
 
 
@@ -93,8 +97,18 @@ def build_trainer(
     name: str = "graphs",
     checkpoint_dir: Path | None = None,
     hooks: Sequence[BaseHook] = (),
+    parallel: str | None = None,
 ) -> GraphTrainer:
     """Seeds, and returns the trainer with a new model, its optimizer and its schedule.
+
+    Args:
+        config: the settings; what they say of ranks is for the caller to decide.
+        data: the data set.
+        device: where it computes.
+        name: of the run, in log lines and checkpoints.
+        checkpoint_dir: folder of checkpoints; None writes none.
+        hooks: further hooks.
+        parallel: how the model is spread over ranks.
 
     Raises:
         ConfigError: a setting is unknown or wrong.
@@ -129,6 +143,7 @@ def build_trainer(
         experiment_name=name,
         accumulation_steps=training.accumulation_steps,
         hooks=hooks,
+        parallel=parallel,
     )
     trainer.config |= {"run": config.to_dict(), "threads": torch.get_num_threads()}
     return trainer

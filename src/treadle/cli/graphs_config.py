@@ -11,6 +11,7 @@ from typing import Any
 from treadle.cli.overrides import from_mapping, refuse_unknown_setting
 from treadle.cli.settings import flat
 from treadle.errors import ConfigError, nearest, refuse_unknown
+from treadle.parallel import as_parallel
 
 CONF = "treadle.graphs.conf"
 GROUPS = ("dataset", "model", "pe", "train")
@@ -25,7 +26,7 @@ FLAGS = {
 
 FREE = (
     "threads", "log_every", "training.epochs", "training.num_workers", "training.grad_clip",
-    "training.mixed_precision", "training.early_stopping", "training.scheduler.warmup_epochs",
+    "training.mixed_precision", "training.early_stopping", "training.parallel", "training.scheduler.warmup_epochs",
     "training.scheduler.min_lr", "dataset.root", "dataset.pe_cache_dir", "dataset.use_preprocessed_pe",
     "dataset.num_workers",
 )  # fmt: skip
@@ -51,6 +52,7 @@ class TrainingConfig:
     metric_for_best: str
     minimize_metric: bool | None
     early_stopping: int | None
+    parallel: str | None
     optimizer: dict[str, Any]
     scheduler: dict[str, Any]
 
@@ -61,6 +63,7 @@ class TrainingConfig:
         if self.num_workers < 0:
             raise ConfigError(f"training.num_workers={self.num_workers!r}: must be at least 0")
         refuse_unknown("training.loss", self.loss, _TASKS)
+        as_parallel(self.parallel)
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ class GraphsConfig:
         Raises:
             ConfigError: a key is unknown or missing, or a value is wrong.
         """
-        training = from_mapping(TrainingConfig, _section(values, "training"), where="training")
+        section = {"parallel": None, **_section(values, "training")}  # runs of before it was a setting have none
+        training = from_mapping(TrainingConfig, section, where="training")
         return from_mapping(cls, {**values, "training": training}, where="settings")
 
     def to_dict(self) -> dict[str, Any]:

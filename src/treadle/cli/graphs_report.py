@@ -16,6 +16,7 @@ from treadle.checkpoint.store import write_text
 from treadle.cli.graphs_build import loader
 from treadle.cli.graphs_config import GraphsConfig
 from treadle.cli.graphs_page import write_run_page
+from treadle.cli.ranks import ranks_line
 from treadle.cli.start_block import device_line, print_block
 from treadle.data import steps_per_epoch
 from treadle.graphs import GraphDataset, GraphTrainer, parse_pe_config
@@ -36,6 +37,7 @@ def print_start(
         "device": device_line(trainer.device, explicit=explicit),
         "precision": f"{config.training.mixed_precision} autocast" if config.training.mixed_precision else "fp32",
         **_decisions(config, data, trainer),
+        **ranks_line(config.training.parallel),
         "start": start,
     }
     print_block(lines, console)

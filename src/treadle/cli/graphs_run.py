@@ -18,16 +18,16 @@ import torch
 from rich.console import Console
 
 from treadle.checkpoint.lock import check_free
+from treadle.checkpoint.ranks import open_on_ranks
 from treadle.checkpoint.store import find_latest, load_weights, write_text
 from treadle.cli.graphs_build import build_trainer, loader, prepare_data
 from treadle.cli.graphs_config import FREE, GraphsConfig, read_settings
 from treadle.cli.graphs_idle import refuse_idle
 from treadle.cli.graphs_report import finish_run, print_results, print_start
-from treadle.cli.launch import refuse_ranks
+from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of, rank_0_first
 from treadle.cli.run_folder import explain_changes, finished_metrics, readable, set_aside, writable
 from treadle.cli.settings import changes, flat
 from treadle.cli.start_block import cpu_threads
-from treadle.device import get_device
 from treadle.graphs import GraphDataset, GraphTrainer
 from treadle.hooks import SignalHook, StepLogHook
 from treadle.hooks.bar import ProgressBarHook
@@ -68,7 +68,7 @@ class GraphRun:
 
 def run_graphs(
     settings: Sequence[str], *, out: Path, device: str | None, resume: bool, results: Console, messages: Console
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Reads settings and runs :func:`train_graphs`.
 
     Args:
@@ -89,11 +89,11 @@ def show_settings(settings: Sequence[str], device: str | None, console: Console)
         console.print(f"{key}={'null' if value is None else value}", markup=False, soft_wrap=True)
 
 
-def train_graphs(config: GraphsConfig, run: GraphRun) -> dict[str, Any]:
+def train_graphs(config: GraphsConfig, run: GraphRun) -> dict[str, Any] | None:
     """Trains, or goes on training, tests and writes the run folder; a finished run shows its results.
 
     Returns:
-        What ``metrics.json`` holds.
+        What ``metrics.json`` holds; None on other ranks than the first.
 
     Raises:
         ConfigError: a setting is wrong, or not that of the run in this folder.
@@ -101,30 +101,44 @@ def train_graphs(config: GraphsConfig, run: GraphRun) -> dict[str, Any]:
         NonFiniteError: training diverged.
         ImportError: a package is missing; the message names what to install.
     """
-    refuse_ranks("graphs")
-    device = get_device(run.device)
-    finished = finished_metrics(run.out, config.to_dict(), needed=["checkpoints/best.pt"]) if run.resume else None
+    device = device_of_rank(run.device)
+    needed = ["checkpoints/best.pt"]
+    finished = by_rank_0(lambda: finished_metrics(run.out, config.to_dict(), needed=needed) if run.resume else None)
     if finished is not None:
         print_results(finished, run.out, run.results)
         return finished
     with cpu_threads(config.threads):
         metrics = _train(config, run, device)
-    print_results(metrics, run.out, run.results)
+    if metrics is not None:
+        print_results(metrics, run.out, run.results)
     return metrics
 
 
-def _train(config: GraphsConfig, run: GraphRun, device: torch.device) -> dict[str, Any]:
-    data = prepare_data(config, run.messages)
-    trainer = build(config, run, data, device)  # refuses wrong values, which say more than idle ones
+def _train(config: GraphsConfig, run: GraphRun, device: torch.device) -> dict[str, Any] | None:
+    data = rank_0_first(lambda: prepare_data(config, run.messages))  # what it downloads and encodes lies on the disk
+    parallel = parallel_of(config.training.parallel)
+    trainer = build(config, run, data, device, parallel=parallel)  # wrong values are refused before idle ones
     refuse_idle(run.given, config, level=data.level, task_type=data.task_type)
     start = _open_folder(config, run, trainer)
     print_start(config, data, trainer, start=start, explicit=run.device is not None, console=run.messages)
     fit(trainer, config, data)
-    load_model_state(trainer.model, load_weights(run.checkpoints / "best.pt"))
-    return finish_run(config, data, trainer, run.out)
+    alone = after_ranks(trainer, lambda: _reopen(config, run, data, device))
+    if alone is None:
+        return None
+    load_model_state(alone.model, load_weights(run.checkpoints / "best.pt"))
+    return finish_run(config, data, alone, run.out)
 
 
-def build(config: GraphsConfig, run: GraphRun, data: GraphDataset, device: torch.device) -> GraphTrainer:
+def _reopen(config: GraphsConfig, run: GraphRun, data: GraphDataset, device: torch.device) -> GraphTrainer:
+    """Returns the trainer of a run that has ended on several ranks, in one process."""
+    trainer = build(config, run, data, device)
+    trainer.load_checkpoint("last.pt")
+    return trainer
+
+
+def build(
+    config: GraphsConfig, run: GraphRun, data: GraphDataset, device: torch.device, *, parallel: str | None = None
+) -> GraphTrainer:
     """Returns the trainer of a run, with its bar, its signals and its log of steps."""
     trainer = build_trainer(
         config,
@@ -137,6 +151,7 @@ def build(config: GraphsConfig, run: GraphRun, data: GraphDataset, device: torch
             ProgressBarHook(status=lambda: _status(trainer, config.training.metric_for_best), console=run.messages),
             SignalHook(lambda: trainer.save_checkpoint("last.pt")),
         ],
+        parallel=parallel,
     )
     return trainer
 
@@ -155,7 +170,9 @@ def fit(trainer: GraphTrainer, config: GraphsConfig, data: GraphDataset) -> None
     try:
         with _without_epoch_lines():
             trainer.fit(
-                loader(data.train, training.batch_size, shuffle=True, num_workers=training.num_workers),
+                loader(
+                    data.train, training.batch_size, shuffle=True, num_workers=training.num_workers, seed=config.seed
+                ),
                 loader(data.val, training.batch_size, num_workers=training.num_workers),
                 training.epochs,
                 training.metric_for_best,
@@ -192,13 +209,11 @@ def _open_folder(config: GraphsConfig, run: GraphRun, trainer: GraphTrainer) -> 
     Returns:
         Where the run starts, in words.
     """
-    check_free(run.checkpoints)  # before config.yaml is written: it may be that of a run that is going on
-    last = run.checkpoints / "last.pt"
-    with readable(run.out):
-        found = [path for path in (last, run.checkpoints / "best.pt") if path.is_symlink() or path.exists()]
+    found = by_rank_0(lambda: _stored_states(run))
     start = "fresh"
     # A damaged last.pt is named, and best.pt taken in its place.
-    latest = find_latest(found, prefer=last) if run.resume and found else None
+    last = run.checkpoints / "last.pt"
+    latest = find_latest(found, prefer=last, load=open_on_ranks) if run.resume and found else None
     if latest is not None:
         _take_up_changes(latest[1].get("config", {}).get("run"), config, run)
         trainer.load_checkpoint(latest[0])
@@ -207,15 +222,27 @@ def _open_folder(config: GraphsConfig, run: GraphRun, trainer: GraphTrainer) -> 
     elif run.checkpoint is not None:
         trainer.load_checkpoint(run.checkpoint, load_optimizer=False)
         start = f"fresh, with the weights of {run.checkpoint}"
+    by_rank_0(lambda: _ready_folder(config, run, fresh=latest is None, outdated=bool(found)))
+    return start
+
+
+def _stored_states(run: GraphRun) -> list[Path]:
+    """Returns the checkpoints of the folder."""
+    check_free(run.checkpoints)  # before config.yaml is written: it may be that of a run that is going on
+    with readable(run.out):
+        paths = (run.checkpoints / "last.pt", run.checkpoints / "best.pt")
+        return [path for path in paths if path.is_symlink() or path.exists()]
+
+
+def _ready_folder(config: GraphsConfig, run: GraphRun, *, fresh: bool, outdated: bool) -> None:
     with writable(run.out):
-        if latest is None:
+        if fresh:
             # Else a killed fresh start would be taken for the run that was here before.
             for name in ("metrics.json", "test_results.json"):
                 (run.out / name).unlink(missing_ok=True)
-            if found:
+            if outdated:
                 set_aside(run.checkpoints)
         write_text(_as_yaml(config), run.out / "config.yaml")
-    return start
 
 
 def _take_up_changes(stored: Any, config: GraphsConfig, run: GraphRun) -> None:

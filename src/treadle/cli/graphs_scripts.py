@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
+from treadle.cli.launch import refuse_ranks
 from treadle.errors import ConfigError, refuse_unknown
 
 _OF_TRAIN = ("device", "log_dir", "experiment_name", "resume", "checkpoint")
@@ -25,6 +26,7 @@ def train(cfg: Any) -> float | None:
 
     messages = message_console()
     with errors_as_one_line(messages), log_to(messages):
+        refuse_ranks("scripts/train.py", instead="treadle train graphs")
         values = _plain(cfg)
         options = {key: values.pop(key, None) for key in _OF_TRAIN}
         if not isinstance(options["resume"], bool):
@@ -40,7 +42,7 @@ def train(cfg: Any) -> float | None:
             given=list(hydra.overrides.task),
         )
         metrics = train_graphs(GraphsConfig.from_values(values), run)
-    best: float | None = metrics["best_val_metric"]
+    best: float | None = None if metrics is None else metrics["best_val_metric"]
     return best
 
 

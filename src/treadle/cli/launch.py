@@ -118,8 +118,12 @@ def _meeting_point(limit: timedelta) -> tuple[Any, int, int]:
     return store, rank, size
 
 
-def refuse_ranks(command: str) -> None:
-    """Raises where several ranks would each do the work of a command that trains in one process.
+def refuse_ranks(script: str, *, instead: str) -> None:
+    """Raises where several ranks would each do the work of a script that trains in one process.
+
+    Args:
+        script: its name.
+        instead: what to launch by torchrun.
 
     Raises:
         ConfigError: there are several.
@@ -127,6 +131,6 @@ def refuse_ranks(command: str) -> None:
     size = int(os.environ.get("WORLD_SIZE", "1")) if launched() else 1
     if size > 1:
         raise ConfigError(
-            f"treadle train {command}: trains in one process, and torchrun started {size}. To train on several, give a "
-            "configuration file with a trainer of your own and its setting parallel"
+            f"{script}: trains in one process, and torchrun started {size}; use torchrun -m {instead} on several, "
+            "which takes the same settings"
         )

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from treadle.checkpoint.schema import versions
 from treadle.cli.config_target import PackRun, resolve
-from treadle.cli.replay_run import Replayed, replay_config, replay_script, save_batch
+from treadle.cli.replay_run import Replayed, refuse_run_of_ranks, replay_config, replay_script, save_batch
 from treadle.cli.replay_spectra import replay_spectra
 from treadle.cli.replay_text import is_text_run, replay_text
 from treadle.cli.run_folder import stored_json
@@ -59,6 +59,7 @@ def replay_and_report(
     elif script is not None:
         replayed = replay_script(run, step, script=script, arguments=arguments, debug=debug)
     else:
+        refuse_run_of_ranks(run)
         replayed = _replay_of(run)(run, step, device=device, debug=debug, messages=messages)
     if save is not None:
         save_batch(replayed.batches, save)

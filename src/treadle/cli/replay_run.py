@@ -195,6 +195,23 @@ def checkpoints_of(run: Path) -> Path:
     return inside if inside.is_dir() else run
 
 
+def refuse_run_of_ranks(run: Path) -> None:
+    """Refuses the run of a pack's command that was trained under torchrun.
+
+    Its ranks read the samples in another order than one process and drew random numbers of their own, so one process
+    would run other steps.
+
+    Raises:
+        ConfigError: it was.
+    """
+    newest = nearest_state(checkpoints_of(run), sys.maxsize)
+    if newest is not None and (newest[1].get("data") or {}).get("order") is not None:
+        raise ConfigError(
+            f"RUN={str(run)!r}: was trained under torchrun, where samples come in another order and each rank draws "
+            "random numbers of its own; only runs of one process can be replayed: train without torchrun what is to be"
+        )
+
+
 def replay_script(run: Path, step: int, *, script: Path, arguments: Sequence[str], debug: bool) -> Replayed:
     """Runs a step of a user's own script again: everything up to its ``train()``, then from the nearest state.
 

@@ -11,13 +11,14 @@ import torch
 
 from treadle.cli.settings import at_least
 from treadle.errors import ConfigError
+from treadle.parallel import as_parallel
 
 _SCHEDULE = ("epochs", "schedule.warmup_steps", "schedule.min_lr_scale")
 _LORA = ("lora.r", "lora.alpha", "lora.dropout", "lora.lr", "lora.val_fraction")
 _LATE = (
     "samples.prompt", "samples.count", "samples.num_tokens", "samples.temperature", "samples.top_k", "samples.seed",
 )  # fmt: skip
-FREE = ("threads", "training.checkpoint_interval", "lora.epochs", *_SCHEDULE, *_LORA, *_LATE)
+FREE = ("threads", "training.checkpoint_interval", "training.parallel", "lora.epochs", *_SCHEDULE, *_LORA, *_LATE)
 """What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
 
 
@@ -101,8 +102,12 @@ class TrainingConfig:
     """Total 2-norm to clip to; None or 0 off."""
     checkpoint_interval: int = 200
     """Steps between checkpoints."""
+    parallel: str | None = None
+    """How the ranks that torchrun started share the first training: ddp, fsdp, or None for ddp where there are several.
+    The fine-tuning runs on the first rank alone."""
 
     def __post_init__(self) -> None:
+        as_parallel(self.parallel)
         at_least(
             1, training__accumulation_steps=self.accumulation_steps,
             training__checkpoint_interval=self.checkpoint_interval,
@@ -169,7 +174,7 @@ class TextConfig:
     epochs: int = 14
     """Epochs of the training before the fine-tuning; the learning-rate schedule ends with them."""
     batch_size: int = 8
-    """Blocks in a batch. Small on purpose: steps are worth more here than precise gradients."""
+    """Blocks in a batch, of all ranks together. Small on purpose: steps are worth more here than precise gradients."""
     threads: int | None = 1
     """Threads on the CPU; None leaves torch's choice, one per core.
 

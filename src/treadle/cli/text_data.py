@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from treadle import distributed
 from treadle.cli.console import as_settings
+from treadle.cli.ranks import shared_batches
 from treadle.cli.text_config import TextConfig
 from treadle.errors import ConfigError
 from treadle.text.corpus import is_statement, load_manual, num_bytes, split_topics, without_repeats
@@ -33,11 +35,14 @@ class Part:
         """Bytes of its texts."""
         return sum(map(num_bytes, self.topics.values()))
 
-    def loader(self, batch_size: int | None = None) -> DataLoader[dict[str, Tensor]]:
-        """Returns a shuffled loader for training, or with None one for evaluation."""
+    def loader(self, batch_size: int | None = None, *, seed: int = 0) -> DataLoader[dict[str, Tensor]]:
+        """Returns a shuffled loader for training, or with None one for evaluation.
+
+        On several ranks, it is one of this rank's part of each batch.
+        """
         if batch_size is None:
-            return DataLoader(self.blocks, batch_size=_EVAL_BATCH)
-        return DataLoader(self.blocks, batch_size=batch_size, shuffle=True)
+            return DataLoader(self.blocks, **shared_batches(self.blocks, _EVAL_BATCH))
+        return DataLoader(self.blocks, **shared_batches(self.blocks, batch_size, shuffle=True, seed=seed))
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,21 @@ def prepare_data(config: TextConfig) -> TextData:
         return Part(dict(topics), tokens_N, TokenBlocks(tokens_N, config.data.block_length))
 
     return TextData(tokenizer, part(train), part(val), part(lora_train), part(lora_val))
+
+
+def check_same_on_ranks(data: TextData) -> None:
+    """Refuses to train where the ranks do not read the same text.
+
+    Raises:
+        ConfigError: the manual or the tokenizer of a rank is another one.
+    """
+    found = distributed.gather_objects(data.fingerprint)
+    others = [rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]]
+    if others:
+        raise ConfigError(
+            f"rank {others[0]} reads another text than rank 0: the manual differs from one Python version to the next, "
+            "and the tokenizer may from one version of tokenizers to the next; give all ranks the same versions"
+        )
 
 
 def check_same_text(stored: Mapping[str, Any], data: TextData, *, folder: str) -> None:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.checkpoint.store import write_text
+from treadle.cli.ranks import ranks_line
 from treadle.cli.start_block import device_line, precision_line, print_block
 from treadle.cli.text_config import TextConfig
 from treadle.cli.text_data import Part, TextData
@@ -61,6 +62,7 @@ def print_start(
         "model": f"GPT-2, {weights:,} parameters, {config.model.n_layer} layers of width {config.model.n_embd}",
         "schedule": f"{config.epochs} epochs of {steps} steps, batches of {config.batch_size}, learning rate "
         f"{config.optimizer.lr:g}; then LoRA of rank {config.lora.r}, {config.lora.epochs} epochs, {config.lora.lr:g}",
+        **ranks_line(config.training.parallel),
         "start": start,
     }  # fmt: skip
     print_block(lines, console)

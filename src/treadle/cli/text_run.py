@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from treadle.checkpoint.lock import check_free, run_lock
+from treadle.checkpoint.lock import check_free
 from treadle.checkpoint.store import load_weights, write_text
 from treadle.cli.console import as_settings
-from treadle.cli.launch import refuse_ranks
 from treadle.cli.overrides import apply_overrides
+from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of
 from treadle.cli.run_folder import explain_changes, finished_metrics, readable, set_aside, stored_json, writable
 from treadle.cli.settings import changes
 from treadle.cli.start_block import cpu_threads, print_settings
 from treadle.cli.text_config import FREE, TextConfig, needs_new_lora
-from treadle.cli.text_data import Part, TextData, check_same_text, prepare_data
+from treadle.cli.text_data import Part, TextData, check_same_on_ranks, check_same_text, prepare_data
 from treadle.cli.text_report import Tuned, draw_samples, finish_run, print_results, print_start, score
 from treadle.data import steps_per_epoch
 from treadle.device import get_device
@@ -32,6 +32,7 @@ from treadle.functional import Trainer
 from treadle.hooks import CheckpointingHook, StepLogHook
 from treadle.hooks.bar import ProgressBarHook
 from treadle.naming import load_model_state, model_state
+from treadle.run_folder import held_by_rank_0
 from treadle.seed import set_seed
 from treadle.spectra.optim import build_optimizer, build_warmup_cosine
 from treadle.text.extras import without_progress_bars
@@ -55,7 +56,7 @@ class TextRun:
 
 def run_text(
     settings: Sequence[str], *, out: Path, device: str | None, resume: bool, results: Console, messages: Console
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Trains and fine-tunes, or goes on with it, and writes the run folder; a finished run shows its results.
 
     Args:
@@ -67,7 +68,7 @@ def run_text(
         messages: where progress goes.
 
     Returns:
-        What ``metrics.json`` holds.
+        What ``metrics.json`` holds; None on other ranks than the first.
 
     Raises:
         ConfigError: a setting is wrong, or not that of the run in this folder.
@@ -75,16 +76,17 @@ def run_text(
         NonFiniteError: training diverged.
         ImportError: a package of the extra ``hf`` is missing.
     """
-    refuse_ranks("text")
+    where = device_of_rank(device)
     config = read_settings(settings, device)
-    finished = finished_metrics(out, config.to_dict()) if resume else None
+    finished = by_rank_0(lambda: finished_metrics(out, config.to_dict()) if resume else None)
     if finished is not None:
         print_results(finished, out, results)
         return finished
     with cpu_threads(config.threads), without_progress_bars():
-        run = TextRun(config, prepare_data(config), out, get_device(device), messages)
+        run = TextRun(config, prepare_data(config), out, where, messages)
         metrics = _run(run, resume=resume, explicit=device is not None)
-    print_results(metrics, out, results)
+    if metrics is not None:
+        print_results(metrics, out, results)
     return metrics
 
 
@@ -102,30 +104,46 @@ def show_settings(settings: Sequence[str], device: str | None, console: Console)
     print_settings(read_settings(settings, device), console)
 
 
-def _run(run: TextRun, *, resume: bool, explicit: bool) -> dict[str, Any]:
-    model, trainer = build_base(run)
-    _open_folder(run, resume=resume)
-    with run_lock(run.out):
+def _run(run: TextRun, *, resume: bool, explicit: bool) -> dict[str, Any] | None:
+    check_same_on_ranks(run.data)
+    model, trainer = build_base(run, parallel=parallel_of(run.config.training.parallel))
+    by_rank_0(lambda: _open_folder(run, resume=resume))
+    with held_by_rank_0(run.out):
         print_start(run.config, run.data, trainer, start=_start_line(run.out), explicit=explicit, console=run.messages)
-        fit(trainer, run, train=run.data.train, val=run.data.val, epochs=run.config.epochs, folder=run.out)
-        load_model_state(model, load_weights(run.out / BEST))
-        _add_tokenizer(run, run.out)
-        scores = {"val": score(trainer, run.data.val), "before": score(trainer, run.data.lora_val)}
-        samples = {"base": draw_samples(model, run.data.tokenizer, run.config)}
-        tuned = _fine_tune(model, run)
-        scores["after"] = score(tuned.trainer, run.data.lora_val)
-        scores["val_after"] = score(tuned.trainer, run.data.val)
-        samples["fine-tuned"] = draw_samples(tuned.trainer.model, run.data.tokenizer, run.config)
-        return finish_run(
-            run.config, run.data, trainer=trainer, tuned=tuned, scores=scores, samples=samples, out=run.out
-        )
+        _fit_base(trainer, run)
+        alone = after_ranks((model, trainer), lambda: _reopen(run))
+        return None if alone is None else _tune_and_report(*alone, run)
+
+
+def _reopen(run: TextRun) -> tuple[Any, Trainer]:
+    """Returns model and trainer of a first training that has ended on several ranks, in one process."""
+    model, trainer = build_base(run)
+    _fit_base(trainer, run)  # it has no epoch left to train
+    return model, trainer
+
+
+def _tune_and_report(model: Any, trainer: Trainer, run: TextRun) -> dict[str, Any]:
+    load_model_state(model, load_weights(run.out / BEST))
+    _add_tokenizer(run, run.out)
+    scores = {"val": score(trainer, run.data.val), "before": score(trainer, run.data.lora_val)}
+    samples = {"base": draw_samples(model, run.data.tokenizer, run.config)}
+    tuned = _fine_tune(model, run)
+    scores["after"] = score(tuned.trainer, run.data.lora_val)
+    scores["val_after"] = score(tuned.trainer, run.data.val)
+    samples["fine-tuned"] = draw_samples(tuned.trainer.model, run.data.tokenizer, run.config)
+    return finish_run(run.config, run.data, trainer=trainer, tuned=tuned, scores=scores, samples=samples, out=run.out)
 
 
 # -- the two trainings --------------------------------------------------------------------------------------------
 
 
-def build_base(run: TextRun) -> tuple[Any, Trainer]:
-    """Returns a GPT-2 with its initial weights and the trainer of its first training."""
+def build_base(run: TextRun, *, parallel: str | None = None) -> tuple[Any, Trainer]:
+    """Returns a GPT-2 with its initial weights and the trainer of its first training.
+
+    Args:
+        run: what to build.
+        parallel: how the model is spread over ranks.
+    """
     config = run.config
     set_seed(config.seed)
     with as_settings("model"):
@@ -138,7 +156,7 @@ def build_base(run: TextRun) -> tuple[Any, Trainer]:
         scheduler = build_warmup_cosine(
             optimizer, warmup_steps=schedule.warmup_steps, total_steps=steps, min_lr_scale=schedule.min_lr_scale
         )
-    return model, _build_trainer(model, optimizer, scheduler=scheduler, run=run)
+    return model, _build_trainer(model, optimizer, scheduler=scheduler, run=run, parallel=parallel)
 
 
 def build_lora(model: Any, run: TextRun) -> Trainer:
@@ -163,7 +181,7 @@ def _steps_per_epoch(part: Part, config: TextConfig) -> int:
     return steps_per_epoch(part.loader(config.batch_size), config.training.accumulation_steps)
 
 
-def _build_trainer(model: Any, optimizer: Any, *, scheduler: Any, run: TextRun) -> Trainer:
+def _build_trainer(model: Any, optimizer: Any, *, scheduler: Any, run: TextRun, parallel: str | None = None) -> Trainer:
     training = run.config.training
     trainer = Trainer(
         model,
@@ -184,6 +202,7 @@ def _build_trainer(model: Any, optimizer: Any, *, scheduler: Any, run: TextRun) 
             ProgressBarHook(status=lambda: _status(trainer), console=run.messages),
             CheckpointingHook(training.checkpoint_interval, exit_signals=(signal.SIGTERM, signal.SIGINT)),
         ],
+        parallel=parallel,
     )
     return trainer
 
@@ -195,10 +214,15 @@ def _status(trainer: Trainer) -> str:
     return f"val {losses[-1]:.3f} (best {trainer.best_metric:.3f})"
 
 
+def _fit_base(trainer: Trainer, run: TextRun) -> None:
+    fit(trainer, run, train=run.data.train, val=run.data.val, epochs=run.config.epochs, folder=run.out)
+
+
 def fit(trainer: Trainer, run: TextRun, *, train: Part, val: Part, epochs: int, folder: Path) -> None:
     """Trains to the number of epochs, from where the checkpoints in the folder are; at the end it does nothing."""
     try:
-        trainer.train(train.loader(run.config.batch_size), epochs, val.loader(), folder, save_freq=None)
+        batches = train.loader(run.config.batch_size, seed=run.config.seed)
+        trainer.train(batches, epochs, val.loader(), folder, save_freq=None)
     except SystemExit:
         _log.info("saved at step %d; the same command goes on from here", trainer.step)
         raise

@@ -7,9 +7,8 @@ import logging
 
 import pytest
 
-from treadle.cli.console import log_to, message_console, result_console
-from treadle.cli.launch import process_group
-from treadle.cli.main import main
+from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
+from treadle.cli.launch import process_group, refuse_ranks
 from treadle.errors import ConfigError
 from treadle.failure import failing_by_name, leave_error
 
@@ -35,14 +34,14 @@ def test_other_ranks_than_the_first_print_errors_only(rank_1, capsys):
     assert told.err == "error: rank 1 failed\n"
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("pack", ["text", "graphs", "astro"])
-def test_the_commands_of_packs_refuse_several_ranks_and_torchrun_hears_of_it(pack, rank_1, capsys, monkeypatch):
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)  # no group is needed to refuse
-    with pytest.raises(SystemExit) as left:
-        main(["train", pack])
+def test_a_script_of_one_process_refuses_several_ranks_and_names_what_to_launch(rank_1, capsys):
+    with pytest.raises(SystemExit) as left, errors_as_one_line(message_console()):
+        refuse_ranks("scripts/train.py", instead="treadle train graphs")
     assert left.value.code == 2
-    assert f"rank 1: treadle train {pack}: trains in one process, and torchrun started 2" in capsys.readouterr().err
+    said = (
+        "rank 1: scripts/train.py: trains in one process, and torchrun started 2; use torchrun -m treadle train graphs"
+    )
+    assert said in capsys.readouterr().err
     assert "trains in one process" in json.loads(rank_1.read_text())["message"]["message"]
 
 
