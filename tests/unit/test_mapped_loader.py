@@ -135,8 +135,8 @@ def test_it_reads_one_window_ahead_in_a_thread_and_no_further():
 def test_never_more_than_two_windows_are_in_memory(monkeypatch):
     living, most, allocate = set(), [0], window_reader._allocate
 
-    def counted(shape, dtype, index):
-        tensor = allocate(shape, dtype, index)
+    def counted(shape, dtype, *, pinned):
+        tensor = allocate(shape, dtype, pinned=pinned)
         key, size = object(), tensor.numel() * tensor.element_size()
         living.add((key, size))
         weakref.finalize(tensor, living.discard, (key, size))
@@ -144,7 +144,8 @@ def test_never_more_than_two_windows_are_in_memory(monkeypatch):
         return tensor
 
     monkeypatch.setattr(window_reader, "_allocate", counted)
-    kept = list(MappedLoader(X, shuffle=True, **SMALL))  # batches hold no window
+    kept = list(MappedLoader(X, shuffle=True, **SMALL))  # batches hold no window, and no other may write over them
+    assert sorted(flat(rows(kept))) == list(range(ROWS))
     assert most[0] == 2 * 30 * 3 * 4
     assert not living
     assert len(kept) == 15

@@ -122,6 +122,8 @@ class WindowReader:
         self._current: _Window | None = None
         self._ahead: Future[_Window] | None = None
         self._to_device = None if device.type == "cpu" else _ToDevice(device)
+        # One set of memory is read into while batches are taken from the other; a device has windows of its own.
+        self._sets: list[dict[int, Tensor]] = [{}, {}] if self._to_device is None else [{}]
 
     def take(self, number: int, span: range) -> tuple[list[Tensor], Tensor]:
         """Returns rows of a window in new tensors, and which they are.
@@ -150,45 +152,44 @@ class WindowReader:
     def _read(self, number: int) -> _Window:
         chunks, mixed = self.windows.chunks(number), self.windows.mixed(number)
         ends = list(itertools.accumulate(map(len, chunks), initial=0))
-        allocate = _allocate if self._to_device is None else self._to_device.staging
-        tensors = []
-        for index, array in enumerate(self.arrays):
-            tensors.append(allocate((ends[-1], *array.shape), array.dtype, index))
+        self._sets.append(self._sets.pop(0))
+        tensors = [self._memory(index, array)[: ends[-1]] for index, array in enumerate(self.arrays)]
+        for tensor, array in zip(tensors, self.arrays, strict=True):
             for chunk, start in zip(chunks, ends, strict=False):
                 if self._closed:
                     raise CancelledError
-                array.read_into(tensors[-1][start : start + len(chunk)], chunk)
+                array.read_into(tensor[start : start + len(chunk)], chunk)
         window = _Window(number, tensors, self.windows.rows(number), mixed)
         return window if self._to_device is None else self._to_device.copied(window)
+
+    def _memory(self, index: int, array: RowArray) -> Tensor:
+        """Returns memory for the largest window of an array, made once and not for each window."""
+        memory = self._sets[-1]
+        if index not in memory:
+            rows = min(self.windows.chunk_rows * self.windows.window_chunks, self.windows.num_rows)
+            memory[index] = _allocate((rows, *array.shape), array.dtype, pinned=self.device.type == "cuda")
+        return memory[index]
 
     def close(self) -> None:
         """Ends the thread, after the chunk that it is reading."""
         self._closed = True
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._current, self._ahead = None, None
+        self._current, self._ahead, self._sets = None, None, []
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, _index: int) -> Tensor:
-    return torch.empty(shape, dtype=dtype)
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=pinned)
 
 
 class _ToDevice:
-    """Copies windows to an accelerator from pinned memory that is used again, on a stream of its own, in the thread."""
+    """Copies windows to an accelerator, on a stream of its own, in the thread."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._pinned: dict[int, Tensor] = {}
         self._stream: Any = None
 
-    def staging(self, shape: tuple[int, ...], dtype: torch.dtype, index: int) -> Tensor:
-        """Returns pinned memory for one array; what it held is on the device by now."""
-        kept = self._pinned.get(index)
-        if kept is None or len(kept) < shape[0]:
-            kept = self._pinned[index] = torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
-        return kept[: shape[0]]
-
     def copied(self, window: _Window) -> _Window:
-        """Returns the window on the device; waits for the copies, in the thread."""
+        """Returns the window on the device; waits for the copies, in the thread, so that the memory is free again."""
         if self.device.type != "cuda":
             tensors = [tensor.to(self.device) for tensor in window.tensors]
             mixed = None if window.mixed is None else window.mixed.to(self.device)
