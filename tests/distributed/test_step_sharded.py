@@ -64,7 +64,7 @@ def edges(folder):
         "counted": counted_collectives(), "nan": nan_on_one_rank(folder), "raised": raised_on_both(),
         "fp16": overflow_in_fp16(),
         "bf16": mixed_precision(), "evaluated": evaluated_on_the_way(), "nobody": nobody_has_a_loss(),
-        "buffers": buffers_are_those_of_rank_0(), "plain beside": plain_weights_beside_sharded_ones(),
+        "running means": running_means(), "plain beside": plain_weights_beside_sharded_ones(),
         "fused": fused_skips(),
     }  # fmt: skip
 
@@ -152,11 +152,29 @@ def nobody_has_a_loss():
     return engine.applied_steps, differing(before, whole(engine.model), 0.0)
 
 
-def buffers_are_those_of_rank_0():
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
-    engine = engine_of("fsdp", model=model)
-    engine.run(share(dist.get_rank(), 2, [(3, 3)] * 2), max_steps=2)
-    return model[1].running_mean.clone()
+def running_means():
+    """A batch norm's own, after two steps of replicas, a sharded model, and each as plain torch trains it."""
+    from torch.distributed.fsdp import fully_shard
+
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
+
+    rows, found = share(dist.get_rank(), 2, [(3, 3)] * 2), {}
+    for kind in ("ddp", "fsdp"):
+        trained = model()
+        engine_of(kind, model=trained).run(rows, max_steps=2)
+        found[kind] = trained[1].running_mean.clone()
+    for kind, wrap in {"plain ddp": nn.parallel.DistributedDataParallel, "plain fsdp": fully_shard}.items():
+        trained = model()
+        wrapped = wrap(trained)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.02)
+        for batch in rows:
+            optimizer.zero_grad()
+            Rows().step(wrapped, batch).loss.backward()
+            optimizer.step()
+        found[kind] = trained[1].running_mean.clone()
+    return found
 
 
 def plain_weights_beside_sharded_ones():
@@ -274,8 +292,14 @@ def test_a_step_without_any_loss_is_not_applied(found):
     assert [rank["nobody"] for rank in found] == [(0, []), (0, [])]
 
 
-def test_running_means_are_those_of_rank_0_on_every_rank(found):
-    assert torch.equal(found[0]["buffers"], found[1]["buffers"])
+def test_running_means_are_those_of_rank_0_on_every_rank_as_plain_replicas_have_them_there(found):
+    first, second = (rank["running means"] for rank in found)
+    for kind in ("ddp", "fsdp"):
+        assert torch.equal(first[kind], second[kind])
+        assert torch.allclose(first[kind], first["plain ddp"], atol=1e-6)
+    assert torch.equal(first["ddp"], first["plain ddp"])
+    for kind in ("plain ddp", "plain fsdp"):  # torch leaves the other ranks their own, until replicas are run again
+        assert not torch.equal(first[kind], second[kind])
 
 
 def test_the_norm_takes_sharded_and_plain_gradients_together(found):
