@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from treadle import distributed
 from treadle.data.cursor import Group
@@ -33,11 +34,11 @@ def check_settings(interval: str, grad_clip: float | None, accumulation: int, re
     """
     if interval not in ("step", "epoch"):
         raise ConfigError(f"scheduler_interval={interval!r}: must be 'step' or 'epoch'")
-    if grad_clip is not None and not grad_clip >= 0:
-        raise ConfigError(f"grad_clip={grad_clip!r}: a norm cannot be negative; use None or 0 to turn clipping off")
-    if accumulation < 1:
-        raise ConfigError(f"accumulation_steps={accumulation!r}: a step needs at least 1 micro-batch")
-    if retries is not None and retries < 0:
+    if grad_clip is not None and not (isinstance(grad_clip, (int, float)) and grad_clip >= 0):
+        raise ConfigError(f"grad_clip={grad_clip!r}: must be a number >= 0; use None or 0 to turn clipping off")
+    if not isinstance(accumulation, int) or accumulation < 1:
+        raise ConfigError(f"accumulation_steps={accumulation!r}: a step needs a whole number of micro-batches, >= 1")
+    if retries is not None and not (isinstance(retries, int) and retries >= 0):
         raise ConfigError(f"max_non_finite_grad_retries={retries!r}: must be None or >= 0")
 
 
@@ -55,7 +56,7 @@ def start_attempt(engine: Engine, group: Group) -> tuple[dict[str, Any], GroupWe
     Returns:
         A fresh record of the step, and what weighs its micro-batches and carries what ranks tell each other.
     """
-    _clear_gradients(engine)
+    clear_gradients(engine)
     engine.group = group
     engine.micro_steps += len(group.batches)
     engine.last_lr = [_frozen(param_group["lr"]) for param_group in engine.optimizer.param_groups]
@@ -67,21 +68,32 @@ def start_attempt(engine: Engine, group: Group) -> tuple[dict[str, Any], GroupWe
     if engine.guard.plan is not None:
         engine.guard.plan.watch()
     engine.term_totals = _sum_term_counts(engine, group.batches)
-    weights = GroupWeights(
+    return engine.step_info, group_weights(engine, group)
+
+
+def group_weights(engine: Engine, group: Group) -> GroupWeights:
+    """Returns what weighs the micro-batches of a group."""
+    return GroupWeights(
         len(group.batches), device=engine.device, undivided=engine.term_totals is not None,
         largest=engine.accumulation_steps, num_ranks=engine.num_ranks, notices=lambda: notices(engine),
     )  # fmt: skip
-    return engine.step_info, weights
 
 
 def _frozen(lr: Any) -> Any:
     return lr.clone() if isinstance(lr, Tensor) else lr  # a capturable optimizer changes its tensor in place
 
 
-def _clear_gradients(engine: Engine) -> None:
+def clear_gradients(engine: Engine) -> None:
+    """Lets go of every gradient, also of parameters that no optimizer holds."""
     engine.optimizer.zero_grad(set_to_none=True)
     for parameter in engine.stray_parameters:
         parameter.grad = None
+
+
+def counts_terms(engine: Engine, batch: Any) -> bool:
+    """Returns whether the task divides each term of a batch's loss by a count of its own."""
+    weights_of = getattr(engine.task, "weights", None)
+    return weights_of is not None and weights_of(batch) is not None
 
 
 def _sum_term_counts(engine: Engine, batches: Sequence[Any]) -> Mapping[str, float] | None:
@@ -125,7 +137,7 @@ def skip(engine: Engine, reason: str) -> Outcome:
     """Gives a step up that has nothing to apply."""
     engine.step_info["reason"] = reason
     engine.precision.skipped()
-    _clear_gradients(engine)
+    clear_gradients(engine)
     return "skipped"
 
 
@@ -133,14 +145,33 @@ def refuse(engine: Engine) -> Outcome:
     """Refuses a non-finite gradient: lowers the fp16 scale where possible, else asks a hook or for other data."""
     if engine.precision.refused():
         engine.step_info["reason"] = "non-finite gradient: the fp16 scale was lowered"
-        _clear_gradients(engine)
+        clear_gradients(engine)
         return "skipped"
     engine.step_info["reason"] = "non-finite gradient"
     goes_on = engine.guard.plan is not None and engine.guard.plan.refused()
-    _clear_gradients(engine)
+    clear_gradients(engine)
     if goes_on:
         engine.step_outputs = []  # a loss that is not finite belongs to no mean
     return "skipped" if goes_on else "refused"
+
+
+def move_on(engine: Engine) -> Outcome:
+    """Moves what moves with applied steps only: counters, schedule, averages."""
+    if engine.guard.recording:
+        return "applied"  # nothing changed: see treadle.capture
+    engine.precision.applied()
+    engine.applied_steps += 1
+    engine.epoch_applied_steps += 1
+    if engine.lr_scheduler is not None and moves_each_step(engine):
+        engine.lr_scheduler.step()
+    for ema in engine.averages.values():
+        ema.update(engine.model, applied_steps=engine.applied_steps)
+    return "applied"
+
+
+def moves_each_step(engine: Engine) -> bool:
+    """Returns whether the scheduler moves with every applied step; a plateau scheduler never does."""
+    return engine.scheduler_interval == "step" and not isinstance(engine.lr_scheduler, ReduceLROnPlateau)
 
 
 def place_of(engine: Engine) -> Place:
@@ -162,19 +193,23 @@ def non_finite_error(engine: Engine, place: Place | None = None, norm: Tensor | 
     )  # fmt: skip
 
 
-def settle(engine: Engine) -> None:
-    """Raises NonFiniteError if the last step was refused on the device and the host did not look until now.
+def settle(engine: Engine, *, ahead: int = 0) -> None:
+    """Raises NonFiniteError if a step was refused on the device and the host did not look until now.
 
-    The optimizer skipped that step, so the weights and its state are those of the last applied step. The schedule and
-    the averages in memory are one update ahead; whatever is saved is settled before.
+    The optimizer skipped that step and whatever came after it, so the weights and its state are those of the last
+    applied step. The schedule and the averages in memory are as many updates ahead; what is saved is settled before.
+
+    Args:
+        engine: what trains.
+        ahead: how many of the last steps the host does not wait for.
     """
-    late = engine.guard.late_refusal()
+    late = engine.guard.late_refusal(ahead=ahead)
     if late is None:
         return
-    engine.applied_steps -= 1
-    engine.epoch_applied_steps -= 1
-    _clear_gradients(engine)
-    raise non_finite_error(engine, *late)
+    engine.applied_steps -= late.undone
+    engine.epoch_applied_steps -= late.undone
+    clear_gradients(engine)
+    raise non_finite_error(engine, late.place, late.norm)
 
 
 def finish_step(engine: Engine, outcome: Outcome) -> None:

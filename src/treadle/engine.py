@@ -19,6 +19,7 @@ from treadle.bookkeeping import (
     begin_step,
     check_settings,
     finish_step,
+    move_on,
     non_finite_error,
     note_output,
     place_of,
@@ -27,11 +28,12 @@ from treadle.bookkeeping import (
     skip,
     start_attempt,
 )
+from treadle.capture import Capture, Steps, check_capture, steps_of
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.data.cursor import Cursor, Group
 from treadle.device import get_device
 from treadle.ema import Ema
-from treadle.epoch_end import finish_epoch, fresh_group, moves_each_step
+from treadle.epoch_end import finish_epoch, fresh_group
 from treadle.evaluation import evaluate
 from treadle.failure import failing_by_name
 from treadle.frozen import FrozenBase
@@ -65,6 +67,8 @@ class Engine:
         max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None or 0: none.
         hooks: what watches the run, in order.
         eval_seed: seeds the RNG of every evaluation.
+        capture: whether the step is replayed as one CUDA graph, see ``treadle.capture``: True, False, or ``"auto"``,
+            which says in a warning why it is not where that is impossible.
         logger: by default ``treadle.engine``.
 
     Raises:
@@ -98,6 +102,7 @@ class Engine:
         max_non_finite_grad_retries: int | None = None,
         hooks: Sequence[BaseHook] = (),
         eval_seed: int = 0,
+        capture: Capture = False,
         logger: logging.Logger | None = None,
     ):
         self.model = model
@@ -113,6 +118,7 @@ class Engine:
             accumulation_steps=accumulation_steps,
             max_non_finite_grad_retries=max_non_finite_grad_retries,
             eval_seed=eval_seed,
+            capture=capture,
             logger=logger or logging.getLogger("treadle.engine"),
         )
 
@@ -126,6 +132,7 @@ class Engine:
         accumulation_steps: int,
         max_non_finite_grad_retries: int | None,
         eval_seed: int,
+        capture: Capture,
         logger: logging.Logger,
     ) -> None:
         """Checks and keeps the settings, and starts every counter at 0; builds nothing."""
@@ -138,6 +145,7 @@ class Engine:
         self.accumulation_steps = accumulation_steps
         self.max_non_finite_grad_retries = max_non_finite_grad_retries or 0
         self.eval_seed = eval_seed
+        self.capture: Capture = check_capture(capture)
         self.logger = logger
         self.step = 0
         self.applied_steps = 0
@@ -170,7 +178,9 @@ class Engine:
         self.eval_cursor = Cursor()
         self.target = Target(max_steps=0)
         self.guard = FiniteGuard()
+        self.steps: Steps = self.train_step
         self._prepared = False
+        self.num_loads = 0
         self.loaded = False
         self.resumed = False
         self.resume_source: str | None = None
@@ -223,7 +233,7 @@ class Engine:
                 leave_on_signal(self)
                 while (group := self.cursor.take(self.accumulation_steps)).batches:
                     begin_step(self)
-                    while (outcome := self.train_step(group)) == "refused":
+                    while (outcome := self.steps(group)) == "refused":
                         group = fresh_group(self, loader)
                         if not group.batches:
                             break
@@ -273,14 +283,7 @@ class Engine:
         if self.grad_clip is not None:
             clip_(params, self.grad_clip, norm)
         self.guard.apply(self.optimizer, norm, weights.total, place=place_of(self))
-        self.precision.applied()
-        self.applied_steps += 1
-        self.epoch_applied_steps += 1
-        if self.lr_scheduler is not None and moves_each_step(self):
-            self.lr_scheduler.step()
-        for ema in self.averages.values():
-            ema.update(self.model, applied_steps=self.applied_steps)
-        return "applied"
+        return move_on(self)
 
     def forward(self, batch: Any) -> Any:
         """Turns one micro-batch into a StepOutput, under autocast."""
@@ -295,7 +298,7 @@ class Engine:
         self.prepare()
         begin_step(self)
         with contextlib.closing(self.exchange):
-            outcome = self.train_step(Group(list(batches), [0.0] * len(batches)))
+            outcome = self.steps(Group(list(batches), [0.0] * len(batches)))
         if outcome == "refused":
             raise non_finite_error(self)
         finish_step(self, outcome)
@@ -365,6 +368,7 @@ class Engine:
         self.base = FrozenBase(self.model)
         self.exchange: GradientExchange = gradient_exchange(self.model)
         self.guard = finite_guard(self)
+        self.steps = steps_of(self)
         self._prepared = True
 
     def state_dict(self, *, buffers: HostBuffers | None = None, parts: bool = False) -> dict[str, Any]:

@@ -46,11 +46,6 @@ def finish_epoch(engine: Engine) -> None:
         after_epoch()
 
 
-def moves_each_step(engine: Engine) -> bool:
-    """Returns whether the scheduler moves with every applied step; a plateau scheduler never does."""
-    return engine.scheduler_interval == "step" and not isinstance(engine.lr_scheduler, ReduceLROnPlateau)
-
-
 def _step_epoch_scheduler(engine: Engine, value: float | None) -> None:
     if isinstance(engine.lr_scheduler, ReduceLROnPlateau):
         if value is not None:

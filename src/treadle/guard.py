@@ -11,8 +11,10 @@ Three ways, from what the optimizer and the device allow:
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,6 +84,39 @@ def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:
     return device.type == "cuda" and all(group.get("fused") for group in optimizer.param_groups)
 
 
+@dataclass(frozen=True)
+class LateRefusal:
+    """A step that the optimizer left out on the device, found out later.
+
+    Attributes:
+        place: of the step.
+        norm: of its gradient.
+        undone: the steps that were counted as applied and are not: this one, and those after it.
+    """
+
+    place: Place
+    norm: Tensor
+    undone: int
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    place: Place
+    norm: Tensor
+    slot: Tensor
+    arrived: torch.cuda.Event
+
+
+@contextlib.contextmanager
+def skipping(optimizer: Optimizer, found_inf: Tensor) -> Iterator[None]:
+    """Lets a fused optimizer leave the step inside the block out where ``found_inf`` is above 0, on the device."""
+    optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
 class FiniteGuard:
     """Decides whether a step may change the weights.
 
@@ -97,12 +132,14 @@ class FiniteGuard:
         Verdict(finite=False, counted=True)
     """
 
+    recording = False  # whether steps are being recorded, so that nothing they seem to do has happened
+
     def __init__(self, *, deferred: bool = False, plan: RefusalPlan | None = None, agreed: bool = False):
         self.agreed = agreed
         self.deferred = deferred
         self.plan = plan
-        self._waiting: tuple[Place, Tensor, torch.cuda.Event] | None = None
-        self._host: Tensor | None = None
+        self._waiting: deque[_Waiting] = deque()
+        self._slots: list[Tensor] = []
 
     def judge(self, norm: Tensor, total_weight: float | Tensor) -> Verdict:
         """Returns the verdict on a gradient, by one decision for all ranks; optimistic where it is deferred."""
@@ -131,23 +168,41 @@ class FiniteGuard:
             optimizer.step()
             return
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
-        optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
-        try:
+        with skipping(optimizer, found_inf):
             optimizer.step()
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-        if self._host is None:
-            self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
-        self._host.copy_(found_inf, non_blocking=True)
+        self.look_later(found_inf, norm, place=place)
+
+    def look_later(self, found_inf: Tensor, norm: Tensor, *, place: Place) -> None:
+        """Sends the device's flag of a step to the host, which looks at it by :meth:`late_refusal`.
+
+        Args:
+            found_inf: 0-d float tensor on the device, above 0 if the optimizer left the step out.
+            norm: of that step.
+            place: of that step.
+        """
+        slot = self._slots.pop() if self._slots else torch.empty((), dtype=torch.float32, pin_memory=True)
+        slot.copy_(found_inf, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        self._waiting = (place, norm, arrived)
+        self._waiting.append(_Waiting(place, norm, slot, arrived))
 
-    def late_refusal(self) -> tuple[Place, Tensor] | None:
-        """Returns place and norm of the last deferred step if its gradient was not finite, else None."""
-        if self._waiting is None or self._host is None:
-            return None
-        place, norm, arrived = self._waiting
-        self._waiting = None
-        arrived.synchronize()
-        return (place, norm) if bool(self._host.numpy()) else None
+    @property
+    def waits(self) -> bool:
+        """Whether there are steps that the host has not looked at."""
+        return bool(self._waiting)
+
+    def late_refusal(self, *, ahead: int = 0) -> LateRefusal | None:
+        """Returns what is known of the first deferred step whose gradient was not finite, else None.
+
+        Args:
+            ahead: how many of the last steps are not waited for.
+        """
+        while len(self._waiting) > ahead:
+            first = self._waiting.popleft()
+            first.arrived.synchronize()
+            if bool(first.slot.numpy()):
+                undone = 1 + len(self._waiting)
+                self._waiting.clear()
+                return LateRefusal(first.place, first.norm, undone)
+            self._slots.append(first.slot)
+        return None

@@ -152,6 +152,7 @@ def _load_what_a_step_changes(engine: Engine, tree: Mapping[str, Any]) -> None:
         load_optimizer_state(engine.optimizer, engine.model, tree["optimizer"])
     _load_scaler(engine, tree.get("scaler"))
     _load_averages(engine, tree.get("ema") or {}, kept)
+    engine.num_loads += 1
 
 
 def roll_back(engine: Engine, tree: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from treadle.capture import Capture
 from treadle.distributed import unwrap
 from treadle.engine import Engine
 from treadle.errors import ConfigError
@@ -45,6 +46,7 @@ class BaseTrainer(Engine):
         state_dict_options: for sharded models.
         logger: by default ``treadle.trainer``.
         scheduler_interval: ``"step"`` or ``"epoch"``.
+        capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
 
     Raises:
@@ -86,9 +88,10 @@ class BaseTrainer(Engine):
         *,
         scheduler_interval: Literal["step", "epoch"] = "step",
         trackers: str | Sequence[TrackerChoice] = (),
+        capture: Capture = False,
     ):
-        if max_steps < 0:
-            raise ConfigError(f"max_steps={max_steps!r}: must be >= 0 optimizer steps")
+        if not isinstance(max_steps, int) or max_steps < 0:
+            raise ConfigError(f"max_steps={max_steps!r}: must be a whole number of optimizer steps, >= 0")
         self._configure(
             scheduler_interval=scheduler_interval,
             device=device,
@@ -97,6 +100,7 @@ class BaseTrainer(Engine):
             accumulation_steps=1 if gradient_accumulation_steps is None else gradient_accumulation_steps,
             max_non_finite_grad_retries=max_non_finite_grad_retries,
             eval_seed=0,
+            capture=capture,
             logger=logger or logging.getLogger("treadle.trainer"),
         )
         self.max_steps = max_steps
@@ -117,6 +121,7 @@ class BaseTrainer(Engine):
             "mixed_precision": mixed_precision,
             "gradient_accumulation_steps": self.accumulation_steps,
             "scheduler_interval": scheduler_interval,
+            "capture": capture,
         }
 
     def train(self) -> None:

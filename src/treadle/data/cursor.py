@@ -200,6 +200,11 @@ class Cursor:
         return int(getattr(self._loader, "num_workers", None) or 0)
 
     @property
+    def loader(self) -> Any:
+        """The attached loader; None before."""
+        return self._loader
+
+    @property
     def length(self) -> int | None:
         """Micro-batches in an epoch of the attached loader, as it says itself."""
         return self._source.length if self._source else None

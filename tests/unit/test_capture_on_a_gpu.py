@@ -1,0 +1,293 @@
+"""The step as one CUDA graph: the bits of the eager step, its protection, its resume, what cannot be captured."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from treadle import ConfigError, Engine, NonFiniteError, StepOutput, TensorLoader
+from treadle.hooks import EmaHook
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+STEPS = 200
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.3), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.GELU(),
+            nn.Dropout(0.3), nn.Linear(64, 4),
+        )  # fmt: skip
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Fit:
+    """Masks half of the inputs at random on the device; a loss, a record, a constant."""
+
+    weight = staticmethod(lambda mask: float(len(mask)))
+    spoil = None
+
+    def step(self, model, batch, totals=None, generator=None):
+        x, y = batch
+        mask = torch.rand_like(x) < 0.5
+        gap = (model(torch.where(mask, x, 0)) - y).square().mean()
+        if self.spoil is not None:
+            gap = self.spoil(gap)
+        return StepOutput(gap, {"double": gap * 2, "three": 3}, weight=self.weight(mask), num_samples=len(x))
+
+
+def rows(count=200, bad=None):
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(count, 16, generator=generator), torch.randn(count, 4, generator=generator)
+    if bad is not None:
+        x[bad] = float("nan")
+    return x, y
+
+
+def engine_of(capture, *, task=None, make=None, hooks=(), **options):
+    torch.manual_seed(0)
+    torch.cuda.manual_seed(0)
+    model = Net().cuda()
+    optimizer = make(model) if make else torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.995**step)
+    settings = {"grad_clip": 1.0, "hooks": [EmaHook(0.9), *hooks], "capture": capture, **options}
+    return Engine(model, optimizer, task or Fit(), scheduler=schedule, device="cuda", **settings)
+
+
+def loader_of(*, on_device=True, bad=None, **options):
+    x, y = rows(bad=bad)
+    return TensorLoader(x, y, batch_size=16, shuffle=True, device="cuda" if on_device else None, **options)
+
+
+def run(capture, steps=STEPS, *, state=None, loader=None, **options):
+    engine = engine_of(capture, **options)
+    if state is not None:
+        engine.load_state_dict(state)
+    engine.losses = []
+    engine.hooks.append(Losses())
+    engine.run(loader_of() if loader is None else loader, max_steps=steps)
+    return engine
+
+
+class Losses(EmaHook):
+    """Keeps each step's loss and norm, on the device."""
+
+    def __init__(self):
+        self.kept = []
+
+    state_key = "losses"
+
+    def averages(self, trainer):
+        return {}
+
+    def on_after_step(self, trainer):
+        trainer.losses.append([*trainer.step_info["loss"], trainer.step_info["grad_norm"]])
+
+
+def same(one, other):
+    """Everything that is saved, and the losses of the steps that both ran."""
+    a, b = one.state_dict(), other.state_dict()
+    for key in ("model", "ema", "optimizer", "rng", "progress", "scheduler"):
+        assert equal(a[key], b[key]), key
+    for mine, theirs in zip(reversed(one.losses), reversed(other.losses), strict=False):
+        assert all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
+    return True
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+@pytest.fixture(scope="module")
+def eager():
+    return run(False)
+
+
+def test_200_captured_steps_have_the_bits_of_eager_ones(eager):
+    captured = run(True)
+    assert len(captured.steps._steps) == 2  # whole batches, and the short one at each epoch's end
+    assert same(eager, captured)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("cut", [1, 2, 3, 13, 14, 100])
+def test_a_stop_in_one_mode_goes_on_in_the_other(eager, first, cut):
+    state = run(first, cut).state_dict()
+    assert same(eager, run(not first, state=state))
+
+
+@pytest.mark.parametrize("cut", [1, 2, 13, 100])
+def test_a_captured_run_resumes_captured(eager, cut):
+    assert same(eager, run(True, state=run(True, cut).state_dict()))
+
+
+def test_loading_a_state_in_the_middle_of_a_captured_run_is_noticed(eager):
+    engine = engine_of(True)
+    engine.losses = []
+    engine.hooks.append(Losses())
+    loader = loader_of()
+    engine.run(loader, max_steps=30)
+    state = engine.state_dict()
+    engine.run(loader, max_steps=60)
+    engine.load_state_dict(state)
+    engine.losses = []
+    engine.run(loader, max_steps=STEPS)
+    assert same(eager, engine)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulation_steps": 3},
+        {"precision": "bf16"},
+        {"grad_clip": None},
+        {"max_non_finite_grad_retries": 2},
+        {"make": lambda model: torch.optim.SGD(model.parameters(), lr=torch.tensor(0.01), momentum=0.9, fused=True)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_other_settings_have_the_bits_of_eager_steps(options):
+    assert same(run(False, 60, **options), run(True, 60, **options))
+
+
+@pytest.mark.parametrize("buffers", [None, 1, 2])
+def test_the_loaders_own_buffers_are_read_where_they_are(buffers):
+    assert same(run(False, 60), run(True, 60, loader=loader_of(num_buffers=buffers)))
+
+
+def test_data_on_the_host_is_copied_in():
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(*rows()), batch_size=16, pin_memory=True, num_workers=2
+    )
+
+    class Moving(Fit):
+        def step(self, model, batch, totals=None, generator=None):
+            return super().step(model, [part.cuda(non_blocking=True) for part in batch])
+
+    assert same(run(False, 60, task=Moving(), loader=loader), run(True, 60, task=Moving(), loader=loader))
+
+
+def test_a_number_as_learning_rate_becomes_a_tensor_that_the_schedule_moves():
+    engine = run(True, 60, make=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+    rate = engine.optimizer.param_groups[0]["lr"]
+    assert rate.device.type == "cuda"
+    assert float(rate) == pytest.approx(0.01 * 0.995**60, rel=1e-5)
+
+
+def test_a_weight_on_the_device_is_read_once_a_step():
+    task = Fit()
+    task.weight = lambda mask: mask.sum()
+    assert same(run(False, 60, task=task), run(True, 60, task=task))
+
+
+def test_nothing_counts_in_a_step_and_nothing_changes():
+    task = Fit()
+    task.weight = lambda mask: mask.sum() * 0
+    engine = engine_of(True, task=task)
+    engine.run(loader_of(), max_steps=20)
+    assert engine.applied_steps == 0
+    assert engine.step_info["reason"] == "the total weight is 0"
+
+
+def run_to_the_error(capture, **options):
+    engine = engine_of(capture, **options)
+    with pytest.raises(NonFiniteError) as caught:
+        engine.run(loader_of(bad=slice(0, 1)), max_steps=STEPS)
+    return engine, caught.value
+
+
+@pytest.mark.parametrize("options", [{}, {"max_non_finite_grad_retries": 1}], ids=["error", "retries"])
+def test_a_nan_leaves_weights_and_optimizer_of_the_last_applied_step(options):
+    if options:
+        one, other = (run(capture, 60, loader=loader_of(bad=slice(0, 1)), **options) for capture in (False, True))
+        assert same(one, other)
+        return
+    (one, error), (other, seen) = run_to_the_error(False), run_to_the_error(True)
+    assert (seen.step, seen.epoch, seen.batch_index) == (error.step, error.epoch, error.batch_index)
+    assert other.applied_steps == one.applied_steps == error.step - 1
+    assert equal(list(one.model.parameters()), list(other.model.parameters()))
+    state, there = one.optimizer.state_dict()["state"], other.optimizer.state_dict()["state"]
+    assert equal(state, there)
+
+
+def test_no_captured_step_waits_for_the_device():
+    engine = engine_of(True)
+    loader = loader_of(drop_last=True)
+    engine.run(loader, max_steps=5)
+    waits = []
+
+    class Watch(Losses):
+        def on_before_step(self, trainer):
+            torch.cuda.set_sync_debug_mode("error")
+
+        def on_after_step(self, trainer):
+            torch.cuda.set_sync_debug_mode("default")
+            waits.append(trainer.step)
+
+    engine.hooks.append(Watch())
+    engine.run(loader, max_steps=11)
+    assert waits == [6, 7, 8, 9, 10, 11]
+
+
+def reads(loss):
+    return loss * (1.0 if loss.item() > -1 else 2.0)
+
+
+def draws(loss):
+    return loss * torch.rand(()).item()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"), [(reads, "cannot be captured"), (lambda loss: loss * float(torch.rand(())), "on the CPU")]
+)
+def test_what_cannot_be_captured_is_refused_or_told_and_run_eagerly(spoil, reason, caplog):
+    task = Fit()
+    task.spoil = spoil
+    with pytest.raises(ConfigError, match=reason):
+        run(True, 20, task=task)
+    plain = run(False, 40, task=task)
+    with caplog.at_level(logging.WARNING):
+        fallen = run("auto", 40, task=task)
+    assert same(plain, fallen)
+    assert [reason in record.getMessage() for record in caplog.records].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"precision": "fp16"}, "use bf16"),
+        ({"make": lambda model: torch.optim.AdamW(model.parameters(), foreach=True)}, "fused=True"),
+    ],
+)
+def test_what_is_known_before_is_refused_before(options, reason):
+    with pytest.raises(ConfigError, match=reason):
+        engine_of(True, **options).prepare()
+
+
+def test_freezing_a_layer_makes_another_graph():
+    def frozen_at_20(capture):
+        class Freeze(Losses):
+            state_key = "freeze"
+
+            def on_after_step(self, trainer):
+                if trainer.step == 20:
+                    trainer.model.layers[0].requires_grad_(False)
+
+        return run(capture, 60, hooks=[Freeze()])
+
+    assert same(frozen_at_20(False), frozen_at_20(True))
