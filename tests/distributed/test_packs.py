@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 import graph_data_kit  # noqa: F401  (lets the warnings of torch_geometric's import through)
-from command_kit import Killed, Stop, interrupt, kill, read
-from ranks import run_on_ranks
+from command_kit import Killed, Stop, interrupt, kill, read, treadle
+from ranks import run_on_ranks, torchrun
 from treadle import distributed, load_weights
 from treadle.cli import (
     astro_report,
@@ -43,7 +43,8 @@ ASTRO = [
 GRAPHS = [
     "dataset=synthetic/ring", "dataset.task=distance_regression", "dataset.num_graphs=80", "training.epochs=2",
     "training.batch_size=16", "pe=light", "training.scheduler.warmup_epochs=1", "model.hidden_dim=8",
-    "model.num_layers=1", "model.num_heads=2", "model.dropout=0.0", "dataset.num_workers=0", "training.optimizer.type=sgd", "training.optimizer.lr=0.1",
+    "model.num_layers=1", "model.num_heads=2", "model.dropout=0.0", "dataset.num_workers=0",
+    "training.optimizer.type=sgd", "training.optimizer.lr=0.1",
 ]  # fmt: skip
 TEXT = [
     "epochs=2", "data.max_topics=20", "data.vocab_size=280", "data.block_length=32", "data.val_fraction=0.2",
@@ -108,7 +109,7 @@ def spectra_on_two(folder):
 
 
 def test_spectra_go_on_from_one_rank_to_two_and_end_as_one(tmp_path):
-    ((stopped, alone),) = run_on_ranks(spectra_alone, 1, tmp_path)
+    ((stopped, alone),) = run_on_ranks(spectra_alone, 1, tmp_path, timeout=120)
     assert (stopped, alone) == (130, {})
     assert steps_of(tmp_path / "two") == list(range(1, 9))
     first, second = run_on_ranks(spectra_on_two, 2, tmp_path, timeout=120)
@@ -128,6 +129,20 @@ def test_spectra_go_on_from_one_rank_to_two_and_end_as_one(tmp_path):
     with pytest.raises(ConfigError, match="was trained under torchrun"):
         refuse_run_of_ranks(two)
     assert_records_close(read(two, "training_history.json"), read(one, "training_history.json"))
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_where_one_process_stopped_and_one_rank_prints_and_reports(tmp_path):
+    arguments = [*SPECTRA, "model.n_mask=28", "--out", tmp_path / "run", "--device", "cpu"]
+    assert treadle("train", "spectra", *arguments, "epochs=1") == 0
+    command = map(str, ("-m", "treadle", "train", "--rank-timeout", "60", "spectra", *arguments))
+    done = torchrun(*command, options=["--max-restarts=0"], timeout=300)
+    assert done.returncode == 0, done.stderr
+    for line in ("ranks     2, replicas (ddp)", "trained 1 epochs in", "goes on from", "epochs was 1 and is now 2"):
+        assert done.stderr.count(line) == 1, line
+    assert done.stdout.count("Masked reconstruction") == 1
+    assert read(tmp_path / "run" / "metrics.json")["epochs"] == 2
+    assert len(list((tmp_path / "run" / "pictures").glob("*.png"))) == 4
 
 
 # -- astro --------------------------------------------------------------------------------------------------------
