@@ -80,8 +80,13 @@ def _remake_non_finite(
     return NonFiniteError(message, step=step, norm=norm, epoch=epoch, batch_index=batch_index, tries=tries)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """Returns a sentence that names the known word nearest to ``name``, and all of them if none is near.
+
+    Args:
+        name: what was given.
+        known: the words.
+        prefix: goes before the word that is named.
 
     Example:
         >>> nearest("max_grad_nrom", ["max_grad_norm", "seed"])
@@ -90,7 +95,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     options = sorted(known)
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
     if close:
-        return f"did you mean {close[0]!r}?"
+        return f"did you mean {prefix + close[0]!r}?"
     return f"known: {', '.join(options)}"
 
 

@@ -12,18 +12,22 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from treadle import distributed
-from treadle.errors import RankLostError
+from treadle.errors import RankLostError, TreadleError
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+NOTE = "in step"
+"""How the note begins that an error of a step is given."""
+
+_SHOWN = 6
 _LATER = 5  # seconds; torchrun takes the earliest error for the cause, and its clock ticks in whole seconds
 _GONE = ("closed by peer", "reset by peer", "broken pipe", "socket closed", "connection refused", "remote process")
 _SILENT = ("timed out", "timeout")
@@ -43,6 +47,7 @@ def failing_by_name(engine: Engine) -> Iterator[None]:
     except (SystemExit, GeneratorExit):
         raise
     except BaseException as error:
+        _note_batches(engine, error)
         if distributed.world_size() == 1:
             raise
         lost = lost_rank(error)
@@ -55,6 +60,34 @@ def failing_by_name(engine: Engine) -> Iterator[None]:
         if lost is error:
             raise
         raise lost from error
+
+
+def _note_batches(engine: Engine, error: BaseException) -> None:
+    """Adds the step and the shapes of its batches to an error that was raised in it, as a note: the error stays as it
+    is."""
+    inside = bool(engine.step_info) and "step_time" not in engine.step_info
+    if not inside or isinstance(error, TreadleError) or not hasattr(error, "add_note"):  # before Python 3.11
+        return
+    shapes = " ".join(dict.fromkeys(shapes_of(batch) for batch in engine.group.batches))
+    error.add_note(f"{NOTE} {engine.step}, epoch {engine.epoch + 1}; what the loader gave: {shapes}")
+
+
+def shapes_of(value: Any) -> str:
+    """Returns types and shapes in a batch, in few words.
+
+    Example:
+        >>> import torch
+        >>> shapes_of((torch.ones(4, 3), {"label": torch.zeros(4, dtype=torch.int64), "name": "a"}))
+        '(float32 (4, 3), {label: int64 (4,), name: str})'
+    """
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {shapes_of(part)}' for key, part in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        shown = ", ".join(shapes_of(part) for part in value[:_SHOWN])
+        return f"({shown}{f', and {len(value) - _SHOWN} more' if len(value) > _SHOWN else ''})"
+    return type(value).__name__
 
 
 def _line(engine: Engine, error: BaseException) -> str:

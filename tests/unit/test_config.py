@@ -498,11 +498,11 @@ def test_removing_takes_the_first_equal_entry_of_the_same_type():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("a.bb=1", r"no key 'a\.bb'; did you mean 'b'\?; a new key needs the form '\+a\.bb=1'"),
+        ("a.bb=1", r"no key 'a\.bb'; did you mean 'a\.b'\?; a new key needs the form '\+a\.bb=1'"),
         ("lrr=1", r"no key 'lrr'; did you mean 'lr'\?"),
         ("aa.c.d=1", r"no key 'aa'; did you mean 'a'\?"),
         ("a.x.y=1", r"no key 'a\.x'; known: b, c"),
-        ("a.cc!=", r"no key 'a\.cc'; did you mean 'c'\?$"),
+        ("a.cc!=", r"no key 'a\.cc'; did you mean 'a\.c'\?$"),
         ("ll+=1", r"no key 'll'; did you mean 'l'\?$"),
         ("['a.b']=1", r"no key '\['a\.b'\]'|no key \"\['a\.b'\]\""),
         ("[[]]=1", "no path"),

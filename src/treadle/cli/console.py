@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from treadle.cli.launch import launched_rank, leave_for_torchrun
+from treadle.cli.user_errors import described
 from treadle.errors import ConfigError, TreadleError
 
 
@@ -79,22 +80,29 @@ def log_to(console: Console, *, start_block: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def errors_as_one_line(console: Console) -> Iterator[None]:
-    """Turns the errors that treadle raises on purpose into one line and an exit code; others keep their traceback.
+    """Turns errors into a message and an exit code: one line for those that treadle raises on purpose.
+
+    An error of the user's code is followed by the places in their files; any other keeps its traceback.
 
     Raises:
         SystemExit: 2 for a wrong setting, 1 for a run that failed or a package that is to be installed.
     """
     try:
         yield
-    except (TreadleError, ImportError) as error:
-        if isinstance(error, ImportError) and "pip install 'treadle[" not in str(error):
+    except Exception as error:
+        text = _message(error)
+        if text is None:
             raise
         leave_for_torchrun(error)
-        text = " ".join(str(error).split())
         if launched_rank():
             text = f"rank {launched_rank()}: {text}"
         _audible(console).print(Text("error: ", style="bold red").append(Text(text, style="default")), soft_wrap=True)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+def _message(error: Exception) -> str | None:
+    missing = isinstance(error, ImportError) and "pip install 'treadle[" in str(error)
+    return " ".join(str(error).split()) if missing or isinstance(error, TreadleError) else described(error)
 
 
 @contextlib.contextmanager

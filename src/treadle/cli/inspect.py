@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from treadle.cli.console import errors_as_one_line, message_console, result_console
+from treadle.errors import ConfigError
 
 _MOST_ROWS = 40
 
@@ -38,6 +39,8 @@ def inspect(
     with errors_as_one_line(message_console()):
         from treadle.checkpoint.inspect import inspect_path
 
+        if not target.exists():
+            raise ConfigError(f"FILE={str(target)!r}: no such file or folder")
         report = inspect_path(target)
         if as_json:
             console.print(json.dumps(report, indent=1), markup=False, soft_wrap=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from treadle.config.tree import copied, join_path, nearest_key, same_tuple
+from treadle.config.tree import copied, join_path, same_tuple
 from treadle.errors import ConfigError, nearest
 
 _log = logging.getLogger("treadle.config")
@@ -148,7 +148,7 @@ def _require(node: Any, override: _Override, depth: int) -> None:
     if isinstance(node, dict):
         if key not in node:
             hint = f"; a new key needs the form {'+' + override.text!r}" if override.sign == "=" else ""
-            raise override.error(f"no key {override.place(depth + 1)!r}; {nearest_key(key, node)}{hint}")
+            raise override.error(f"no key {override.place(depth + 1)!r}; {_nearest_path(node, override, depth)}{hint}")
     elif isinstance(node, list):
         if not isinstance(key, int):
             raise override.error(f"{place} is a list and takes an index such as [0], not {key!r}")
@@ -156,6 +156,26 @@ def _require(node: Any, override: _Override, depth: int) -> None:
             raise override.error(f"{place} has {len(node)} entries and no [{key}]; append with '{place}+=…'")
     else:
         raise override.error(f"{place} is {node!r}, which has no keys")
+
+
+def _nearest_path(node: dict[Any, Any], override: _Override, depth: int) -> str:
+    """Says which path was meant: one that ends alike, else the nearest key at this place."""
+    last = override.keys[-1]
+    alike = _path_to(node, last) if depth == len(override.keys) - 1 else None
+    place = "" if depth == 0 else override.place(depth)
+    prefix = f"{place}." if place else ""
+    if alike is not None:
+        return f"did you mean {prefix + alike!r}?"
+    return nearest(str(override.keys[depth]), map(str, node), prefix=prefix) if node else "there is no key at all"
+
+
+def _path_to(node: Any, key: Any) -> str | None:
+    for name, value in node.items() if isinstance(node, dict) else ():
+        if isinstance(value, dict):
+            found = key if key in value else _path_to(value, key)
+            if found is not None:
+                return f"{name}.{found}"
+    return None
 
 
 def _change(node: Any, key: Any, override: _Override) -> None:

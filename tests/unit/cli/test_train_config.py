@@ -96,7 +96,7 @@ def test_settings_of_the_command_line_take_effect_and_new_keys_need_a_plus(confi
 
 
 WRONG = [
-    (["trainer.max_step=3"], "no key 'trainer.max_step'; did you mean 'max_steps'?"),
+    (["trainer.max_step=3"], "no key 'trainer.max_step'; did you mean 'trainer.max_steps'?"),
     (["+trainer.max_step=3"], "trainer.max_step: 'Fit' takes no such argument; did you mean 'max_steps'?"),
     (["+optimzer.lr=3"], "its parts are data, model, optimizer, hooks; did you mean 'optimizer'?"),
     (["trainer.type=Fid"], "trainer.type: 'Fid' is not registered; nearest: 'Fit'"),

@@ -13,13 +13,18 @@ import typer
 
 from treadle.cli.config_target import PACKS, PackRun, is_named_like_config, pack_commands, resolve
 from treadle.cli.console import errors_as_one_line, message_console, result_console
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from treadle.cli.verify.runs import Verification
 
 _STEPS_OF_PACKS = 120  # more than two epochs, since their faces save after each; other targets are given a saving hook
 _STEPS = 24
+
+
+def _meant(target: str) -> str:
+    near = nearest(target, PACKS)
+    return f"; {near}" if near.startswith("did you mean") else ""
 
 
 def verify(
@@ -129,6 +134,6 @@ def check_arguments(target: str, arguments: list[str], steps: int | None, kills:
     if found is None and not (is_named_like_config(target) and Path(target).is_file()):
         raise ConfigError(
             f"TARGET={target}: must be a script that exists, such as train.py, a configuration, or a pack: "
-            f"{' or '.join(PACKS)}"
+            f"{' or '.join(PACKS)}{_meant(target)}"
         )
     return _STEPS

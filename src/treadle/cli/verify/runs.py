@@ -18,6 +18,7 @@ from treadle.cli.verify.causes import Cause, likely_cause
 from treadle.cli.verify.compare import Comparison, Difference, PartResult, same_seed_each_step
 from treadle.cli.verify.jobs import Job, Kill, read_records
 from treadle.errors import ConfigError, TreadleError
+from treadle.failure import NOTE
 
 _INTERVAL = 3
 _APART_SECONDS = 1.1  # a seed made from whole seconds must not be the same in two runs
@@ -289,5 +290,7 @@ def _one(lines: Sequence[Mapping[str, Any]], kind: str) -> Mapping[str, Any]:
 
 
 def _last_line(log: Path) -> str:
+    """Returns the last line of an output; of an error, not the note that says in which step it was raised."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
+    told = (line.strip() for line in reversed(lines))
+    return next((line for line in told if line and not line.startswith(f"{NOTE} ")), "it wrote nothing")

@@ -1,0 +1,62 @@
+"""An error of the user's own code in a few lines: what it was, and where in their files."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+
+import torch
+import typer
+
+WHOLE = "TREADLE_TRACEBACK"
+"""The environment variable that asks for the whole traceback."""
+
+_COMMAND_LINE = str(sys.modules[typer.Exit.__module__.partition(".")[0]].__file__)  # click, or typer itself
+_OWN = (
+    Path(__file__).parents[1], Path(torch.__file__).parent, Path(typer.__file__).parent, Path(_COMMAND_LINE).parent,
+    Path(sysconfig.get_paths()["stdlib"]),
+)  # fmt: skip
+_PACKAGES = ("site-packages", "dist-packages")  # a folder of packages may lie inside that of the standard library
+
+
+def described(error: BaseException) -> str | None:
+    """Returns the lines of an error that was raised in or below code of the user's.
+
+    Args:
+        error: with its traceback.
+
+    Returns:
+        The error, what treadle added to it, and the places in the user's code, outermost first; None if it passed no
+        such code or the whole traceback is asked for.
+
+    Example:
+        >>> described(ValueError("not raised")) is None
+        True
+    """
+    if os.environ.get(WHOLE):
+        return None
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(Path(frame.filename))]
+    if not frames:
+        return None
+    text = str(error).strip()
+    lines = [f"{type(error).__name__}: {text}" if text else type(error).__name__]
+    lines += [f"  {note}" for note in getattr(error, "__notes__", ())]
+    lines += [f"  {_short(frame.filename)}, line {frame.lineno}, in {frame.name}: {frame.line}" for frame in frames]
+    return "\n".join([*lines, f"  {WHOLE}=1 shows the whole traceback"])
+
+
+def _is_ours(path: Path) -> bool:
+    if str(path).startswith("<"):
+        return True
+    for folder in _OWN:
+        if path.is_relative_to(folder):
+            return not any(part in _PACKAGES for part in path.relative_to(folder).parts)
+    return False
+
+
+def _short(filename: str) -> str:
+    path = Path(filename)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
