@@ -108,7 +108,7 @@ class Ema(AveragedModel):
             reshard(source)
         for number, (shadows, lives) in enumerate(zip(_tensors(self.module), _tensors(source), strict=True)):
             for shadow, live in zip(shadows, lives, strict=True):
-                yield local(shadow), local(live), number == 1
+                yield (local(shadow), local(live), number == 1) if self._sharded else (shadow, live, number == 1)
 
     @torch.no_grad()
     def restart_from(self, model: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from treadle.nested import as_number, flatten_nested_dict, unflatten
 _BLOCK = 64
 
 
-@dataclass(frozen=True)
-class Weighted:
+class Weighted(NamedTuple):
     """A mean together with how many things it was taken over.
 
     Attributes:
@@ -30,8 +29,7 @@ class Weighted:
     weight: float | Tensor
 
 
-@dataclass(frozen=True)
-class Total:
+class Total(NamedTuple):
     """A quantity that is summed over micro-batches, not averaged.
 
     Attributes:

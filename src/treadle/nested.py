@@ -40,13 +40,15 @@ def _map(fn: Callable[[Tensor], Any], obj: Any, special: Callable[[Any], Any] | 
         return fn(obj)
     if special is not None and (made := special(obj)) is not NotImplemented:
         return made
-    if isinstance(obj, Mapping):
-        items = {key: _map(fn, value, special) for key, value in obj.items()}
-        return _like_mapping(obj, items)
+    if obj is None or isinstance(obj, (int, float, str)):
+        return obj  # the usual leaves, before the slower questions
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return type(obj)(*(_map(fn, value, special) for value in obj))
     if isinstance(obj, (list, tuple)):
         return type(obj)(_map(fn, value, special) for value in obj)
+    if isinstance(obj, Mapping):
+        items = {key: _map(fn, value, special) for key, value in obj.items()}
+        return _like_mapping(obj, items)
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         # Neither the constructor nor the checks of the class run again, and frozen ones and slots work too.
         clone = copy.copy(obj)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from treadle.spectra.losses import masked_mse, masked_sse
 from treadle.task import StepOutput
+from treadle.weights import as_count
 
 LOSSES = {"mse": masked_mse, "sse": masked_sse}
 
@@ -89,7 +90,7 @@ class SpectraTask:
         num_samples = x.shape[0]
         if self.reduction == "sum":
             return StepOutput(loss, reduction="sum", num_samples=num_samples)
-        weight = mask.sum() if self.reduction == "mean" else float(num_samples)
+        weight = as_count(mask.sum()) if self.reduction == "mean" else float(num_samples)
         return StepOutput(loss, weight=weight, num_samples=num_samples)
 
     def _visible_for(self, x: Tensor) -> Tensor:
