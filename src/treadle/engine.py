@@ -47,6 +47,7 @@ from treadle.precision import Precision, PrecisionName
 from treadle.session import averages_of_hooks, finite_guard, leave_on_signal, resume_from_hooks, training_session
 from treadle.signals import ExitPlan, SignalListener
 from treadle.state import StatePart, collect_state, restore_state
+from treadle.state_options import StateOptions
 from treadle.target import Target
 from treadle.task import StepOutput, Task, as_step_output
 
@@ -158,6 +159,7 @@ class Engine:
         self.cursor = Cursor(ranks="together")
         self.signals = SignalListener()
         self.averages: dict[str, Ema] = {}
+        self.state_options = StateOptions()
         self.state_parts: list[StatePart] = []
         self.exit_plans: list[ExitPlan] = []
         self.num_ranks = 1
@@ -365,7 +367,7 @@ class Engine:
         announce_running(self)
         self.averages = averages_of_hooks(self)
         self.notices = [notice for hook in self.hooks if (notice := hook.notice(self)) is not None]
-        self.base = FrozenBase(self.model)
+        self.base = FrozenBase(self.model, asked=self.state_options.ignore_frozen_params)
         self.exchange: GradientExchange = gradient_exchange(self.model)
         self.guard = finite_guard(self)
         self.steps = steps_of(self)

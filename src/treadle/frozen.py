@@ -34,12 +34,13 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 class FrozenBase:
-    """Knows which weights of a model with adapters a checkpoint may leave out; of any other model it leaves out none.
+    """Knows which weights a checkpoint may leave out: the frozen ones of a model with adapters, or where asked for.
 
     Fingerprints are taken when the object is made, and again of a weight only when it was written to.
 
     Args:
         model: wrapped or not, as it is before any training.
+        asked: leave frozen weights out of a model without adapters too.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(1, 2).requires_grad_(False), nn.Linear(2, 1))
@@ -48,14 +49,14 @@ class FrozenBase:
         ['0.bias', '0.weight']
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, *, asked: bool = False):
         self._seen: dict[str, tuple[tuple[int, int], str]] = {}
-        self._has_adapters = hasattr(unwrap(model), "peft_config")
-        self._at_start = self._fingerprints(model, _frozen(model)) if self._has_adapters else {}
+        self._leaves_out = asked or hasattr(unwrap(model), "peft_config")
+        self._at_start = self._fingerprints(model, _frozen(model)) if self._leaves_out else {}
 
     def unchanged(self, model: nn.Module) -> dict[str, str]:
         """Returns the fingerprints of the weights that are frozen and as they were at the start."""
-        if not self._has_adapters:
+        if not self._leaves_out:
             return {}
         now = self._fingerprints(model, _frozen(model) & self._at_start.keys())
         return {name: mark for name, mark in now.items() if self._at_start[name] == mark}
@@ -79,9 +80,10 @@ class FrozenBase:
         if wrong:
             name = wrong[0]
             raise CheckpointError(
-                f"the checkpoint holds adapters for another base model: {len(wrong)} of {len(marks)} frozen weights "
-                f"differ, first {name}, which is {marks[name]} there and {here.get(name, 'missing')} here (dtype, "
-                "shape, CRC-32). Build the model on the weights, in the dtype, that these adapters were trained on"
+                f"the checkpoint leaves frozen weights out, and belongs to another base model: {len(wrong)} of "
+                f"{len(marks)} frozen weights differ, first {name}, which is {marks[name]} there and "
+                f"{here.get(name, 'missing')} here (dtype, shape, CRC-32). Build the "
+                "model on the weights, in the dtype, that the run was started with"
             )
         return frozenset(marks)
 

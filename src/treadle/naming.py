@@ -58,7 +58,7 @@ def load_model_state(
     target = unwrap(model)
     live = {clean_name(name): (name, value) for name, value in target.state_dict().items()}
     fitting = {
-        live[name][0]: placed_like(value, live[name][1]) for name, value in _without_wrappers(saved, live).items()
+        live[name][0]: placed_like(value, live[name][1]) for name, value in without_wrappers(saved, live).items()
     }
     target.load_state_dict(fitting, strict=not kept)
 
@@ -73,7 +73,7 @@ def state_mismatches(
         'missing bias; weight is (1, 3) in the checkpoint and (1, 2) in the model'
     """
     live = {clean_name(name): value for name, value in unwrap(model).state_dict().items()}
-    saved = _without_wrappers(saved, live)
+    saved = without_wrappers(saved, live)
     wrong = [f"missing {name}" for name in live if name not in saved and name not in kept]
     wrong += [f"unexpected {name}" for name in saved if name not in live]
     for name, value in live.items():
@@ -83,8 +83,17 @@ def state_mismatches(
     return "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
 
 
-def _without_wrappers(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Takes wrappers' prefixes off the names of a file that plain torch wrote."""
+def without_wrappers(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Takes wrappers' prefixes off the names of a file that plain torch wrote.
+
+    Args:
+        saved: weights by name.
+        live: those of the model, by clean name.
+
+    Example:
+        >>> without_wrappers({"module.weight": 1}, {"weight": 0})
+        {'weight': 1}
+    """
     cleaned = {clean_name(name): value for name, value in saved.items()}
     while cleaned and not set(cleaned) & set(live) and all(name.startswith("module.") for name in cleaned):
         cleaned = {name.removeprefix("module."): value for name, value in cleaned.items()}

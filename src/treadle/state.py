@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.checkpoint.schema import FORMAT_NAME, FORMAT_VERSION, KEYS, to_plain, versions
 from treadle.errors import CheckpointError
+from treadle.fitting import fitting_state
 from treadle.frozen import without
 from treadle.hooks.base import BaseHook
 from treadle.naming import load_model_state, model_state
@@ -146,6 +147,8 @@ def restore_state(engine: Engine, tree: Mapping[str, Any]) -> None:
 
 def _load_what_a_step_changes(engine: Engine, tree: Mapping[str, Any]) -> None:
     kept = engine.base.check(engine.model, tree.get("base"))
+    if not engine.state_options.strict:
+        tree, kept = fitting_state(engine, tree, kept)
     load_model_state(engine.model, tree["model"], kept=kept)
     _load_schedule(engine, tree)
     if tree.get("optimizer") is not None:

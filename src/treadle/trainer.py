@@ -20,6 +20,7 @@ from treadle.failure import failing_by_name
 from treadle.hooks.base import BaseHook
 from treadle.observers import announce_building
 from treadle.precision import Precision
+from treadle.state_options import state_options
 from treadle.task import StepOutput, as_step_output
 from treadle.trackers import TrackerChoice, with_trackers
 
@@ -43,14 +44,16 @@ class BaseTrainer(Engine):
         workspace: folder for what hooks write; None if they write nothing relative.
         device: None takes CUDA, then MPS, then the CPU.
         no_sync_accumulate: exchange gradients between ranks with the last micro-batch of a step only.
-        state_dict_options: for sharded models.
+        state_dict_options: torch's options, of any model: ``ignore_frozen_params`` leaves frozen weights out of states
+            but for a fingerprint, ``strict=False`` loads what fits and warns about the rest, ``full_state_dict`` makes
+            checkpoints of a sharded model single files. Whole tensors lie on the CPU of rank 0 anyway.
         logger: by default ``treadle.trainer``.
         scheduler_interval: ``"step"`` or ``"epoch"``.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
 
     Raises:
-        ConfigError: a value is outside its range.
+        ConfigError: a value is outside its range, or one of ``state_dict_options`` has no meaning here.
 
     Example:
         >>> class Fit(BaseTrainer):
@@ -110,6 +113,7 @@ class BaseTrainer(Engine):
         self.workspace = None if workspace is None else Path(workspace).absolute()
         self.no_sync_accumulate = no_sync_accumulate
         self.state_dict_options = state_dict_options
+        self.state_options = state_options(state_dict_options)
         self.task = _ForwardTask(self)
         self.model = self.optimizer = self.lr_scheduler = self.hooks = None
         self.grad_scaler: torch.amp.GradScaler | None = None

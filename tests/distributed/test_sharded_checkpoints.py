@@ -14,9 +14,11 @@ import torch.distributed as dist
 from helpers import differences
 from ranks import run_on_ranks
 from sharded_kit import Cut, differing, engine, loader, run, tensors_of
+from treadle import distributed
 from treadle.checkpoint import load_checkpoint, load_weights, verify_checkpoint
 from treadle.checkpoint.apart import take_apart
 from treadle.errors import CheckpointError
+from treadle.state_options import StateOptions
 
 STEPS = 3
 LOADS = [("fsdp", "alone"), ("fsdp", "ddp"), ("ddp", "parts"), ("ddp", "file"), ("fsdp", "file"), ("fsdp", "parts")]
@@ -38,6 +40,7 @@ def two_ranks(folder):
     found |= cut_and_straight(folder, CUTS)
     found["not finite"] = not_finite(folder / "nan")
     found["buffer"] = buffers_that_differ(folder / "buffers")
+    frozen_left_out("fsdp", folder / "frozen").run(loader(), max_steps=1)
     return found
 
 
@@ -52,6 +55,14 @@ def cut_and_straight(folder, cuts):
         resumed = run("fsdp", Path(folder, f"{name}{cut}"), 7, seed=9, **settings).state_dict()
         found[name, cut] = differences(straight, resumed) if dist.get_rank() == 0 else []
     return found
+
+
+def frozen_left_out(kind, folder):
+    """An engine that writes whole files without what is frozen."""
+    made = engine(kind, folder)
+    distributed.unwrap(made.model).narrow.requires_grad_(False)
+    made.state_options = StateOptions(full_state_dict=True, ignore_frozen_params=True)
+    return made
 
 
 def buffers_that_differ(folder):
@@ -160,6 +171,17 @@ def test_parts_of_three_ranks_where_some_have_nothing_are_whole_in_one_process(o
 
 def test_of_a_buffer_that_ranks_do_not_share_that_of_rank_0_is_kept_as_in_a_file(outcome):
     assert outcome[1]["buffer"] == 40.0
+
+
+def test_a_sharded_model_writes_whole_files_without_frozen_weights_where_options_ask_for_it(outcome):
+    folder = outcome[0] / "frozen"
+    saved = load_checkpoint(folder / "checkpoint_step_1.pt")
+    assert sorted(saved["base"]) == ["narrow.bias", "narrow.weight"]
+    assert not saved["base"].keys() & saved["model"].keys()
+    resumed = frozen_left_out(None, folder)
+    resumed.run(loader(), max_steps=1)
+    assert resumed.step == 1
+    assert torch.equal(resumed.model.inward.weight, saved["model"]["inward.weight"])
 
 
 def test_a_state_with_a_nan_on_one_rank_is_put_aside_by_all(outcome):

@@ -51,7 +51,8 @@ class CheckpointingHook(BaseHook):
             another is written waits for it, as the end of the run and a signal do. A write that failed raises at the
             next step. Costs host memory for one copy of the state during the run, of a folder for each rank's part.
         sharded: True writes folders, False single files, also of a sharded model, whose weights then pass through
-            rank 0 one by one; None: folders if the model is sharded.
+            rank 0 one by one; None: folders if the model is sharded and ``state_dict_options`` do not ask for whole
+            states.
 
     One process at a time trains in a folder; a second one is refused before it reads or writes anything.
 
@@ -226,7 +227,9 @@ class CheckpointingHook(BaseHook):
         self._saved_step = trainer.step
 
     def _writes_folders(self, trainer: Engine) -> bool:
-        return distributed.is_sharded(trainer.model) if self._sharded is None else self._sharded
+        if self._sharded is None:
+            return distributed.is_sharded(trainer.model) and not trainer.state_options.full_state_dict
+        return self._sharded
 
     def _write_file(self, trainer: Engine) -> Callable[[Mapping[str, Any]], None]:
         """Returns what writes a copy of the present state; it asks nothing of the trainer or the hook any more."""

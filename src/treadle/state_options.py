@@ -1,0 +1,59 @@
+"""What a run asks for of its states: torch's ``StateDictOptions``, as far as they mean something here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from treadle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+_REFUSED = {
+    "broadcast_from_rank0": "load_state_dict takes the tree on every rank, and each copies its part of it",
+    "flatten_optimizer_state_dict": "a checkpoint holds the state of the optimizer by parameter already",
+    "keep_submodule_prefixes": "a state is that of the whole model",
+    "dsd_fqn_modifiers": "names are those of the model without its wrappers",
+}
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """What is left out of a state, what may be missing when one is loaded, and whether files are whole.
+
+    Attributes:
+        full_state_dict: checkpoints of a sharded model are single files.
+        ignore_frozen_params: leave out parameters that are frozen and as they were at the start, but for a fingerprint.
+        strict: refuse a state whose names are not those of the model.
+
+    Example:
+        >>> StateOptions().strict
+        True
+    """
+
+    full_state_dict: bool = False
+    ignore_frozen_params: bool = False
+    strict: bool = True
+
+
+def state_options(asked: StateDictOptions | None) -> StateOptions:
+    """Returns what torch's options ask for.
+
+    ``cpu_offload`` needs no asking: a state lies on the CPU, and its whole tensors on rank 0.
+
+    Raises:
+        ConfigError: an option that has no meaning here.
+
+    Example:
+        >>> from torch.distributed.checkpoint.state_dict import StateDictOptions
+        >>> state_options(StateDictOptions(strict=False))
+        StateOptions(full_state_dict=False, ignore_frozen_params=False, strict=False)
+    """
+    if asked is None:
+        return StateOptions()
+    for name, reason in _REFUSED.items():
+        value = getattr(asked, name)
+        if value != getattr(type(asked), name):
+            raise ConfigError(f"state_dict_options: {name}={value!r} has no meaning here: {reason}; leave it out")
+    return StateOptions(asked.full_state_dict, asked.ignore_frozen_params, asked.strict)
