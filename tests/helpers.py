@@ -146,7 +146,7 @@ class CountReads(TorchDispatchMode):
 
 # What `import treadle` must not load, and what a missing extra may lack.
 OPTIONAL_PACKAGES = frozenset({
-    "PIL", "astropy", "h5py", "hydra", "joblib", "matplotlib", "mlflow", "omegaconf", "pandas", "peft", "pyarrow",
-    "rdkit", "rich", "safetensors", "scipy", "sklearn", "tensorboard", "tokenizers", "torch_geometric", "torchdata",
-    "trackio", "transformers", "typer", "wandb", "yaml",
+    "PIL", "astropy", "h5py", "hydra", "joblib", "matplotlib", "mlflow", "omegaconf", "pandas", "peft", "plotly",
+    "pyarrow", "rdkit", "rich", "safetensors", "scipy", "sklearn", "tensorboard", "tokenizers", "torch_geometric",
+    "torchdata", "trackio", "transformers", "typer", "wandb", "yaml",
 })  # fmt: skip

@@ -10,6 +10,8 @@ from treadle.cli.evaluate import evaluate
 from treadle.cli.export import export
 from treadle.cli.inspect import inspect
 from treadle.cli.replay import replay
+from treadle.cli.report import report
+from treadle.cli.runs import runs
 from treadle.cli.train_astro import astro
 from treadle.cli.train_config import NAME, FileCommand, TrainGroup, config, on_ranks
 from treadle.cli.train_graphs import graphs
@@ -34,6 +36,8 @@ train.command()(graphs)
 train.command()(astro)
 train.command(NAME, cls=FileCommand)(config)
 app.command()(evaluate)
+app.command()(runs)
+app.command()(report)
 app.command()(replay)
 app.command()(verify)
 app.command()(inspect)
@@ -62,6 +66,8 @@ def _root(
       treadle train spectra --help
       treadle train digits.yaml optimizer.lr=1e-3
       treadle evaluate runs/graphs --split val
+      treadle runs
+      treadle report runs/spectra runs/short
       treadle replay runs/spectra --step 120
       treadle verify train.py
       treadle export runs/spectra --to safetensors

@@ -113,6 +113,16 @@ def _entries(path: Path) -> list[dict[str, Any]]:
         return []
 
 
+def last_config(run: Path) -> Any:
+    """Returns the configuration that a run was last started with; None if none of plain values was recorded."""
+    entries = _entries(run / _NAME)
+    try:
+        return _from_literal(entries[-1]["config"]) if entries and entries[-1]["config"] is not None else None
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        _log.warning("%s: the configuration cannot be read (%s: %s)", run / _NAME, type(error).__name__, error)
+        return None
+
+
 def recorded_config(run: Path, step: int) -> tuple[dict[str, Any], Path] | None:
     """Returns the configuration that a step of a run was made with, and the folder of its file.
 

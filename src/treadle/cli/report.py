@@ -1,0 +1,101 @@
+"""The command ``treadle report``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from treadle.cli.console import errors_as_one_line, message_console, result_console
+
+if TYPE_CHECKING:
+    from treadle.cli.runpage.records import RunRecords
+
+
+def report(
+    targets: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; also a folder of runs.")],
+    out: Annotated[
+        Optional[Path],  # noqa: UP045  (typer on Python 3.10 reads this form)
+        typer.Option(
+            help="The HTML file.", show_default="report.html, in the run folder if there is one RUN, else here"
+        ),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Write it anew while a run trains; an open page reloads.")
+    ] = False,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="With --watch: how often.")] = 10.0,
+) -> None:
+    """Write a page about a run, or about several beside each other, into one HTML file that loads nothing.
+
+    Curves with zoom and smoothing over steps, epochs and time, skipped and retried steps, the best epoch, checkpoints
+    with sizes, settings and their differences, environment, sessions, results, pictures and samples. Runs of any face,
+    finished, stopped or going on; a run shows what it has recorded. With --watch it ends when no run trains any more.
+
+    \b
+    Examples:
+      treadle report runs/spectra
+      treadle report runs/spectra runs/short --out compare.html
+      treadle report runs/spectra --watch
+    """
+    messages = message_console()
+    with errors_as_one_line(messages):
+        from treadle.cli.run_folder import writable
+        from treadle.cli.runpage.page import write_run_page
+        from treadle.errors import ConfigError
+
+        if not interval >= 1:
+            raise ConfigError(f"--interval {interval:g}: must be at least 1 second")
+        path = out or (targets[0] if len(targets) == 1 else Path()) / "report.html"
+        runs = _read(targets)
+        if watch and _any_trains(runs):
+            messages.print(f"{path} is written every {interval:g} s; Ctrl-C ends this", markup=False, soft_wrap=True)
+            runs = _follow(targets, runs, path, interval)
+        with writable(path):
+            write_run_page(runs, path)
+        result_console().print(str(path), markup=False, soft_wrap=True)
+
+
+def _follow(targets: Sequence[Path], runs: list[RunRecords], path: Path, interval: float) -> list[RunRecords]:
+    """Writes the page again and again until no run trains any more or Ctrl-C; returns what was read last."""
+    from treadle.cli.run_folder import writable
+    from treadle.cli.runpage.page import write_run_page
+
+    try:
+        while _any_trains(runs):
+            with writable(path):
+                write_run_page(runs, path, reload=interval)
+            time.sleep(interval)
+            runs = _read(targets)
+    except KeyboardInterrupt:
+        return _read(targets)
+    return runs
+
+
+def _any_trains(runs: Sequence[RunRecords]) -> bool:
+    from treadle.cli.runpage.summary import RUNNING, summarize
+
+    return any(summarize(run).status == RUNNING for run in runs)
+
+
+def _read(targets: Sequence[Path]) -> list[RunRecords]:
+    """Reads the runs of the folders, also those inside of a run, such as its fine-tuning, each once."""
+    from treadle.cli.runpage.files import runs_below
+    from treadle.cli.runpage.records import read_run
+
+    folders = dict.fromkeys(path for target in targets for path in ([*runs_below(target)] or [target]))
+    names = _names(list(folders))
+    return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Returns the ends of the paths, as short as they can be and still differ; a run inside of another one has both."""
+    parts = [folder.resolve().parts for folder in folders]
+    depths = [len(one) - min(len(other) for other in parts if one[: len(other)] == other) for one in parts]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(one[-(length + depth) :]) for one, depth in zip(parts, depths, strict=True)]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]

@@ -1,0 +1,187 @@
+"""The curves of a run: series of points for the charts of a page, few enough for a browser."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from treadle.cli.runpage.axes import Axis, RunAxes
+from treadle.cli.runpage.files import Row
+from treadle.cli.runpage.records import RunRecords
+from treadle.cli.runpage.sessions import Timeline, read_sessions
+
+MOST_POINTS = 1500
+_PARTS = {"train": "training", "val": "validation", "eval": "validation", "valid": "validation", "test": "test"}
+_PLACES = ("step", "epoch", "global_step")
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one chart.
+
+    Attributes:
+        chart: the key of the chart.
+        label: what the points are, inside their run: ``training``, ``validation``, or another word.
+        style: ``line`` for many points, which are smoothed; ``dots`` for few, joined; ``mark`` for single events.
+        axes: places by axis: ``step``, ``epoch``, ``time`` in seconds; None where unknown.
+        y: the values; None where there is none.
+        raw: places and values before points were averaged; None if all points are there.
+        texts: of marks, what happened.
+    """
+
+    chart: str
+    label: str
+    style: str
+    axes: Mapping[str, Axis]
+    y: Axis
+    raw: Mapping[str, Any] | None = None
+    texts: Sequence[str] = field(default_factory=list)
+
+
+def series_of(records: RunRecords) -> list[Series]:
+    """Returns the series of a run: those by step first, then those by epoch, then the marks."""
+    values = {} if records.state is None else records.state.values
+    timeline = Timeline(read_sessions(records.sessions))
+    axes = RunAxes(records.steps, values, timeline)
+    found = [*_of_steps(records.steps, axes), *_of_points(records.points, axes)]
+    shown = {(one.chart, one.label) for one in found}
+    found += [one for one in _of_epochs(records.epochs, axes) if (one.chart, one.label) not in shown]
+    steps, rates = timeline.speeds()
+    if rates:
+        found.append(_line("speed", "training", axes.of_steps(steps), rates))
+    return [*found, *_marks(records, axes, values)]
+
+
+def _of_steps(rows: Sequence[Row], axes: RunAxes) -> Iterator[Series]:
+    if not rows:
+        return
+    places = axes.of_steps([row["step"] for row in rows])
+    for key in ("loss", "grad_norm"):
+        values = [_number(row.get(key)) for row in rows]
+        if any(value is not None for value in values):
+            yield _line(key, "training", places, values)
+    groups = max((len(row["lr"]) for row in rows if isinstance(row.get("lr"), list)), default=0)
+    columns = [[_item(row.get("lr"), index) for row in rows] for index in range(groups)]
+    different = [column for index, column in enumerate(columns) if column not in columns[:index]]
+    for column in different:
+        label = "training" if len(different) == 1 else f"group {columns.index(column)}"
+        yield _line("lr", label, places, column)
+
+
+def _of_points(points: Sequence[Row], axes: RunAxes) -> Iterator[Series]:
+    """Yields the curves of a log of points, each with the steps that have its key."""
+    keys = dict.fromkeys(key for row in points for key in row if key not in _PLACES)
+    for key in keys:
+        rows = {row["step"]: row[key] for row in points if _number(row.get(key)) is not None}
+        if rows:
+            chart, label = chart_of(key)
+            steps = sorted(rows)
+            yield _line(chart, label, axes.of_steps(steps), [rows[step] for step in steps])
+
+
+def _of_epochs(epochs: Sequence[Row], axes: RunAxes) -> Iterator[Series]:
+    places = axes.of_epochs([row["epoch"] for row in epochs])
+    for key in dict.fromkeys(key for row in epochs for key in row if key not in _PLACES):
+        values = [_number(row.get(key)) for row in epochs]
+        known = {value for value in values if value is not None}
+        if known and not (len(known) == 1 and len(values) > 1):  # a constant is a fact, no curve
+            chart, label = chart_of(key)
+            yield Series(chart, label, "dots", places, values)
+
+
+def constants_of(records: RunRecords) -> dict[str, float]:
+    """Returns what is the same in every epoch of a run, which is shown without a chart."""
+    found: dict[str, float] = {}
+    for key in dict.fromkeys(key for row in records.epochs for key in row if key not in _PLACES):
+        known = {_number(row.get(key)) for row in records.epochs}
+        (value, *others) = known
+        if len(records.epochs) > 1 and not others and value is not None:
+            found[key] = value
+    return found
+
+
+def chart_of(key: str) -> tuple[str, str]:
+    """Returns the chart that a value belongs to, and what of it.
+
+    Example:
+        >>> chart_of("val_loss"), chart_of("train/loss"), chart_of("lr")
+        (('loss', 'validation'), ('loss', 'training'), ('lr', 'training'))
+    """
+    found = re.fullmatch(rf"({'|'.join(_PARTS)})[_/](.+)", key)
+    return (found[2], _PARTS[found[1]]) if found else (key, "training")
+
+
+def _marks(records: RunRecords, axes: RunAxes, values: Mapping[str, Any]) -> Iterator[Series]:
+    for label, rows in events_of(records.steps).items():
+        steps = [row["step"] for row in rows]
+        yield Series("loss", label, "mark", axes.of_steps(steps), _heights(records.steps, steps), texts=[
+            event_text(row) for row in rows
+        ])  # fmt: skip
+    metric, epoch, best = (values.get(f"selection.{key}") for key in ("metric", "best_epoch", "best"))
+    if isinstance(metric, str) and isinstance(epoch, int) and epoch > 0 and _number(best) is not None:
+        yield Series(
+            chart_of(metric)[0], "best", "mark", axes.of_epochs([epoch]), [best], texts=[f"best epoch {epoch}"]
+        )
+
+
+def events_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Returns the steps that were skipped and those that were retried, where there are any."""
+    skipped = [row for row in rows if row.get("applied") is False]
+    retried = [row for row in rows if row.get("applied") is not False and row.get("retries")]
+    return {label: found for label, found in (("skipped", skipped), ("retried", retried)) if found}
+
+
+def event_text(row: Row) -> str:
+    """Returns what happened in a step that was skipped or retried.
+
+    Example:
+        >>> event_text({"step": 3, "applied": False, "retries": 0, "reason": "no micro-batch had a loss"})
+        'step 3 skipped: no micro-batch had a loss'
+    """
+    what = "skipped" if row.get("applied") is False else "applied"
+    retries = row.get("retries") or 0
+    after = f" after {retries} {'retry' if retries == 1 else 'retries'}" if retries else ""
+    return f"step {row['step']} {what}{after}" + (f": {row['reason']}" if row.get("reason") else "")
+
+
+def _heights(rows: Sequence[Row], steps: Sequence[int]) -> list[float | None]:
+    """Returns the loss at steps; where there was none, the one before."""
+    wanted, last, found = set(steps), None, []
+    for row in rows:
+        last = _number(row.get("loss")) if row.get("loss") is not None else last
+        if row["step"] in wanted:
+            found.append(last)
+    return found
+
+
+def _line(chart: str, label: str, axes: Mapping[str, Axis], values: Axis) -> Series:
+    """Returns a line; of many points their means, and beside them the extremes, so that no spike is lost."""
+    count = len(values)
+    if count <= MOST_POINTS:
+        return Series(chart, label, "line", axes, values)
+    edges = [round(index * count / (MOST_POINTS // 2)) for index in range(MOST_POINTS // 2 + 1)]
+    means: list[float | None] = []
+    ends, extremes = [], []
+    for first, last in itertools.pairwise(edges):
+        known = [index for index in range(first, last) if values[index] is not None]
+        ends.append(last - 1)
+        means.append(sum(values[index] or 0.0 for index in known) / len(known) if known else None)
+        if known:
+            extremes += sorted({min(known, key=lambda i: values[i] or 0.0), max(known, key=lambda i: values[i] or 0.0)})
+    raw = {"axes": _take(axes, extremes), "y": [values[index] for index in extremes]}
+    return Series(chart, label, "line", _take(axes, ends), means, raw)
+
+
+def _take(axes: Mapping[str, Axis], places: Sequence[int]) -> dict[str, Axis]:
+    return {name: [axis[index] for index in places] for name, axis in axes.items()}
+
+
+def _number(value: Any) -> float | None:
+    return value if type(value) in (int, float) else None
+
+
+def _item(values: Any, index: int) -> float | None:
+    return _number(values[index]) if isinstance(values, list) and index < len(values) else None

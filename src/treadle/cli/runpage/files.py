@@ -1,0 +1,156 @@
+"""Finding run folders and reading their files, of any face, whole or not: a line torn by a kill is left out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from treadle.checkpoint.lock import LOCK_NAME
+from treadle.checkpoint.marker import has_shards
+from treadle.cli.run_record import CHECKPOINTS, SESSIONS
+from treadle.config.yaml_files import parse
+from treadle.errors import ConfigError
+
+Row = dict[str, Any]
+STEPS, POINTS = "steps.jsonl", "metrics.jsonl"
+HISTORIES = ("training_history.json", "history.json")
+_RECORDS = (STEPS, SESSIONS, POINTS, *HISTORIES, "run.json", LOCK_NAME)
+_WEIGHTS = (".pt", ".pth", ".ckpt", ".safetensors")
+# Folders inside of a run that hold no run of their own, and may hold very many files.
+_INNER = {CHECKPOINTS, "pictures", "images", "pretrained", "profile", "tensorboard", "wandb", "mlruns", "nonfinite"}
+
+
+def places(run: Path) -> list[Path]:
+    """Returns where the files of a run may lie: in its folder, and in that of its checkpoints."""
+    return [run, run / CHECKPOINTS]
+
+
+def find(run: Path, *names: str) -> Path | None:
+    """Returns the first file of these names that a run has.
+
+    Example:
+        >>> find(Path("no_such_run"), "steps.jsonl") is None
+        True
+    """
+    return next((place / name for name in names for place in places(run) if (place / name).is_file()), None)
+
+
+def is_run(folder: Path) -> bool:
+    """Returns whether a folder holds anything that a run leaves behind."""
+    if folder.name == CHECKPOINTS:
+        return False
+    return find(folder, *_RECORDS) is not None or any(is_state(path) for path in weight_files(folder))
+
+
+def is_state(path: Path) -> bool:
+    """Returns whether a file or folder of weights is named as the checkpoints are that a run resumes from."""
+    return path.name.startswith(("checkpoint_", "ckpt_epoch_")) or path.name in ("best.pt", "last.pt")
+
+
+def weight_files(run: Path) -> list[Path]:
+    """Returns what looks like a checkpoint or weights: files by their suffix, folders by the shards inside."""
+    found = []
+    for place in places(run):
+        names = sorted(os.listdir(place)) if place.is_dir() else []
+        paths = [place / name for name in names if not name.startswith(".")]
+        found += [path for path in paths if path.suffix in _WEIGHTS or (path.is_dir() and has_shards(path))]
+    return found
+
+
+def runs_below(folder: Path) -> Iterator[Path]:
+    """Yields the run folders at and below a folder, in the order of their paths; links are not followed.
+
+    Example:
+        >>> list(runs_below(Path("no_such_folder")))
+        []
+    """
+    for path, folders, _ in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in _INNER and not name.startswith("."))
+        if is_run(Path(path)):
+            yield Path(path)
+
+
+def read_lines(path: Path | None) -> list[Row]:
+    """Returns the lines of a file that are JSON objects with a whole number ``step``; others are left out.
+
+    Example:
+        >>> read_lines(None)
+        []
+    """
+    return [] if path is None else _rows_of(path.read_text(encoding="utf-8", errors="replace"))
+
+
+def _rows_of(text: str) -> list[Row]:
+    rows = []
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append(row)
+    return rows
+
+
+def read_tail(path: Path | None, size: int = 1 << 16) -> list[Row]:
+    """As :func:`read_lines`, of the last bytes of a file only."""
+    if path is None or path.stat().st_size <= size:
+        return read_lines(path)
+    with open(path, "rb") as file:
+        file.seek(-size, os.SEEK_END)
+        text = file.read().decode("utf-8", errors="replace")
+    return _rows_of(text.split("\n", 1)[-1])
+
+
+def read_json(path: Path | None) -> Any:
+    """Returns what a JSON file holds; None if it is missing, damaged, or being replaced just now."""
+    if path is None:
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def read_yaml(path: Path | None) -> Any:
+    """Returns what a YAML file holds; None if it is missing, damaged, or no reader of YAML is installed."""
+    if path is None:
+        return None
+    try:
+        return parse(path.read_bytes(), path)
+    except (OSError, ConfigError, ImportError):
+        return None
+
+
+def as_epochs(history: Any) -> list[Row]:
+    """Returns a history in any of its forms as one flat record an epoch, with a key ``epoch``.
+
+    Args:
+        history: a list of records, a dict of columns, or a dict of lists of records by the part of the data.
+
+    Example:
+        >>> as_epochs({"epoch": [1, 2], "eval_loss": [0.5, 0.4]})
+        [{'epoch': 1, 'eval_loss': 0.5}, {'epoch': 2, 'eval_loss': 0.4}]
+        >>> as_epochs({"train": [{"epoch": 1, "loss": 0.5}], "val": [{"epoch": 1, "loss": 0.6}]})
+        [{'epoch': 1, 'train_loss': 0.5, 'val_loss': 0.6}]
+    """
+    if isinstance(history, list):
+        return [row for row in history if isinstance(row, dict) and type(row.get("epoch")) is int]
+    if not isinstance(history, dict):
+        return []
+    epochs = history.get("epoch")
+    if isinstance(epochs, list):
+        columns = {key: values for key, values in history.items() if isinstance(values, list)}
+        return as_epochs([
+            {key: values[index] for key, values in columns.items() if index < len(values)}
+            for index in range(len(epochs))
+        ])  # fmt: skip
+    merged: dict[int, Row] = {}
+    for part, rows in history.items():
+        for row in as_epochs(rows if isinstance(rows, list) else []):
+            record = merged.setdefault(row["epoch"], {"epoch": row["epoch"]})
+            record.update({f"{part}_{key}": value for key, value in row.items() if key != "epoch"})
+    return [merged[epoch] for epoch in sorted(merged)]

@@ -1,0 +1,148 @@
+"""The page of one run or several: one HTML file with its charts, tables, pictures and the library that draws."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from importlib.metadata import version
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from treadle.checkpoint.store import write_text
+from treadle.cli.runpage import tables, words
+from treadle.cli.runpage.charts import axes_in, charts_of
+from treadle.cli.runpage.curves import constants_of, series_of
+from treadle.cli.runpage.pictures import pictures, samples
+from treadle.cli.runpage.records import RunRecords
+from treadle.cli.runpage.summary import RunSummary, summarize
+from treadle.hooks.files import to_json
+
+_AXES = {"step": "Step", "epoch": "Epoch", "time": "Time"}
+_SMOOTH, _MANY = 0.8, 50  # how much is smoothed at first, where a curve has more points than these
+
+
+def write_run_page(runs: Sequence[RunRecords], path: Path, *, reload: float | None = None) -> Path:
+    """Writes the page, the whole old one or the whole new one.
+
+    Args:
+        runs: what was read of each; their names are distinct.
+        path: the HTML file.
+        reload: seconds after which an open page loads itself again; None never.
+
+    Returns:
+        The path.
+
+    Raises:
+        ImportError: plotly is not installed.
+        OSError: a picture cannot be read.
+        CheckpointError: the page cannot be written.
+
+    Example:
+        >>> # write_run_page([read_run(Path("runs/spectra"))], Path("report.html"))
+    """
+    rows = [summarize(run) for run in runs]
+    charts = charts_of([series_of(run) for run in runs])
+    title = ", ".join(run.name for run in runs) if len(runs) <= 3 else f"{len(runs)} runs"
+    sections = [
+        tables.overview(runs, rows), tables.events(runs), tables.sessions(runs), tables.results(runs),
+        tables.settings(runs), pictures(runs), samples(runs), tables.checkpoints(runs), tables.environment(runs),
+    ]  # fmt: skip
+    text = Template(_asset("page.html")).substitute(
+        title=escape(title),
+        lead=escape(_lead(rows)),
+        notes="".join(f'<p class="note">{escape(note)}</p>' for note in _notes(runs, rows)),
+        style=_asset("page.css"),
+        controls=_controls(runs, charts),
+        charts="\n".join(_frame(chart) for chart in charts),
+        sections="\n".join(part for part in sections if part),
+        written=words.date(time.time()),
+        version=version("treadle"),
+        reload=f" It loads itself again every {reload:g} seconds." if reload else "",
+        library=plotting_library(),
+        data=_data(runs, charts, title=title, reload=reload),
+        script=_asset("page.js"),
+    )
+    return write_text(text, path)
+
+
+def plotting_library() -> str:
+    """Returns plotly.js.
+
+    Raises:
+        ImportError: plotly is not installed; names the extra.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ImportError(f"a run page needs plotly ({error}): pip install 'treadle[cli]'", name="plotly") from error
+    return str(get_plotlyjs())
+
+
+def _asset(name: str) -> str:
+    return (resources.files("treadle.cli.runpage") / name).read_text(encoding="utf-8")
+
+
+def _lead(rows: Sequence[RunSummary]) -> str:
+    if len(rows) > 1:
+        counts = {
+            status: sum(row.status == status for row in rows) for status in dict.fromkeys(row.status for row in rows)
+        }
+        return ", ".join(f"{count} {status}" for status, count in counts.items())
+    (row,) = rows
+    facts = [row.status]
+    facts += [f"step {words.steps_done(row)}"] if row.step is not None else []
+    facts += [f"epoch {row.epoch}"] if row.epoch is not None else []
+    facts += [f"best {words.best_metric(row)}"] if row.metric is not None and row.best is not None else []
+    facts += [f"{words.duration(row.seconds)} of training"] if row.seconds is not None else []
+    return " · ".join([*facts, *([row.device] if row.device else [])])
+
+
+def _notes(runs: Sequence[RunRecords], rows: Sequence[RunSummary]) -> list[str]:
+    """Returns how runs failed, and what a reader would miss and why it is not there."""
+    notes = [f"{run.name}, {row.status}: {row.reason}" for run, row in zip(runs, rows, strict=True) if row.reason]
+    for run in runs:
+        if not (run.steps or run.points or run.epochs):
+            notes.append(f"{run.name}: no curves were recorded; a StepLogHook writes every step.")
+        elif not run.sessions:
+            notes.append(f"{run.name}: no times were recorded; a SessionLogHook writes them.")
+        same = ", ".join(f"{key} {words.number(value)}" for key, value in constants_of(run).items())
+        notes += [f"{run.name}, the same in every epoch: {same}."] if same else []
+    if len(runs) > 1 and any(run.epochs for run in runs):
+        notes.append("Dots joined by a dotted line: validation. A star: the best epoch.")
+    return notes
+
+
+def _controls(runs: Sequence[RunRecords], charts: Sequence[dict[str, Any]]) -> str:
+    buttons = [
+        f'<button type="button" class="run" data-run="{index}"><i class="swatch"></i>{escape(run.name)}</button>'
+        for index, run in enumerate(runs)
+    ]
+    axes = [f'<button type="button" data-axis="{name}">{_AXES[name]}</button>' for name in axes_in(charts)]
+    groups = [
+        f'<div class="group" aria-label="runs">{"".join(buttons)}</div>' if len(runs) > 1 else "",
+        f'<div class="group"><span>x axis</span>{"".join(axes)}</div>' if len(axes) > 1 else "",
+        '<div class="group"><label><span>smoothing</span>'
+        '<input id="smooth" type="range" min="0" max="0.98" step="0.02"></label></div>',
+        '<div class="group"><label><input id="log" type="checkbox">log scale</label>'
+        '<button id="reset" type="button">Whole range</button></div>',
+    ]
+    return f'<nav class="controls"{"" if charts else " hidden"}>{"".join(groups)}</nav>'
+
+
+def _frame(chart: dict[str, Any]) -> str:
+    key, title = escape(chart["key"], quote=True), escape(chart["title"])
+    return f'<figure class="chart"><h3>{title}</h3><div class="plot" id="chart-{key}"></div></figure>'
+
+
+def _data(runs: Sequence[RunRecords], charts: Sequence[dict[str, Any]], *, title: str, reload: float | None) -> str:
+    many = any(len(one["y"]) > _MANY for chart in charts for one in chart["series"] if one["style"] == "line")
+    values = {
+        "title": title, "runs": [run.name for run in runs], "charts": charts, "axes": axes_in(charts) or ["step"],
+        "smooth": _SMOOTH if many else 0, "many": _MANY, "reload": reload,
+    }  # fmt: skip
+    # Inside of a script element, nothing may look like its end or like a comment.
+    return json.dumps(to_json(values), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

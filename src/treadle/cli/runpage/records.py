@@ -1,0 +1,153 @@
+"""All that a run folder tells about its run, read once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from treadle.checkpoint.lock import holder
+from treadle.cli.run_record import SESSIONS, last_config
+from treadle.cli.runpage.checkpoints import Checkpoint, epochs_of, read_checkpoints
+from treadle.cli.runpage.files import (
+    HISTORIES,
+    POINTS,
+    STEPS,
+    Row,
+    as_epochs,
+    find,
+    is_run,
+    places,
+    read_json,
+    read_lines,
+    read_tail,
+    read_yaml,
+)
+from treadle.cli.settings import flat
+from treadle.errors import ConfigError
+
+_SETTING = "config."
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".svg")
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """What was found; every part may be empty.
+
+    Attributes:
+        folder: the run folder.
+        name: what the run is called on a page.
+        steps: rows of ``steps.jsonl``, each step once, in order.
+        points: lines of ``metrics.jsonl``.
+        epochs: one flat record an epoch.
+        sessions: lines of ``sessions.jsonl``.
+        config: the settings, by dotted key.
+        config_file: whether they are those that the run was started with; else its trainer's, from a checkpoint.
+        results: numbers that the run ended with, by dotted key.
+        checkpoints: newest first.
+        pictures: files, the newest pictures of a kind only.
+        samples: texts that the run wrote, by the name of their file.
+        holder: the process that trains in the folder now; None if there is none.
+    """
+
+    folder: Path
+    name: str
+    steps: Sequence[Row] = ()
+    points: Sequence[Row] = ()
+    epochs: Sequence[Row] = ()
+    sessions: Sequence[Row] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    config_file: bool = False
+    results: Mapping[str, float] = field(default_factory=dict)
+    checkpoints: Sequence[Checkpoint] = ()
+    pictures: Sequence[Path] = ()
+    samples: Mapping[str, str] = field(default_factory=dict)
+    holder: Mapping[str, Any] | None = None
+
+    @property
+    def state(self) -> Checkpoint | None:
+        """The newest checkpoint that says how far the run is."""
+        return next((one for one in self.checkpoints if one.step is not None), None)
+
+
+def read_run(folder: Path, name: str | None = None, *, brief: bool = False) -> RunRecords:
+    """Reads a run folder, also one that is being written.
+
+    Args:
+        folder: of any face.
+        name: what to call it; by default as the folder.
+        brief: read the end of the step log and the newest checkpoint only, and no pictures.
+
+    Raises:
+        ConfigError: there is no such folder, or it holds no record of a run.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"RUN={str(folder)!r}: no such folder")
+    if not is_run(folder):
+        raise ConfigError(
+            f"RUN={str(folder)!r}: holds no record of a run: no steps.jsonl, sessions.jsonl, metrics.jsonl, history or "
+            "checkpoint. Give a run's own folder ('treadle runs' lists those below one), and add a StepLogHook to a "
+            "script whose curves you want"
+        )
+    steps = find(folder, STEPS)
+    checkpoints = read_checkpoints(folder, newest_only=brief)
+    values = next((one.values for one in checkpoints if one.step is not None), {})
+    config = _config(folder)
+    return RunRecords(
+        folder,
+        name or folder.resolve().name,
+        steps=_each_once(read_tail(steps) if brief else read_lines(steps)),
+        points=[] if brief else read_lines(find(folder, POINTS)),
+        epochs=as_epochs(read_json(find(folder, *HISTORIES))) or epochs_of(values),
+        sessions=read_lines(find(folder, SESSIONS)),
+        config=config or {key.removeprefix(_SETTING): v for key, v in values.items() if key.startswith(_SETTING)},
+        config_file=bool(config),
+        results=_results(folder),
+        checkpoints=checkpoints,
+        pictures=[] if brief else _pictures(folder),
+        samples={} if brief else _samples(folder),
+        holder=_holder(folder),
+    )
+
+
+def _each_once(rows: Sequence[Row]) -> list[Row]:
+    by_step = {row["step"]: row for row in rows}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _holder(folder: Path) -> Mapping[str, Any] | None:
+    found = [holder(place) for place in places(folder)]
+    return next((one for one in found if one is not None), None)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    found = read_json(find(folder, "config.json")) or read_yaml(find(folder, "config.yaml")) or last_config(folder)
+    return flat(found) if isinstance(found, Mapping) else {}
+
+
+def _results(folder: Path) -> dict[str, float]:
+    """Returns the numbers of ``metrics.json``; single folds and counts of a series are left out."""
+    found = read_json(find(folder, "metrics.json"))
+    if not isinstance(found, Mapping):
+        return {}
+    numbers = flat({key: value for key, value in found.items() if key not in ("config", "epochs")})
+    return {key: value for key, value in numbers.items() if type(value) in (int, float)}
+
+
+def _pictures(folder: Path) -> list[Path]:
+    """Returns the files in ``pictures/``, and those of the last step in ``images/``."""
+    found = _images_in(folder / "pictures")
+    images = folder / "images"
+    steps = [path for path in images.iterdir() if re.fullmatch(r"\d+", path.name)] if images.is_dir() else []
+    return found + (_images_in(max(steps, key=lambda path: int(path.name))) if steps else [])
+
+
+def _images_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in _PICTURES and path.is_file())
+
+
+def _samples(folder: Path) -> dict[str, str]:
+    paths = sorted(folder.glob("samples*.txt"))
+    return {path.name: path.read_text(encoding="utf-8", errors="replace") for path in paths}

@@ -1,0 +1,85 @@
+"""The command ``treadle runs``."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from treadle.cli.console import errors_as_one_line, message_console, result_console
+
+if TYPE_CHECKING:
+    from treadle.cli.runpage.summary import RunSummary
+
+_STYLES = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red"}
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to look, with all folders below.")] = Path(
+        "runs"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="The rows as JSON, with what the table leaves out.")] = False,
+) -> None:
+    """Show the runs below a folder: status, step, best metric, time and device, the last one written to first.
+
+    Status: running (a process holds the folder), finished, stopped (by a signal, or killed), failed, and ended where
+    no record tells how. A run without a best metric shows the loss of its last step in brackets. What a run has not
+    recorded is a dash. The time is that of training, without pauses.
+
+    \b
+    Examples:
+      treadle runs
+      treadle runs outputs/sweep
+      treadle runs --json
+    """
+    console = result_console()
+    with errors_as_one_line(message_console()):
+        from treadle.cli.runpage.files import runs_below
+        from treadle.cli.runpage.records import read_run
+        from treadle.cli.runpage.summary import summarize
+        from treadle.errors import ConfigError
+
+        if not folder.is_dir():
+            raise ConfigError(f"FOLDER={str(folder)!r}: no such folder; give the one that your runs lie in")
+        found = [summarize(read_run(path, brief=True)) for path in runs_below(folder)]
+        found.sort(key=lambda run: run.updated or 0.0, reverse=True)
+        if as_json:
+            console.print(json.dumps([run.as_json() for run in found], indent=1), markup=False, soft_wrap=True)
+        elif not found:
+            message_console().print(f"no runs below {folder}", markup=False, soft_wrap=True)
+        else:
+            _show(found, folder, console)
+
+
+def _show(found: Sequence[RunSummary], folder: Path, console: Console) -> None:
+    from treadle.cli.runpage import words
+
+    if not console.is_terminal:  # in a file or a pipe, as wide as it needs to be
+        console.width = 1000
+    table, now, wide = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1)), time.time(), 100
+    columns = ["run", "status", "step", "epoch", "best metric", "time", "device", "written"]
+    for name in columns if console.width >= wide else columns[:-1]:
+        table.add_column(name, justify="right" if name in ("step", "epoch", "time") else "left", no_wrap=True)
+    for run in found:
+        cells: list[str | Text] = [
+            Text(run.folder.relative_to(folder).as_posix() if run.folder != folder else str(folder)),
+            Text(run.status, style=_STYLES.get(run.status, "")),
+            words.steps_done(run),
+            words.number(run.epoch),
+            Text(words.best_metric(run)),
+            words.duration(run.seconds),
+            Text(run.device or words.NONE),
+            words.ago(run.updated, now),
+        ]
+        table.add_row(*cells[: len(table.columns)])
+    console.print(table)
+    for run in found:
+        if run.status == "failed" and run.reason:
+            console.print(f"{run.folder}: {run.reason}", markup=False, soft_wrap=True)

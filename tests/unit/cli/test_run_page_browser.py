@@ -1,0 +1,138 @@
+"""A run page in a real browser: it draws, answers the mouse, hides runs, keeps its view, and fits a phone."""
+
+from __future__ import annotations
+
+import pytest
+
+import browser_kit
+from command_kit import treadle
+from run_page_kit import make_run
+
+pytestmark = [
+    pytest.mark.skipif(bool(browser_kit.MISSING), reason=f"not installed: {', '.join(browser_kit.MISSING)}"),
+    pytest.mark.xdist_group("browser"),
+]
+CHARTS = ["loss", "grad_norm", "lr", "speed"]
+DRAWN = "return document.querySelectorAll('.plot .main-svg').length >= 4"
+SHOWN = """
+return [...new Set(document.getElementById('chart-loss').data.filter((t) => t.visible).map((t) => t.meta.run))]
+"""
+SHOWN_LINES = "return document.querySelectorAll('#chart-loss .scatterlayer .trace').length"
+RANGE = "return document.getElementById(`chart-${arguments[0]}`).layout.xaxis.range"
+ZOOM = "Plotly.relayout('chart-loss', {'xaxis.range[0]': 20, 'xaxis.range[1]': 50})"
+GROUND = "return getComputedStyle(document.body).backgroundColor"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for name, lr in (("first", 0.1), ("second", 0.2)):
+        make_run(folder / name, lr=lr)
+    assert treadle("report", folder) == 0
+    return folder / "report.html"
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory):
+    with browser_kit.browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def opened(tab, page):
+    tab.prefers("light")
+    tab.width(1200)
+    tab.open(page)
+    tab.run("sessionStorage.clear()")
+    tab.open(page)
+    tab.wait(DRAWN)
+    return tab
+
+
+def click(tab, selector):
+    tab.run("document.querySelector(arguments[0]).click()", selector)
+
+
+def test_it_draws_every_chart_without_an_error_and_shows_values_under_the_mouse(opened):
+    assert opened.run("return [...document.querySelectorAll('.plot')].map((one) => one.id)") == [
+        f"chart-{key}" for key in CHARTS
+    ]
+    assert opened.run(SHOWN_LINES) > 2
+    place = opened.run("""
+        const box = document.querySelector('#chart-loss .nsewdrag').getBoundingClientRect();
+        return [box.left + box.width / 2, box.top + box.height / 2];
+    """)
+    for moved in (0, 1):
+        opened.devtools("Input.dispatchMouseEvent", type="mouseMoved", x=place[0] + moved, y=place[1])
+    text = opened.wait("return document.querySelector('#chart-loss .hoverlayer').textContent")
+    assert "Step " in text
+    assert "first, training" in text
+    assert any(f"0.{digits}" in text for digits in range(10))
+    assert opened.errors() == []
+
+
+def test_a_click_on_a_run_hides_its_curves_and_another_shows_them(opened):
+    lines = opened.run(SHOWN_LINES)
+    assert opened.run(SHOWN) == [0, 1]
+    click(opened, "[data-run='0']")
+    assert opened.run(SHOWN) == [1]
+    assert 0 < opened.run(SHOWN_LINES) < lines
+    assert opened.run("return document.querySelector(\"[data-run='0']\").getAttribute('aria-pressed')") == "false"
+    click(opened, "[data-run='0']")
+    assert opened.run(SHOWN) == [0, 1]
+
+
+def test_zoom_is_shared_and_with_all_choices_kept_over_a_reload(opened, page):
+    opened.run(ZOOM)
+    opened.wait("return document.getElementById('chart-lr').layout.xaxis.range[0] === 20")
+    assert [opened.run(RANGE, key) for key in CHARTS] == [[20, 50]] * 4
+    click(opened, "[data-run='1']")
+    click(opened, "#log")
+    opened.open(page)
+    opened.wait(DRAWN)
+    assert [opened.run(RANGE, key) for key in CHARTS] == [[20, 50]] * 4
+    assert opened.run(SHOWN) == [0]
+    assert opened.run("return document.getElementById('chart-loss').layout.yaxis.type") == "log"
+    click(opened, "#reset")
+    assert opened.run(RANGE, "lr")[1] > 100
+    click(opened, "[data-axis='time']")
+    assert opened.run("return document.getElementById('chart-loss').layout.xaxis.title.text") == "Training time (s)"
+    assert max(opened.run("return document.getElementById('chart-lr').data[0].x")) == 12.0
+    assert opened.errors() == []
+
+
+def test_smoothing_changes_the_strong_line_and_leaves_the_points(opened):
+    spread = """
+    const lines = document.getElementById('chart-grad_norm').data.filter((t) => t.meta.run === 0);
+    return lines.map((line) => Math.max(...line.y) - Math.min(...line.y));
+    """
+    points, smooth = opened.run(spread)
+    assert smooth < points
+    opened.run("const s = document.getElementById('smooth'); s.value = 0; s.dispatchEvent(new Event('input'))")
+    assert opened.run(spread) == [points]
+
+
+def test_dark_follows_the_system_and_the_button(opened):
+    light = opened.run(GROUND)
+    opened.prefers("dark")
+    dark = opened.wait(f"{GROUND} !== arguments[0] && getComputedStyle(document.body).backgroundColor", light)
+    click(opened, "#theme")
+    assert opened.run(GROUND) == light
+    click(opened, "#theme")
+    assert opened.run(GROUND) == dark
+    colours = "return document.getElementById('chart-loss').layout.font.color"
+    assert opened.run(colours) == opened.run(
+        "return getComputedStyle(document.documentElement).getPropertyValue('--ink').trim()"
+    )
+
+
+def test_it_fits_a_phone(opened, page):
+    opened.width(360)
+    opened.open(page)
+    opened.wait(DRAWN)
+    opened.run("for (const part of document.querySelectorAll('details')) part.open = true")
+    assert opened.run("return document.documentElement.scrollWidth") <= 360
+    widths = opened.run(
+        "return [...document.querySelectorAll('.plot')].map((one) => one.getBoundingClientRect().right)"
+    )
+    assert max(widths) <= 360
