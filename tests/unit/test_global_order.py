@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from treadle.data import Cursor, GlobalOrder, RankBatchSampler, TensorLoader
+from treadle.data.elastic import find_place
 from treadle.errors import ConfigError
 
 # torchdata's StatefulDataLoader calls torch.set_vital, which torch 2.13 calls deprecated.
@@ -224,3 +225,24 @@ def test_another_loader_inside_an_epoch_goes_on_with_what_is_left(start):
     second.open(loaders("sampler", 1, 6)[0])
     seen += second.take(100).batches
     assert len(torch.cat(seen).unique()) == sum(map(len, seen)) == 50 - start
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [(None, "shuffled"), ("shuffled", None), ("shuffled", "other seed")],
+)
+def test_on_as_many_ranks_another_order_inside_an_epoch_is_named(before, now):
+    orders = {
+        None: None,
+        "shuffled": GlobalOrder(8, 2, shuffle=True),
+        "other seed": GlobalOrder(8, 2, shuffle=True, seed=1),
+    }
+    described = None if before is None else {**orders[before].describe(), "start": 0, "consumed": 4}
+    saved = {"num_ranks": 1, "length": 4, "order": described}
+    place = find_place(saved, position=2, order=orders[now], length=4, ranks=1, loader="DataLoader")
+    assert place.position == 2
+    assert not place.exact
+    assert "another order" in place.warnings[0]
+    kept = find_place(saved, position=2, order=orders[before], length=4, ranks=1, loader="DataLoader")
+    assert kept.exact
+    assert kept.warnings == []

@@ -49,7 +49,8 @@ def find_place(
         return _place_in_order(before, order)
     wrote = saved.get("num_ranks") or ranks
     if wrote == ranks:
-        return Place(position)
+        another_order = "order" in saved and (before is not None or order is not None)  # older states do not say
+        return _place_in_another_order(position, loader) if another_order else Place(position)
     old_length = saved.get("length")
     scaled = position if not old_length or length is None else position * length // old_length
     return Place(
@@ -61,6 +62,17 @@ def find_place(
             f"{loader} cannot be carried over, and some samples of this epoch are read twice or not at all "
             f"(going on after {scaled} of {length if length is not None else 'an unknown number of'} micro-batches); "
             "a treadle.data.RankBatchSampler goes on with the very samples that are left"
+        ],
+    )
+
+
+def _place_in_another_order(position: int, loader: str) -> Place:
+    return Place(
+        position,
+        exact=False,
+        warnings=[
+            f"the checkpoint was written inside an epoch whose samples came in another order than those of this "
+            f"{loader} do: some samples of this epoch are read twice or not at all"
         ],
     )
 
