@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip
 
-.PHONY: demo test check soak matrix clean
+.PHONY: demo test check docs soak matrix clean
 
 demo: $(VENV)/.installed  ## train a masked autoencoder on 1,939 real near-infrared spectra
 	$(BIN)/treadle train spectra --out runs/demo
@@ -12,10 +12,14 @@ demo: $(VENV)/.installed  ## train a masked autoencoder on 1,939 real near-infra
 test: $(VENV)/.installed check  ## all that CI runs on the CPU
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-check: $(VENV)/.installed  ## style and types
+check: $(VENV)/.installed  ## style, types, and the documentation, which is left in site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs: $(VENV)/.installed  ## the documentation, to be read in a browser while it is written
+	$(BIN)/mkdocs serve
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

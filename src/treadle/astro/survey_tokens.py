@@ -265,7 +265,9 @@ def _wide(survey: Survey, columns: Sequence[str]) -> NDArray[np.float64]:
 
 def _only(what: str, parts: list[Any]) -> Any:
     present = [part for part in parts if part is not None]
-    if len(present) != 1:
+    if not present:
+        raise ConfigError(f"{what}: no survey has them; a vocabulary has a codebook for them, add a survey with {what}")
+    if len(present) > 1:
         raise ConfigError(f"{what}: {len(present)} surveys have them; a vocabulary has one codebook, give one survey")
     return present[0]
 
