@@ -1,46 +1,89 @@
-"""What hosts tell each other: the same rows in the same order, by gloo's collectives or in rounds."""
+"""What hosts tell each other: the same rows in the same order, by gloo's collectives or in rounds, and never a hang."""
 
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import run_on_ranks
+from ranks import outcomes_on_ranks, run_on_ranks
 from step_kit import Counting
 from treadle import distributed
+from treadle.failure import lost_rank
+from treadle.whereabouts import whereabouts
 
 LARGE = 2**60 + 1
 
 
 def telling():
+    """What a rank hears in six turns, in rounds and by gloo's collectives, and how many of these were called."""
     rank, told, counts = dist.get_rank(), [], []
-    for turn in range(6):
-        if turn % 5 == rank:
-            time.sleep(0.02)  # whoever is ahead must not be taken for another turn
-        with Counting() as counting:
-            numbers = distributed.tell_ranks([rank / 3, 100.0 * turn, math.nan])
-            integers = distributed.tell_ranks([LARGE + rank, turn], dtype=torch.int64)
-            largest = distributed.max_over_ranks(torch.tensor([rank, -rank, turn], dtype=torch.uint8))
-            decided = distributed.agree(turn if rank == turn % 5 else 0)
-        counts.append(sum(counting.calls.values()))
-        told.append((numbers, integers, largest.tolist(), decided))
+    for few in (4, 100):
+        distributed._FEW = few
+        for turn in range(6):
+            if turn % 5 == rank:
+                time.sleep(0.02)  # whoever is ahead must not be taken for another turn
+            with Counting() as counting:
+                numbers = distributed.tell_ranks([rank / 3, 100.0 * turn, math.nan])
+                integers = distributed.tell_ranks([LARGE + rank, turn], dtype=torch.int64)
+                largest = distributed.max_over_ranks(torch.tensor([rank, 255 - rank, turn], dtype=torch.uint8))
+                decided = distributed.agree(turn if rank == turn % 5 else 0)
+            counts.append(sum(counting.calls.values()))
+            told.append((numbers, integers, largest.tolist(), decided))
     return repr(told), counts
 
 
-@pytest.mark.parametrize("ranks", [3, 5])
-def test_ranks_hear_all_numbers_in_rank_order_and_to_the_bit(ranks):
-    for told, counts in run_on_ranks(telling, ranks):
-        assert told == repr([
-            (
-                [[rank / 3, 100.0 * turn, math.nan] for rank in range(ranks)],
-                [[LARGE + rank, turn] for rank in range(ranks)],
-                [ranks - 1, 255, turn],
-                turn if turn % 5 < ranks else 0,
-            )
-            for turn in range(6)
-        ])  # fmt: skip
-        assert counts == [0 if ranks > distributed._FEW else 4] * 6
+def test_ranks_hear_all_numbers_in_rank_order_and_to_the_bit():
+    expected = [
+        (
+            [[rank / 3, 100.0 * turn, math.nan] for rank in range(5)],
+            [[LARGE + rank, turn] for rank in range(5)],
+            [4, 255, turn],
+            turn,
+        )
+        for turn in range(6)
+    ]
+    for told, counts in run_on_ranks(telling, 5):
+        assert told == repr(expected * 2)
+        assert counts == [0] * 6 + [4] * 6
+
+
+def lost_in_a_round():
+    distributed._FEW = 1
+    if dist.get_rank() == 1:
+        os._exit(9)
+    try:
+        distributed.tell_ranks([1.0])
+    except RuntimeError as error:
+        dist.destroy_process_group()
+        return str(lost_rank(error))
+    return None
+
+
+def test_a_rank_that_died_is_found_in_a_round_too():
+    assert outcomes_on_ranks(lost_in_a_round, 2)[0].result == "another rank ended first; its own error is the cause"
+
+
+def test_who_waits_in_a_round_for_another_rank_is_not_stuck(monkeypatch):
+    class Sent:
+        def wait(self):
+            assert go_on.wait(20)
+
+    go_on = threading.Event()
+    for name, value in {"rank": 0, "world_size": 5, "control_group": None}.items():
+        monkeypatch.setattr(distributed, name, lambda value=value: value)
+    monkeypatch.setattr(dist, "isend", lambda *_, **__: Sent())
+    monkeypatch.setattr(dist, "recv", lambda *_, **__: None)
+    thread = threading.Thread(target=distributed.tell_ranks, args=([1.0],))
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not whereabouts(thread.ident).waits and time.monotonic() < deadline:
+        time.sleep(0.01)
+    waits = whereabouts(thread.ident).waits
+    go_on.set()
+    thread.join()
+    assert waits
