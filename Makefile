@@ -16,7 +16,7 @@ check: $(VENV)/.installed  ## style, types, and the documentation, which is left
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs: $(VENV)/.installed  ## the documentation, to be read in a browser while it is written
 	$(BIN)/mkdocs serve
