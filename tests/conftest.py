@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import os
+
 import torch
 
 # Many tests fork a child that trains and is killed. OpenMP's threads do not survive a fork: a child of a process that
 # has run a parallel region waits for ever in its first one. One thread also makes the suite faster on small tensors.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection(session):
+    """Collecting makes a million objects and drops few: looking through them again and again takes seconds."""
+    gc.disable()
+
+
+def pytest_collection_finish(session):
+    """What has been collected and imported stays to the end; no collection of garbage needs to look at it again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()

@@ -27,8 +27,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PRELOADED = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "treadle"]
+from processes import python
+
+_PRELOADED = [
+    "pytest", "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "treadle",
+    "treadle.astro", "treadle.graphs", "treadle.spectra",
+]  # fmt: skip
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+TORCHRUN_OF_FORKS = [sys.executable, "-m", "torchrun_of_forks", "--standalone"]  # for processes.Forked
 _GRACE = 5.0  # seconds for the other ranks once one has failed: their errors follow from its error
 
 
@@ -121,10 +127,10 @@ def torchrun(
         ranks: processes.
         options: of torchrun.
         timeout: seconds until it is killed, with an error.
-        rest: for ``subprocess.run``, such as ``cwd``.
+        rest: for :func:`processes.python`, such as ``cwd``.
     """
-    command = [*TORCHRUN, f"--nproc-per-node={ranks}", *options, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=launch_environment(), timeout=timeout, **rest)
+    command = [*TORCHRUN_OF_FORKS[1:], f"--nproc-per-node={ranks}", *options, *arguments]
+    return python(*command, env=launch_environment(), timeout=timeout, **rest)
 
 
 def launch_environment() -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -15,7 +14,8 @@ import torch
 import launched_child
 from helpers import differences
 from launched_child import train
-from ranks import TORCHRUN, launch_environment, run_on_ranks
+from processes import Forked
+from ranks import TORCHRUN_OF_FORKS, launch_environment, run_on_ranks
 
 STEPS = 24
 PATIENCE = 200.0  # seconds; a start takes 20 s on a busy machine
@@ -29,9 +29,9 @@ class Job:
         folder.mkdir()
         self.log = folder / "log"
         options = ["--nproc-per-node=2", f"--max-restarts={max_restarts}"]
-        command = [*TORCHRUN, *options, launched_child.__file__, kind, str(folder), str(steps)]
+        command = [*TORCHRUN_OF_FORKS, *options, launched_child.__file__, kind, str(folder), str(steps)]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=launch_environment())
+            self.process = Forked(command, stdout=log, stderr=log, env=launch_environment())
 
     def wait_for(self, condition):
         deadline = time.monotonic() + PATIENCE

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from processes import python
 from treadle.builder import REGISTRY
 from treadle.cli.main import main
 from treadle.config import apply_overrides, load_config
@@ -33,11 +32,8 @@ COMMANDS = [line.split(" #")[0].split() for block in blocks("sh") for line in bl
 
 
 def run(folder, command):
-    program = {"treadle": [sys.executable, "-m", "treadle"], "python": [sys.executable]}[command[0]]
-    done = subprocess.run(
-        [*program, *command[1:]], capture_output=True, text=True, cwd=folder, timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    program = {"treadle": ["-m", "treadle"], "python": []}[command[0]]
+    done = python(*program, *command[1:], cwd=folder)
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
     return done.stdout, done.stderr
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+from processes import python
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(name, *arguments):
-    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENV)
+    done = python(str(EXAMPLES / name), *map(str, arguments))
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 
