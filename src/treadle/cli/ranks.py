@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from treadle import distributed
 from treadle.checkpoint.ranks import on_rank_0
-from treadle.data import RankBatchSampler
+from treadle.data import RankBatchSampler, TensorLoader
 from treadle.device import get_device
 from treadle.errors import ConfigError
 
@@ -102,14 +103,52 @@ def shared_batches(data: Sized, batch_size: int, *, shuffle: bool = False, seed:
     """
     if not distributed.is_distributed():
         return {"batch_size": batch_size, "shuffle": shuffle}
+    _check_shared(batch_size)
+    sampler = RankBatchSampler(data, global_batch_size=batch_size, shuffle=shuffle, seed=seed)
+    sampler.order  # noqa: B018  (refuses fewer samples than ranks before anything is built)
+    return {"batch_sampler": sampler}
+
+
+def shared_rows(
+    tensors: Tensor | Mapping[str, Tensor],
+    batch_size: int,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    device: torch.device | None = None,
+) -> TensorLoader:
+    """Returns a loader over whole tensors; under torchrun, each rank reads its part of each batch.
+
+    The order is one for any number of ranks and every device.
+
+    Args:
+        tensors: (N, ...) one tensor, or several by name.
+        batch_size: rows in a batch of all ranks together, >= the number of ranks.
+        shuffle: a new order for each epoch.
+        seed: seeds the orders.
+        device: where the tensors are kept and batches come from; None leaves them where they are.
+
+    Raises:
+        ConfigError: there are more ranks than rows, in a batch or in the data.
+
+    Example:
+        >>> [batch.tolist() for batch in shared_rows(torch.arange(3), 2)]
+        [[0, 1], [2]]
+    """
+    _check_shared(batch_size)
+    loader = TensorLoader(
+        tensors, global_batch_size=batch_size, shuffle=shuffle, seed=seed, device=device, distributed=True
+    )
+    loader.order  # noqa: B018  (refuses fewer samples than ranks before anything is built)
+    return loader
+
+
+def _check_shared(batch_size: int) -> None:
     if batch_size < distributed.world_size():
         raise ConfigError(
             f"batch_size={batch_size}: is shared among {distributed.world_size()} ranks, and each needs at least one "
             "sample; give a larger one, or fewer ranks"
         )
-    sampler = RankBatchSampler(data, global_batch_size=batch_size, shuffle=shuffle, seed=seed)
-    sampler.order  # noqa: B018  (refuses fewer samples than ranks before anything is built)
-    return {"batch_sampler": sampler}
 
 
 def by_rank_0(work: Callable[[], Result]) -> Result:

@@ -198,16 +198,18 @@ def checkpoints_of(run: Path) -> Path:
 def refuse_run_of_ranks(run: Path) -> None:
     """Refuses the run of a pack's command that was trained under torchrun.
 
-    Its ranks read the samples in another order than one process and drew random numbers of their own, so one process
-    would run other steps.
+    Its ranks drew random numbers of their own, and may have read the samples in another order than one process, so one
+    process would run other steps.
 
     Raises:
         ConfigError: it was.
     """
     newest = nearest_state(checkpoints_of(run), sys.maxsize)
-    if newest is not None and (newest[1].get("data") or {}).get("order") is not None:
+    data = {} if newest is None else newest[1].get("data") or {}
+    one_order = data.get("kind") == "stateful"  # that of a TensorLoader, in one process too
+    if data.get("order") is not None and not (one_order and data.get("num_ranks") == 1):
         raise ConfigError(
-            f"RUN={str(run)!r}: was trained under torchrun, where samples come in another order and each rank draws "
+            f"RUN={str(run)!r}: was trained under torchrun, where samples come in another order or each rank draws "
             "random numbers of its own; only runs of one process can be replayed: train without torchrun what is to be"
         )
 

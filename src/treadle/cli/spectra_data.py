@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
-from treadle.cli.ranks import shared_batches
+from treadle.cli.ranks import shared_rows
 from treadle.cli.split_config import DataConfig
+from treadle.data import TensorLoader
 from treadle.datasets import load_spex
 from treadle.datasets.splits import Rows, object_groups, split_by_group
 from treadle.spectra.preprocessing import SNVScaler
@@ -40,11 +40,17 @@ class SpectraData:
         return len(np.unique(self.groups))
 
     def loader(
-        self, rows: Rows, batch_size: int, *, shuffle: bool = False, seed: int = 0
-    ) -> DataLoader[tuple[torch.Tensor, ...]]:
-        """Returns a loader over some rows; on several ranks, of this one's part of each batch."""
-        dataset = TensorDataset(torch.from_numpy(self.x[rows]))
-        return DataLoader(dataset, **shared_batches(dataset, batch_size, shuffle=shuffle, seed=seed))
+        self,
+        rows: Rows,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        device: torch.device | None = None,
+    ) -> TensorLoader:
+        """Returns a loader over some rows, kept on ``device``; on several ranks, of this one's part of each batch."""
+        x = torch.from_numpy(self.x[rows])
+        return shared_rows(x, batch_size, shuffle=shuffle, seed=seed, device=device)
 
 
 def prepare_data(config: DataConfig) -> SpectraData:

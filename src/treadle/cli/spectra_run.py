@@ -147,7 +147,7 @@ def build_trainer(
     messages: Console,
 ) -> SpectraTrainer:
     """Returns the trainer with its loaders, optimizer, schedule, bar and signals."""
-    train_loader = data.loader(data.train, config.batch_size, shuffle=True, seed=config.seed)
+    train_loader = data.loader(data.train, config.batch_size, shuffle=True, seed=config.seed, device=device)
     model = model.to(device)
     with as_settings("optimizer"):
         optimizer = build_optimizer(model, **vars(config.optimizer))
@@ -166,7 +166,7 @@ def build_trainer(
         model,
         optimizer,
         train_loader,
-        data.loader(data.val, 256),
+        data.loader(data.val, 256, device=device),
         scheduler=scheduler,
         cfg=cfg,
         hooks=[

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from treadle import distributed
 from treadle.cli.console import as_settings
-from treadle.cli.ranks import shared_batches
+from treadle.cli.ranks import shared_rows
 from treadle.cli.text_config import TextConfig
+from treadle.data import TensorLoader
 from treadle.errors import ConfigError
 from treadle.text.corpus import is_statement, load_manual, num_bytes, split_topics, without_repeats
 from treadle.text.data import TokenBlocks, token_stream
@@ -35,14 +35,14 @@ class Part:
         """Bytes of its texts."""
         return sum(map(num_bytes, self.topics.values()))
 
-    def loader(self, batch_size: int | None = None, *, seed: int = 0) -> DataLoader[dict[str, Tensor]]:
+    def loader(self, batch_size: int | None = None, *, seed: int = 0) -> TensorLoader:
         """Returns a shuffled loader for training, or with None one for evaluation.
 
         On several ranks, it is one of this rank's part of each batch.
         """
         if batch_size is None:
-            return DataLoader(self.blocks, **shared_batches(self.blocks, _EVAL_BATCH))
-        return DataLoader(self.blocks, **shared_batches(self.blocks, batch_size, shuffle=True, seed=seed))
+            return shared_rows(self.blocks.tensors, _EVAL_BATCH)
+        return shared_rows(self.blocks.tensors, batch_size, shuffle=True, seed=seed)
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,11 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         self.labels_BL = labels_N.unfold(0, length, length - 1).clone()
         self.labels_BL[:, 0] = IGNORED
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All blocks as whole tensors (B, L) by name, for a ``TensorLoader``."""
+        return {"input_ids": self.input_ids_BL, "labels": self.labels_BL}
+
     def __len__(self) -> int:
         return len(self.input_ids_BL)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from treadle.cli.spectra_data import prepare_data
 from treadle.cli.split_config import DataConfig
@@ -27,6 +28,17 @@ def test_spectra_are_snv_scaled() -> None:
     assert data.x.dtype == np.float32
     np.testing.assert_allclose(data.x.mean(axis=1), 0, atol=1e-5)
     np.testing.assert_allclose(np.linalg.norm(data.x, axis=1), np.sqrt(255), rtol=1e-5)
+
+
+def test_the_order_of_training_is_that_of_the_seed_whatever_else_was_drawn() -> None:
+    data, orders = prepare_data(DataConfig(max_rows=60)), []
+    for seed, drawn in ((3, 0), (3, 1), (4, 0)):
+        torch.manual_seed(drawn)
+        loader = data.loader(data.train, 32, shuffle=True, seed=seed)
+        orders.append(torch.cat(list(loader)))
+        assert len(orders[-1]) == len(data.train)
+    assert torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[0], orders[2])
 
 
 def test_groups_join_over_names_and_copies() -> None:
