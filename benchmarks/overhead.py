@@ -5,8 +5,9 @@
 
 All train the same model on the same batches, which are in memory already, with the same AdamW, gradients clipped. Every
 round runs every way, in another order each time, so that what else the machine does falls on all of them. A step is
-timed from the end of one to the end of the next, by the clock that each way's own callback reads. Peers that are not
-installed are left out.
+timed from the end of one to the end of the next, by the clocks that each way's own callback reads: the time that
+passed, and what this process had of the processor, which other programs on the machine change less. On the CPU the
+comparison with the loop is one of processor time. Peers that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from machine import describe, write_result
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from treadle import BaseHook, BaseTrainer, Engine, StepOutput
+from treadle import BaseHook, BaseTrainer, EmaHook, Engine, LoggingHook, ProgressHook, StepOutput, Trainer
 
 CLIP = 1.0
-COLUMNS = ("workload", "way", "µs a step", "more than the loop", "of the loop")
+COLUMNS = ("workload", "way", "µs a step", "processor µs a step", "more than the loop", "of the loop")
 
 
 class Net(nn.Sequential):
@@ -65,17 +66,21 @@ class Workload:
         shape: of one batch.
         device: of model and batches.
         bf16: whether the forward pass is under autocast.
+        share: of the steps that are asked for; 1 of so many is run.
+        fused: whether the optimizer is; by default on CUDA.
     """
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     device: torch.device
     bf16: bool = False
+    share: int = 1
+    fused: bool | None = None
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = self.make().to(self.device)
-        fused = True if self.device.type == "cuda" else None
+        fused = self.fused or (True if self.device.type == "cuda" else None)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
 
     def batches(self, count: int) -> list[tuple[Tensor, Tensor]]:
@@ -88,20 +93,28 @@ class Workload:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
 
+class Cost(NamedTuple):
+    """Microseconds of a step: what passed, and what this process had of the processor."""
+
+    wall: float
+    processor: float
+
+
 @dataclass
 class Clock:
     """Notes when steps end."""
 
     warm_up: int
-    times: list[float] = field(default_factory=list)
+    times: list[tuple[float, float]] = field(default_factory=list)
 
     def tick(self) -> None:
-        self.times.append(time.perf_counter())
+        self.times.append((time.perf_counter(), time.process_time()))
 
-    def per_step(self) -> float:
-        """Returns the mean microseconds from one step's end to the next, those at the start left out."""
+    def per_step(self) -> Cost:
+        """Returns the mean from one step's end to the next, those at the start left out."""
         times = self.times[self.warm_up :]
-        return 1e6 * (times[-1] - times[0]) / (len(times) - 1)
+        (wall, processor), (wall_end, processor_end) = times[0], times[-1]
+        return Cost(1e6 * (wall_end - wall) / (len(times) - 1), 1e6 * (processor_end - processor) / (len(times) - 1))
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -137,11 +150,24 @@ class Fit:
         return StepOutput(loss_of(model, batch))
 
 
-def engine(work: Workload, steps: int, clock: Clock) -> None:
+def engine(work: Workload, steps: int, clock: Clock, hooks: Sequence[BaseHook] = ()) -> None:
     model, optimizer = work.build()
-    precision = "bf16" if work.bf16 else None
-    run = Engine(model, optimizer, Fit(), device=work.device, precision=precision, grad_clip=CLIP, hooks=[Ticks(clock)])
+    run = Engine(
+        model, optimizer, Fit(), device=work.device, precision="bf16" if work.bf16 else None, grad_clip=CLIP,
+        hooks=[*hooks, Ticks(clock)],
+    )  # fmt: skip
     run.run(work.batches(steps), max_steps=steps)
+
+
+def engine_and_hooks(work: Workload, steps: int, clock: Clock) -> None:
+    engine(work, steps, clock, [EmaHook(0.999), ProgressHook(1000), LoggingHook(1000)])
+
+
+def functional(work: Workload, steps: int, clock: Clock) -> None:
+    model, optimizer = work.build()
+    settings = {"max_grad_norm": CLIP, "log_interval": 0, "precision": "bf16" if work.bf16 else None}
+    run = Trainer(model, optimizer, nn.MSELoss(), config=settings, device=work.device, hooks=[Ticks(clock)])
+    run.train(work.batches(steps), num_epochs=1)
 
 
 def parts_of(work: Workload, steps: int) -> type:
@@ -290,6 +316,8 @@ WAYS: dict[str, tuple[Callable[[Workload, int, Clock], None], str | None]] = {
     "hand loop": (hand, None),
     "treadle Engine": (engine, None),
     "treadle BaseTrainer": (trainer, None),
+    "treadle Trainer": (functional, None),
+    "treadle Engine, average and two reports": (engine_and_hooks, None),
     "Ignite": (ignite, "ignite"),
     "Accelerate": (accelerate, "accelerate"),
     "HF Trainer": (hugging_face, "transformers"),
@@ -312,9 +340,9 @@ def silent() -> Iterator[None]:
             logging.disable(logging.NOTSET)
 
 
-def measure(work: Workload, ways: Sequence[str], *, steps: int, rounds: int) -> dict[str, list[float]]:
-    """Returns microseconds a step for each way, a number for each round."""
-    found: dict[str, list[float]] = {way: [] for way in ways}
+def measure(work: Workload, ways: Sequence[str], *, steps: int, rounds: int) -> dict[str, list[Cost]]:
+    """Returns what a step costs by each way, in each round."""
+    found: dict[str, list[Cost]] = {way: [] for way in ways}
     draw = random.Random(0)
     for _ in range(rounds):
         for way in draw.sample(list(ways), len(ways)):
@@ -327,18 +355,23 @@ def measure(work: Workload, ways: Sequence[str], *, steps: int, rounds: int) -> 
     return found
 
 
-def rows_of(name: str, found: dict[str, list[float]]) -> list[dict[str, str]]:
-    loop = found["hand loop"]
+def rows_of(name: str, found: dict[str, list[Cost]], *, by: Literal["wall", "processor"]) -> list[dict[str, str]]:
+    loop = [getattr(cost, by) for cost in found["hand loop"]]
     rows = []
-    for way, values in found.items():
-        more = [value - base for value, base in zip(values, loop, strict=True)]
-        ratio = [value / base for value, base in zip(values, loop, strict=True)]
-        spread = f"{min(values):,.0f} – {max(values):,.0f}"
+    for way, costs in found.items():
+        pairs = list(zip([getattr(cost, by) for cost in costs], loop, strict=True))
         rows.append({
-            "workload": name, "way": way, "µs a step": f"{median(values):,.0f} ({spread})",
-            "more than the loop": f"{median(more):+,.0f}", "of the loop": f"{median(ratio):.3f}",
+            "workload": name, "way": way, "µs a step": spread([cost.wall for cost in costs]),
+            "processor µs a step": spread([cost.processor for cost in costs]),
+            "more than the loop": f"{median(value - base for value, base in pairs):+,.0f}",
+            "of the loop": f"{median(value / base for value, base in pairs):.3f}",
         })  # fmt: skip
     return rows
+
+
+def spread(values: Sequence[float]) -> str:
+    """Returns the median, and the least and the largest in brackets."""
+    return f"{median(values):,.0f} ({min(values):,.0f} – {max(values):,.0f})"
 
 
 def main() -> None:
@@ -353,16 +386,18 @@ def main() -> None:
     workloads = {
         "MLP 64-64-1, batch 4": Workload(Net, (4, 64), device),
         "MLP 64-64-1, batch 32": Workload(Net, (32, 64), device),
-        "transformer d128 x4, batch 64": Workload(Encoder, (64, 32, 64), device, bf16=device.type == "cuda"),
     }
-    if device.type == "cpu":
-        workloads.pop("transformer d128 x4, batch 64")
+    if device.type == "cuda":
+        workloads["transformer d128 x4, batch 64"] = Workload(Encoder, (64, 32, 64), device, bf16=True)
+    else:
+        workloads["transformer d128 x4, batch 4"] = Workload(Encoder, (4, 32, 64), device, share=20)
     if options.tiny:
         options.steps, options.rounds = 20, 1
     there = [way for way in options.ways if WAYS[way][1] is None or importlib.util.find_spec(WAYS[way][1])]
     rows = []
     for name, work in workloads.items():
-        rows += rows_of(name, measure(work, there, steps=options.steps, rounds=options.rounds))
+        found = measure(work, there, steps=max(options.steps // work.share, 6), rounds=options.rounds)
+        rows += rows_of(name, found, by="wall" if device.type == "cuda" else "processor")
     if options.tiny:
         print(*rows, sep="\n")
         return
