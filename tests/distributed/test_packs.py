@@ -131,6 +131,27 @@ def test_spectra_go_on_from_one_rank_to_two_and_end_as_one(tmp_path):
     assert_records_close(read(two, "training_history.json"), read(one, "training_history.json"))
 
 
+def spectra_with_masks(folder, killed):
+    """A run whose ranks draw masks, killed inside the second epoch and gone on with, or not killed."""
+    spectra_run.evaluate_run = lambda *args: {}
+    spectra_run.print_results = lambda *args: None
+    settings = [*SPECTRA, "model.n_mask=28"]
+    if killed:
+        assert outcome(spectra_run.run_spectra, settings, folder, Stop("on_after_step", 10, kill)) == "killed"
+    return outcome(spectra_run.run_spectra, settings, folder)
+
+
+@pytest.mark.slow
+def test_a_killed_run_on_two_ranks_ends_as_one_that_was_not_to_the_bit(tmp_path):
+    for name, killed in (("straight", False), ("killed", True)):
+        assert run_on_ranks(spectra_with_masks, 2, tmp_path / name, killed, timeout=120) == [{}, None]
+    straight, again = (load_weights(tmp_path / name / "best_model.pt") for name in ("straight", "killed"))
+    assert straight.keys() == again.keys()
+    assert all(torch.equal(value, again[name]) for name, value in straight.items())
+    for name in ("training_history.json", "config.json"):
+        assert read(tmp_path, "killed", name) == read(tmp_path, "straight", name)
+
+
 @pytest.mark.slow
 def test_torchrun_goes_on_where_one_process_stopped_and_one_rank_prints_and_reports(tmp_path):
     arguments = [*SPECTRA, "model.n_mask=28", "--out", tmp_path / "run", "--device", "cpu"]

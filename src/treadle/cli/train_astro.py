@@ -29,6 +29,7 @@ def astro(
       treadle train astro
       treadle train astro training.epochs=4 model.d_model=32 --out runs/short
       treadle train astro training.meaningful_loss.enabled=false --out runs/cross_entropy_alone
+      torchrun --nproc_per_node 2 -m treadle train astro
       treadle train astro --show-settings
     """
     messages = message_console()

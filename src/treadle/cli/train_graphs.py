@@ -33,6 +33,7 @@ def graphs(
       treadle train graphs pe=none training.epochs=20 --out runs/without
       treadle train graphs dataset=zinc_clean_leads model=gps --device cuda --out runs/zinc
       treadle train graphs dataset=synthetic/tree dataset.task=distance_regression --out runs/hops
+      torchrun --nproc_per_node 2 -m treadle train graphs
       treadle train graphs --show-settings
     """
     messages = message_console()

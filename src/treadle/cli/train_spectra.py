@@ -29,6 +29,7 @@ def spectra(
       treadle train spectra
       treadle train spectra epochs=20 optimizer.lr=1e-3 --out runs/short
       treadle train spectra model.d_model=96 trainer.early_stop_patience=none --device cuda
+      torchrun --nproc_per_node 2 -m treadle train spectra
       treadle train spectra --show-settings
     """
     messages = message_console()

@@ -32,6 +32,7 @@ def text(
       treadle train text epochs=4 lora.epochs=2 --out runs/short
       treadle train text samples.prompt='The "with" statement' samples.temperature=0.5
       treadle train text model.n_embd=256 model.n_layer=6 data.block_length=256 --device cuda --out runs/large
+      torchrun --nproc_per_node 2 -m treadle train text
       treadle train text --show-settings
     """
     messages = message_console()
