@@ -106,10 +106,10 @@ class RowLoader:
     def __iter__(self) -> Iterator[Any]:
         """Yields the rest of the epoch: all of it, unless a state was loaded."""
         order, (rank, _) = self.order, self._rank_of()
-        parts = [self.position, order.num_batches(self._start)]
-        ahead = (order.part(number, rank, self._start) for number in range(*parts))
+        count = order.num_batches(self._start)
+        ahead = (order.part(number, rank, self._start) for number in range(self.position, count))
         with self._reading(order, ahead) as read:
-            while self.position < parts[1]:
+            while self.position < count:
                 batch = read(order.part(self.position, rank, self._start))
                 self.position += 1
                 yield batch
