@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -143,6 +144,42 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[
             if isinstance(value, tuple) and isinstance(group.get(key), list):
                 group[key] = tuple(group[key])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def overruled_settings(optimizer: Optimizer, saved: Mapping[str, Any], *, scheduled: bool) -> list[str]:
+    """Returns what a checkpoint's optimizer sets otherwise than the optimizer was built: ``"lr=0.1 (built as 0.2)"``.
+
+    Args:
+        optimizer: as built, before the checkpoint is loaded.
+        saved: what :func:`optimizer_state` returned.
+        scheduled: whether a schedule moves learning rate and momentum; then only what it starts from is compared.
+
+    Example:
+        >>> import torch
+        >>> old, new = (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=lr) for lr in (0.1, 0.2))
+        >>> overruled_settings(new, old.state_dict(), scheduled=False)
+        ['lr=0.1 (built as 0.2)']
+    """
+    left_out = {"params", "param_names", "capturable", *(("lr", "momentum", "betas", "max_lr") if scheduled else ())}
+    found: list[str] = []
+    for group, live in zip(saved["param_groups"], optimizer.param_groups, strict=False):
+        for key in live.keys() & group.keys() - left_out:
+            old, new = _comparable(group[key]), _comparable(live[key])
+            if not _is_same(old, new):
+                found.append(f"{key}={old!r} (built as {new!r})")
+    return sorted(set(found))
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    # A rate that is a tensor is a float32.
+    numbers = isinstance(old, float) and isinstance(new, float)
+    return bool(math.isclose(old, new, rel_tol=1e-6) if numbers else old == new)
 
 
 def live_order(number: int, group: Mapping[str, Any], live_names: list[str]) -> list[Any]:

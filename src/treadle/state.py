@@ -17,7 +17,7 @@ from treadle.fitting import fitting_state
 from treadle.frozen import without
 from treadle.hooks.base import BaseHook
 from treadle.naming import load_model_state, model_state
-from treadle.optim import load_optimizer_state, optimizer_state
+from treadle.optim import load_optimizer_state, optimizer_state, overruled_settings
 from treadle.rank_state import gather_rank_state, load_epoch_means, own_rng
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ def restore_state(engine: Engine, tree: Mapping[str, Any]) -> None:
         CheckpointError: the model or the optimizer does not fit.
     """
     _note_what_starts_fresh(engine, tree)
+    _note_what_is_overruled(engine, tree)
     _load_what_a_step_changes(engine, tree)
     _load_progress(engine, tree)
     rng = own_rng(engine, tree.get("rng"))
@@ -169,6 +170,19 @@ def roll_back(engine: Engine, tree: Mapping[str, Any]) -> None:
     """
     _load_what_a_step_changes(engine, tree)
     engine.applied_steps = int((tree.get("progress") or {}).get("applied_steps", engine.applied_steps))
+
+
+def _note_what_is_overruled(engine: Engine, tree: Mapping[str, Any]) -> None:
+    saved = tree.get("optimizer")
+    if saved is None:
+        return
+    settings = overruled_settings(engine.optimizer, saved, scheduled=engine.lr_scheduler is not None)
+    if settings:
+        engine.logger.warning(
+            "the optimizer goes on with the checkpoint's %s; to change a setting, set it in a hook's on_before_train, "
+            "or start a new run from load_weights(...)",
+            ", ".join(settings),
+        )
 
 
 def _note_what_starts_fresh(engine: Engine, tree: Mapping[str, Any]) -> None:

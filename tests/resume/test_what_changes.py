@@ -40,6 +40,33 @@ def test_another_batch_size_is_said(caplog):
     assert "an epoch had 5 micro-batches and now has 10: another batch size" in caplog.text
 
 
+def test_another_setting_of_the_optimizer_is_said_since_the_checkpoints_goes_on(caplog):
+    state = stopped(loader := DataLoader(Augmented(), batch_size=4))
+    engine, _ = engine_with()
+    engine.optimizer.param_groups[0].update(lr=0.5, betas=(0.5, 0.9))
+    engine.load_state_dict(state)
+    assert "betas=[0.9, 0.999] (built as [0.5, 0.9]), lr=0.01 (built as 0.5)" in caplog.text
+    assert engine.optimizer.param_groups[0]["lr"] == 0.01
+    caplog.clear()
+    resumed(state, loader)
+    assert "goes on with the checkpoint's" not in caplog.text
+
+
+def test_a_schedule_that_has_moved_the_rate_is_no_other_setting(caplog):
+    def scheduled(lr):
+        engine, snapshots = engine_with()
+        engine.optimizer.param_groups[0]["lr"] = lr
+        engine.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.5)
+        return engine, snapshots
+
+    engine, snapshots = scheduled(0.01)
+    engine.run(DataLoader(Augmented(), batch_size=4), max_steps=2)
+    scheduled(0.01)[0].load_state_dict(snapshots.states[2])
+    assert "goes on with the checkpoint's" not in caplog.text
+    scheduled(0.02)[0].load_state_dict(snapshots.states[2])
+    assert "checkpoint's initial_lr=0.01 (built as 0.02);" in caplog.text
+
+
 def test_another_kind_of_loader_is_said(caplog):
     resumed(stopped(DataLoader(Augmented(), batch_size=4)), list(DataLoader(Augmented(), batch_size=4)))
     assert "was of kind 'indexed', this one is 'replayed'" in caplog.text
