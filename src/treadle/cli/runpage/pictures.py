@@ -34,7 +34,7 @@ def pictures(runs: Sequence[RunRecords]) -> str:
             figures.append(_figure(path, run.name if len(runs) > 1 else ""))
         note = f'<p class="note">Too large for this page: {escape(", ".join(omitted))}</p>' if omitted else ""
         inside = f'<div class="gallery">\n{"".join(figures)}</div>' if figures else ""
-        parts += [folded(f"{run.name}: {len(figures)} pictures", inside) if len(runs) > 1 else inside, note]
+        parts += [folded(f"{run.name} ({len(figures)})", inside) if len(runs) > 1 else inside, note]
     return section("Pictures", *parts, wide=True)
 
 
