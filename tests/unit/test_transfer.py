@@ -299,6 +299,16 @@ class TestOnAGpu:
             del batch
         assert [one.item() for one in sums] == [float(n) * size for n in range(12)]
 
+    def test_a_batch_whose_copy_is_late_is_waited_for_by_the_gpu(self):
+        loader, size = TransferLoader([torch.ones(2**20)], "cuda"), 2**20
+        loader.copies._stream = torch.cuda.Stream()
+        with torch.cuda.stream(loader.copies._stream):
+            garbage = torch.full((size,), float("nan"), device="cuda")  # the memory that the batch will be given
+            del garbage
+            torch.cuda._sleep(50_000_000)
+        (total,) = [batch.sum() for batch in loader]
+        assert total.item() == size
+
     @pytest.mark.parametrize("workers", [0, 2])
     def test_training_equals_that_without_it_and_resumes_to_the_bit(self, workers):
         def engine(*hooks):
@@ -324,12 +334,13 @@ class TestOnAGpu:
     def test_windows_on_the_gpu_give_the_batches_of_the_cpu(self, shuffle):
         rows = torch.arange(5000 * 16.0).view(5000, 16)
         settings = {"batch_size": 70, "chunk_rows": 100, "window_chunks": 4, "shuffle": shuffle}
-        for given, expected in zip(
-            MappedLoader(rows, device="cuda", **settings), MappedLoader(rows, **settings), strict=True
-        ):
-            torch.cuda._sleep(1_000_000)
-            assert given.is_cuda
-            assert torch.equal(given.cpu(), expected)
+        given = []
+        for batch in MappedLoader(rows, device="cuda", **settings):
+            torch.cuda._sleep(1_000_000)  # the host is ahead: windows are given up before the GPU has read them
+            given.append(batch + 0)
+        assert all(batch.is_cuda for batch in given)
+        expected = list(MappedLoader(rows, **settings))
+        assert [torch.equal(a.cpu(), b) for a, b in zip(given, expected, strict=True)] == [True] * len(expected)
 
     def test_buffers_on_the_gpu_are_fixed_and_filled_without_a_host_wait_or_new_memory(self):
         rows = torch.arange(512 * 8.0, device="cuda").view(512, 8)

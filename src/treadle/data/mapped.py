@@ -16,6 +16,7 @@ from treadle.data.rows import Read, RowLoader, one_number_of_rows
 from treadle.data.tensors import named_or_not, packed
 from treadle.data.window_reader import RowArray, WindowReader
 from treadle.data.windows import WindowedOrder, Windows
+from treadle.device import get_device
 from treadle.errors import ConfigError
 
 _CHUNK_BYTES = 2**20
@@ -102,7 +103,7 @@ class MappedLoader(RowLoader):
         for name, value in (("chunk_rows", self.chunk_rows), ("window_chunks", window_chunks)):
             if value < 1:
                 raise ConfigError(f"{name}={value!r}: must be at least 1")
-        self.device = torch.device("cpu" if device is None else device)
+        self.device = get_device("cpu" if device is None else device)  # with its number: a thread has one of its own
         self._pass: weakref.ref[Generator[Any, None, None]] | None = None
 
     def _order_of(self, size: int, replicas: int) -> GlobalOrder:
