@@ -57,9 +57,20 @@ def start_attempt(engine: Engine, group: Group) -> tuple[dict[str, Any], GroupWe
         A fresh record of the step, and what weighs its micro-batches and carries what ranks tell each other.
     """
     clear_gradients(engine)
+    begin_attempt(engine, group)
+    engine.term_totals = _sum_term_counts(engine, group.batches)
+    weights = GroupWeights(
+        len(group.batches), device=engine.device, undivided=engine.term_totals is not None,
+        largest=engine.accumulation_steps, num_ranks=engine.num_ranks, notices=lambda: notices(engine),
+    )  # fmt: skip
+    return engine.step_info, weights
+
+
+def begin_attempt(engine: Engine, group: Group) -> None:
+    """Begins the record of an attempt."""
     engine.group = group
     engine.micro_steps += len(group.batches)
-    engine.last_lr = [_frozen(param_group["lr"]) for param_group in engine.optimizer.param_groups]
+    engine.last_lr = _frozen_rates(engine)
     engine.step_outputs = []
     engine.step_info = {
         "loss": [], "weight": [], "records": [], "data_time": group.data_time, "lr": engine.last_lr,
@@ -67,20 +78,18 @@ def start_attempt(engine: Engine, group: Group) -> tuple[dict[str, Any], GroupWe
     }  # fmt: skip
     if engine.guard.plan is not None:
         engine.guard.plan.watch()
-    engine.term_totals = _sum_term_counts(engine, group.batches)
-    return engine.step_info, group_weights(engine, group)
 
 
-def group_weights(engine: Engine, group: Group) -> GroupWeights:
-    """Returns what weighs the micro-batches of a group."""
-    return GroupWeights(
-        len(group.batches), device=engine.device, undivided=engine.term_totals is not None,
-        largest=engine.accumulation_steps, num_ranks=engine.num_ranks, notices=lambda: notices(engine),
-    )  # fmt: skip
-
-
-def _frozen(lr: Any) -> Any:
-    return lr.clone() if isinstance(lr, Tensor) else lr  # a capturable optimizer changes its tensor in place
+def _frozen_rates(engine: Engine) -> list[Any]:
+    """Returns the learning rates; of a tensor, which is changed in place, a copy of its present value."""
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    if not any(isinstance(rate, Tensor) for rate in rates):
+        return rates
+    state = [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates]
+    if engine.rates_copied != state:  # they move with the schedule, if there is one
+        engine.rates_copied = state
+        engine.last_lr = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+    return engine.last_lr
 
 
 def clear_gradients(engine: Engine) -> None:
@@ -124,13 +133,17 @@ def note_output(engine: Engine, output: StepOutput) -> None:
         loss, weight = loss * shares, 1.0 / shares
     records = map_nested_tensor(Tensor.detach, output.records) if output.records else {}
     weight = weight.detach() if isinstance(weight, Tensor) else weight
-    kept = StepOutput(loss, records, weight, output.reduction, num_samples=output.num_samples)
+    keep_output(engine, StepOutput(loss, records, weight, output.reduction, num_samples=output.num_samples))
+
+
+def keep_output(engine: Engine, kept: StepOutput) -> None:
+    """Adds a micro-batch's output, free of its graph, to the record of the step."""
     engine.step_outputs.append(kept)
     info = engine.step_info
     info["loss"].append(kept.loss)
     info["weight"].append(kept.weight)
     info["records"].append(kept.records)
-    info["num_samples"] += output.num_samples or 0
+    info["num_samples"] += kept.num_samples or 0
 
 
 def skip(engine: Engine, reason: str) -> Outcome:
@@ -193,17 +206,13 @@ def non_finite_error(engine: Engine, place: Place | None = None, norm: Tensor | 
     )  # fmt: skip
 
 
-def settle(engine: Engine, *, ahead: int = 0) -> None:
+def settle(engine: Engine) -> None:
     """Raises NonFiniteError if a step was refused on the device and the host did not look until now.
 
     The optimizer skipped that step and whatever came after it, so the weights and its state are those of the last
     applied step. The schedule and the averages in memory are as many updates ahead; what is saved is settled before.
-
-    Args:
-        engine: what trains.
-        ahead: how many of the last steps the host does not wait for.
     """
-    late = engine.guard.late_refusal(ahead=ahead)
+    late = engine.guard.late_refusal()
     if late is None:
         return
     engine.applied_steps -= late.undone

@@ -8,36 +8,40 @@ The learning rate becomes a tensor on the device, in float32, which the schedule
 learning rate is a tensor has the same numbers; one whose learning rate is a Python number rounds in float64.
 
 A gradient that is not finite is left out by the optimizer on the device, and so is every step after it until the host
-has seen it, which is two steps later at most and before anything is saved, logged or evaluated.
+has seen it: some steps later, and before anything is saved, logged or evaluated. Parameters have no ``grad`` then that
+a hook could look at.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from treadle.bookkeeping import (
     Outcome,
+    begin_attempt,
     clear_gradients,
     counts_terms,
+    keep_output,
     move_on,
-    note_output,
     place_of,
     refuse,
     settle,
     skip,
-    start_attempt,
 )
-from treadle.cuda_graph import CudaGraph, FixedBatch, Results, capturable, shape_of
+from treadle.cuda_graph import CudaGraph, FixedBatch, Results, capturable, shape_of, tensors_of
 from treadle.data.cursor import Group
 from treadle.errors import ConfigError
-from treadle.guard import FiniteGuard, Place, Verdict, skipping, skips_on_device
+from treadle.guard import FiniteGuard, Place, ReplayFlags, Verdict, skipping, skips_on_device
 from treadle.hooks.base import listeners
+from treadle.nested import map_nested_tensor
 from treadle.seed import RngState
+from treadle.task import StepOutput
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -45,7 +49,6 @@ if TYPE_CHECKING:
 Capture = bool | Literal["auto"]
 _PLAIN = (int, float, bool, tuple, str, type(None))
 _MAX_GRAPHS = 32
-_AHEAD = 2  # steps; one runs while the host prepares the next
 
 
 def check_capture(capture: Any) -> Capture:
@@ -129,8 +132,8 @@ class CapturedSteps:
         self._off = False
         self._settled_state = False  # whether the optimizer has all of its state
         self._rates: list[Tensor] = []
-        self._refused = torch.zeros((), dtype=torch.float32, device=engine.device)
-        self._replaying = False
+        self._flags = ReplayFlags(engine.device) if engine.guard.deferred else None
+        engine.guard.replays = self._flags
 
     def __call__(self, group: Group) -> Outcome:
         """Runs one step: by a graph, or eagerly where there is none for the shape of its data yet."""
@@ -139,17 +142,24 @@ class CapturedSteps:
             return engine.train_step(group)
         self._forget_if_loaded()
         self._keep_rates_on_device()
-        step = self._step_for(group)
+        group, weights = self._prepared(group)
+        step = None if 0.0 in weights else self._step_for(group, weights)
         if step is None:
-            self._replaying = False
             outcome = engine.train_step(group)
             self._settled_state |= outcome == "applied"
             return outcome
-        settle(engine, ahead=_AHEAD if self._replaying else 0)
-        if not engine.guard.waits:
-            self._refused.zero_()  # whatever was refused is known
-        self._replaying = True
-        return step.run(group)
+        if engine.guard.waits or (self._flags is not None and self._flags.raised):
+            settle(engine)
+        return step.run(group, weights)
+
+    def _prepared(self, group: Group) -> tuple[Group, list[float | None]]:
+        """Lets the task do the host's part of the step; returns also the weights that the host knows."""
+        prepare: Callable[..., tuple[Any, float | None]] | None = getattr(self._engine.task, "prepare_batch", None)
+        if prepare is None:
+            return group, [None] * len(group.batches)
+        pairs = [prepare(self._engine.model, batch) for batch in group.batches]
+        batches, weights = [batch for batch, _ in pairs], [weight for _, weight in pairs]
+        return Group(batches, group.data_time, group.sample_ids), weights
 
     def _forget_if_loaded(self) -> None:
         """Drops the graphs after a state was loaded: it lies in other memory."""
@@ -168,7 +178,7 @@ class CapturedSteps:
                 rate.copy_(value) if isinstance(value, Tensor) else rate.fill_(value)
                 group["lr"] = rate
 
-    def _step_for(self, group: Group) -> _CapturedStep | None:
+    def _step_for(self, group: Group, weights: list[float | None]) -> _CapturedStep | None:
         """Returns the captured step for a group, captured now if it is time for it; None for an eager one."""
         shapes = [shape_of(batch) for batch in group.batches]
         unknown = [shape for shape in shapes if isinstance(shape, str)]
@@ -178,12 +188,14 @@ class CapturedSteps:
                 "dicts or dataclasses (graphs: pad them, see treadle.graphs.pad_batch)"
             )
             return None
-        key = tuple(shapes), self._settings()
+        # One micro-batch's weight changes no gradient, those of several scale their losses.
+        scales = tuple(weights) if len(weights) > 1 else None
+        key = tuple(shapes), scales, self._settings()
         if key not in self._steps and self._is_time_for(key):
             if len(self._steps) >= _MAX_GRAPHS:
                 self._give_up(f"there are more than {_MAX_GRAPHS} shapes of data; pad it into a few", known=True)
                 return None
-            self._capture(key, group)
+            self._capture(key, group, knows_weight=weights[0] is not None)
         return self._steps.get(key)
 
     def _settings(self) -> tuple[Any, ...]:
@@ -210,7 +222,7 @@ class CapturedSteps:
         else:
             _refuse(self._engine, reason)
 
-    def _capture(self, key: Any, group: Group) -> None:
+    def _capture(self, key: Any, group: Group, *, knows_weight: bool) -> None:
         """Records the step for groups of this shape and checks it against an eager one; leaves the state as it was."""
         engine = self._engine
         if counts_terms(engine, group.batches[0]):
@@ -220,12 +232,14 @@ class CapturedSteps:
         kept = _Kept(engine)
         try:
             share = next(iter(self._steps.values()), None)
-            step = _CapturedStep(engine, group, self._refused, share=share)
+            step = _CapturedStep(engine, group, self._flags, share=share, knows_weight=knows_weight)
             if kept.grew():
                 kept.restore()
                 return  # a parameter got its first gradient: another eager step makes the rest of the state
             kept.restore()
             problem = _check(engine, step, group, kept)
+            if self._flags is not None:
+                self._flags.refused.zero_()  # of a trial
         except RuntimeError as error:
             kept.restore()
             self._give_up(f"the step cannot be captured: {_first_line(error)}. {_HINT}")
@@ -247,109 +261,169 @@ _HINT = (
 )
 
 
-class _Outputs(NamedTuple):
-    """What a captured step leaves for the host."""
-
-    outputs: list[Any]
-    norm: Tensor
-    total: float | Tensor
-
-
 class _CapturedStep:
     """One graph and its memory.
 
     Args:
         engine: whose step.
         group: micro-batches of the shape.
-        refused: 0-d, above 0 from a refused step on.
+        flags: where a step leaves word of a refusal; None where the host reads that of each step.
         share: another step whose graph's memory is used too.
+        knows_weight: whether the host knows the weight of each group, which is above 0.
     """
 
-    def __init__(self, engine: Engine, group: Group, refused: Tensor, *, share: _CapturedStep | None):
+    def __init__(
+        self,
+        engine: Engine,
+        group: Group,
+        flags: ReplayFlags | None,
+        *,
+        share: _CapturedStep | None,
+        knows_weight: bool,
+    ):
         self._engine = engine
+        self._flags = flags
         in_place = getattr(engine.cursor.loader, "num_buffers", None) == 1 and len(group.batches) == 1
-        self._places = [FixedBatch(batch, engine.device, in_place=in_place) for batch in group.batches]
-        self._batches = [place.batch for place in self._places]
-        self._guard = _RecordingGuard(refused, sticky=engine.guard.deferred)
+        self._inputs = [FixedBatch(batch, engine.device, in_place=in_place) for batch in group.batches]
+        self._guard = _RecordingGuard(flags, knows_weight=knows_weight)
         self._graph: CudaGraph = CudaGraph(share=None if share is None else share._graph)
         with _aside(engine, self._guard):
-            self._results: Results = self._graph.record(self._recorded, prepare=lambda: clear_gradients(engine))
+            self._left: _Left = self._graph.record(self._recorded, prepare=lambda: clear_gradients(engine))
         clear_gradients(engine)
 
-    def _recorded(self) -> Results:
+    def _recorded(self) -> _Left:
         engine = self._engine
         with capturable(engine.optimizer):
-            _run_aside(engine, self._batches)
-        left = _Outputs(engine.step_outputs, engine.step_info["grad_norm"], self._guard.total)
-        return Results(left, device=engine.device)
+            self._train()
+        return _Left(engine.step_outputs, engine.step_info["grad_norm"], device=engine.device)
 
-    def eager(self) -> list[Any]:
+    def _train(self) -> None:
+        batches = [inputs.batch for inputs in self._inputs]
+        if self._engine.train_step(Group(batches, [0.0] * len(batches))) != "applied":
+            raise RuntimeError("a micro-batch had no loss, which only the host can decide")
+
+    def eager(self) -> list[StepOutput]:
         """Runs the same step without the graph; returns its outputs."""
         with _aside(self._engine, self._guard):
-            _run_aside(self._engine, self._batches)
+            self._train()
             return self._engine.step_outputs
 
-    def replay(self, group: Group) -> _Outputs:
-        """Fills the memory, launches the graph and returns what it left."""
-        for place, batch in zip(self._places, group.batches, strict=True):
-            place.fill(batch)
+    def replay(self, group: Group) -> tuple[Tensor, list[StepOutput]]:
+        """Fills the memory, launches the graph and returns the norm and the outputs."""
+        for inputs, batch in zip(self._inputs, group.batches, strict=True):
+            inputs.fill(batch)
         self._graph.replay()
-        left: _Outputs = self._results.read()
-        return left
+        return self._left.read()
 
-    def run(self, group: Group) -> Outcome:
+    def run(self, group: Group, weights: Sequence[float | None]) -> Outcome:
         """Runs one step and notes what it gave, as an eager one does."""
         engine = self._engine
-        start_attempt(engine, group)
-        left = self.replay(group)
-        for output in left.outputs:
-            note_output(engine, output)
-        engine.step_info["grad_norm"] = left.norm
-        verdict = self._verdict(left)
-        if not verdict.counted:
+        begin_attempt(engine, group)
+        engine.step_info["grad_norm"], outputs = norm, _ = self.replay(group)
+        for output, weight in zip(outputs, weights, strict=True):
+            keep_output(engine, output if weight is None else replace(output, weight=weight))
+        if self._flags is not None and not self._guard.weight_on_device:
+            self._flags.note(place_of(engine), norm)
+            return move_on(engine)
+        bad, uncounted = self._guard.flags.tolist()
+        if uncounted:
             return skip(engine, "the total weight is 0")
-        return move_on(engine) if verdict.finite else refuse(engine)
+        return refuse(engine) if bad else move_on(engine)
 
-    def _verdict(self, left: _Outputs) -> Verdict:
-        guard, flags = self._engine.guard, self._guard.flags
-        if guard.deferred and not isinstance(left.total, Tensor):
-            guard.look_later(flags[0], left.norm, place=place_of(self._engine))
-            return Verdict(finite=True, counted=True)
-        bad, uncounted = flags.tolist()
-        return Verdict(finite=not bad, counted=not uncounted)
+
+class _Left:
+    """What a captured step leaves for the host.
+
+    Args:
+        outputs: of its micro-batches.
+        norm: of its gradient.
+        device: what lies elsewhere is a constant.
+    """
+
+    def __init__(self, outputs: list[StepOutput], norm: Tensor, *, device: torch.device):
+        def is_left(value: Any) -> bool:
+            return isinstance(value, Tensor) and value.device == device
+
+        self._outputs = outputs
+        self._tensors = [norm]
+        self._places: list[tuple[int | None, int | None, bool]] = []
+        for output in outputs:
+            loss = self._place(output.loss) if is_left(output.loss) else None
+            weight = self._place(output.weight) if is_left(output.weight) else None
+            tensors = [tensor for tensor in tensors_of(output.records) if is_left(tensor)]
+            self._places.append((loss, weight, bool(tensors)))
+            self._tensors += tensors
+        self._device = device
+        self._results = Results(self._tensors)
+
+    def _place(self, tensor: Any) -> int:
+        self._tensors.append(tensor)
+        return len(self._tensors) - 1
+
+    def read(self) -> tuple[Tensor, list[StepOutput]]:
+        """Returns copies of the norm and the outputs, as the latest replay left them."""
+        found = self._results.read()
+        outputs = []
+        at = 1
+        for output, (loss, weight, has_records) in zip(self._outputs, self._places, strict=True):
+            at += (loss is not None) + (weight is not None)
+            records = output.records
+            if has_records:
+                rest = iter(found[at:])
+
+                def copy(tensor: Tensor, rest: Iterator[Tensor] = rest) -> Tensor:
+                    return next(rest) if tensor.device == self._device else tensor
+
+                records = map_nested_tensor(copy, records)
+                at += sum(tensor.device == self._device for tensor in tensors_of(records))
+            outputs.append(
+                StepOutput(
+                    output.loss if loss is None else found[loss], records,
+                    output.weight if weight is None else found[weight], output.reduction,
+                    num_samples=output.num_samples,
+                )
+            )  # fmt: skip
+        return found[0], outputs
 
 
 class _RecordingGuard(FiniteGuard):
     """Leaves the decision to the device and reads nothing.
 
     Args:
-        refused: 0-d, above 0 from a refused step on.
-        sticky: whether steps after a refused one are left out too.
+        replays: where a refusal is told; None: :attr:`flags` of each step is read.
+        knows_weight: whether the host knows that something counts.
+
+    Attributes:
+        flags: whether the gradient is not finite, and whether nothing counts.
+        weight_on_device: whether the device knows the step's weight, and the host does not.
     """
 
     recording = True
 
-    def __init__(self, refused: Tensor, *, sticky: bool):
+    def __init__(self, replays: ReplayFlags | None, *, knows_weight: bool):
         super().__init__()
-        self._refused = refused
-        self._sticky = sticky
-        self.flags = torch.zeros(2, device=refused.device)
-        self.total: float | Tensor = 0.0
+        self._knows_weight = knows_weight
+        self._replays = replays
+        self._found: Tensor | None = None
+        self.flags = torch.zeros(())
+        self.weight_on_device = False
 
     def judge(self, norm: Tensor, total_weight: float | Tensor) -> Verdict:
-        """Computes the flags: the norm is not finite, nothing counts."""
-        self.total = total_weight
-        self.flags[0] = ~torch.isfinite(norm)
-        if isinstance(total_weight, Tensor):
-            self.flags[1] = ~(total_weight > 0)
-        if self._sticky:
-            self.flags[0] = torch.maximum(self.flags[0], self._refused)
-            self._refused.copy_(self.flags[0])
+        """Computes the flags."""
+        self.weight_on_device = isinstance(total_weight, Tensor) and not self._knows_weight
+        if self._replays is not None and not self.weight_on_device:
+            self._found = self._replays.raise_for(norm)
+            return Verdict(finite=True, counted=True)
+        bad = ~torch.isfinite(norm)
+        nothing = ~(total_weight > 0) if isinstance(total_weight, Tensor) else torch.zeros_like(bad)
+        self.flags = torch.stack([bad, nothing])
+        self._found = self.flags.any().float()
         return Verdict(finite=True, counted=True)
 
     def apply(self, optimizer: Any, norm: Tensor, total_weight: float | Tensor, *, place: Place) -> None:
         """Steps the optimizer, which leaves the step out where a flag is set."""
-        with skipping(optimizer, self.flags.amax()):
+        assert self._found is not None, "judge() comes first"
+        with skipping(optimizer, self._found):
             optimizer.step()
 
 
@@ -366,11 +440,6 @@ def _aside(engine: Engine, guard: FiniteGuard) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(engine, name, value)
-
-
-def _run_aside(engine: Engine, batches: Sequence[Any]) -> None:
-    if engine.train_step(Group(list(batches), [0.0] * len(batches))) != "applied":
-        raise RuntimeError("a micro-batch had no loss, which only the host can decide")
 
 
 class _Kept:
@@ -422,7 +491,7 @@ def _check(engine: Engine, step: _CapturedStep, group: Group, kept: _Kept) -> st
         found += [output.loss.clone() for output in outputs if output.loss is not None]
         return found
 
-    replayed = state_after(lambda: step.replay(group).outputs)
+    replayed = state_after(lambda: step.replay(group)[1])
     before = _host_rng()
     eager = state_after(step.eager)
     drawn = _host_rng() != before

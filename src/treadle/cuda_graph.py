@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+import functools
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +30,7 @@ class CudaGraph:
     """
 
     def __init__(self, share: CudaGraph | None = None):
+        _keep_from_forked_processes()
         self._graph = torch.cuda.CUDAGraph()
         self._pool = None if share is None else share._graph.pool()
 
@@ -58,6 +63,13 @@ class CudaGraph:
         self._graph.replay()
 
 
+@functools.cache
+def _keep_from_forked_processes() -> None:
+    """Lets no garbage collection of a forked data worker destroy a graph: it would call the device, which ends it."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=gc.freeze)
+
+
 @contextlib.contextmanager
 def capturable(optimizer: Optimizer) -> Iterator[None]:
     """Tells an optimizer that its step is being recorded, if it is; a fused one has its state on the device anyway."""
@@ -73,6 +85,27 @@ def capturable(optimizer: Optimizer) -> Iterator[None]:
             group["capturable"] = value
 
 
+def tensors_of(nested: Any) -> list[Tensor]:
+    """Returns the tensors of a nesting, in order.
+
+    Example:
+        >>> tensors_of([torch.tensor(1), {"b": torch.tensor(2)}])
+        [tensor(1), tensor(2)]
+    """
+    if _is_plain(nested):
+        return [nested] if isinstance(nested, Tensor) else list(nested)
+    found: list[Tensor] = []
+    map_nested_tensor(found.append, nested)
+    return found
+
+
+def _is_plain(nested: Any) -> bool:
+    """Returns whether this is a tensor or a row of tensors, as most batches are, which is quicker to look through."""
+    return isinstance(nested, Tensor) or (
+        type(nested) in (tuple, list) and all(isinstance(one, Tensor) for one in nested)
+    )
+
+
 def shape_of(batch: Any) -> tuple[Any, ...] | str:
     """Returns what a recorded step depends on besides the values of a batch's tensors: shapes, types, plain values.
 
@@ -83,27 +116,20 @@ def shape_of(batch: Any) -> tuple[Any, ...] | str:
         >>> shape_of((torch.zeros(2), 3)) == shape_of((torch.ones(2), 3)), shape_of([set()])
         (True, 'set')
     """
-    found: list[Any] = []
-
-    def note(value: Any) -> Any:
-        if isinstance(value, _PLAIN):
-            found.append(value)
-        return NotImplemented
-
-    def note_tensor(tensor: Tensor) -> Tensor:
-        found.append((tensor.shape, tensor.dtype))
-        return tensor
-
+    tensors = tensors_of(batch)
+    found: list[Any] = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    if _is_plain(batch):
+        return tuple(found)
     unknown: list[str] = []
 
     def look(value: Any) -> Any:
-        note(value)
-        known = isinstance(value, (*_PLAIN, dict, list, tuple)) or hasattr(value, "__dataclass_fields__")
-        if not known:
+        if isinstance(value, _PLAIN):
+            found.append(value)
+        elif not isinstance(value, (Mapping, list, tuple)) and not dataclasses.is_dataclass(value):
             unknown.append(type(value).__name__)
         return NotImplemented
 
-    map_nested_tensor(note_tensor, batch, special=look)
+    map_nested_tensor(lambda tensor: tensor, batch, special=look)
     return unknown[0] if unknown else tuple(found)
 
 
@@ -130,61 +156,44 @@ class FixedBatch:
                 return tensor.detach()
             return tensor.detach().to(device, copy=True)
 
-        self._tensors: list[Tensor] = []
         self.batch = map_nested_tensor(fixed, batch)
-        map_nested_tensor(self._tensors.append, self.batch)
+        self._tensors = tensors_of(self.batch)
 
     def fill(self, batch: Any) -> None:
         """Copies the tensors of another batch of the same shape there."""
-        fixed = iter(self._tensors)
-
-        def copy(tensor: Tensor) -> None:
-            target = next(fixed)
+        for target, tensor in zip(self._tensors, tensors_of(batch), strict=True):
             if target.data_ptr() != tensor.data_ptr():
                 target.copy_(tensor, non_blocking=True)
-
-        map_nested_tensor(copy, batch)
 
 
 class Results:
     """Small tensors that each replay leaves behind, packed by type, so that one copy each saves them from the next.
 
     Args:
-        nested: any nesting; made while the graph is recorded. Tensors of the CPU are taken for constants.
+        tensors: on one device; made while the graph is recorded.
 
     Example:
-        >>> results = Results({"loss": torch.tensor(2.0), "n": 3})
-        >>> results.read()
-        {'loss': tensor(2.), 'n': 3}
+        >>> Results([torch.tensor(2.0), torch.tensor(3), torch.tensor(4.0)]).read()
+        [tensor(2.), tensor(3), tensor(4.)]
     """
 
-    def __init__(self, nested: Any, *, device: torch.device | None = None):
-        self._nested = nested
-        self._by_type: dict[torch.dtype, list[Tensor]] = {}
-        self._where: list[tuple[torch.dtype, int] | None] = []
-        map_nested_tensor(lambda tensor: self._note(tensor, device), nested)
-        self._packed = {
-            dtype: torch.cat([tensor.reshape(-1) for tensor in tensors]) for dtype, tensors in self._by_type.items()
-        }
+    def __init__(self, tensors: Sequence[Tensor]):
+        by_type: dict[torch.dtype, list[int]] = {}
+        for number, tensor in enumerate(tensors):
+            by_type.setdefault(tensor.dtype, []).append(number)
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._packed = [
+            (torch.cat([tensors[number].reshape(-1) for number in numbers]), numbers) for numbers in by_type.values()
+        ]
 
-    def _note(self, tensor: Tensor, device: torch.device | None) -> None:
-        if device is not None and tensor.device.type != device.type:
-            self._where.append(None)
-            return
-        same = self._by_type.setdefault(tensor.dtype, [])
-        self._where.append((tensor.dtype, len(same)))
-        same.append(tensor)
-
-    def read(self) -> Any:
-        """Returns the nesting with copies of what the latest replay left."""
-        parts = {
-            dtype: packed.clone().split_with_sizes([tensor.numel() for tensor in self._by_type[dtype]])
-            for dtype, packed in self._packed.items()
-        }
-        places = iter(self._where)
-
-        def part(tensor: Tensor) -> Tensor:
-            place = next(places)
-            return tensor if place is None else parts[place[0]][place[1]].view(tensor.shape)
-
-        return map_nested_tensor(part, self._nested)
+    def read(self) -> list[Tensor]:
+        """Returns copies of what the latest replay left."""
+        found: dict[int, Tensor] = {}
+        for packed, numbers in self._packed:
+            copy = packed.clone()
+            if len(copy) == len(numbers):
+                parts = copy.unbind()
+            else:
+                parts = copy.split_with_sizes([self._shapes[number].numel() for number in numbers])
+            found.update(zip(numbers, parts, strict=True))
+        return [found[number] if not shape else found[number].view(shape) for number, shape in enumerate(self._shapes)]

@@ -169,6 +169,7 @@ class Engine:
         self.epoch_means = RunningMeans()
         self.epoch_applied_steps = 0
         self.last_lr: list[Any] = []
+        self.rates_copied: list[Any] = []  # what last_lr was copied from, and in which version
         self.term_totals: Mapping[str, float] | None = None
         self.tries = 1
         self.group = Group()

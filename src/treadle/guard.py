@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from treadle import distributed
 
+_MARK = 8  # steps
 _NUMPY = (torch.float32, torch.float64)
 
 
@@ -99,14 +100,6 @@ class LateRefusal:
     undone: int
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    place: Place
-    norm: Tensor
-    slot: Tensor
-    arrived: torch.cuda.Event
-
-
 @contextlib.contextmanager
 def skipping(optimizer: Optimizer, found_inf: Tensor) -> Iterator[None]:
     """Lets a fused optimizer leave the step inside the block out where ``found_inf`` is above 0, on the device."""
@@ -138,8 +131,9 @@ class FiniteGuard:
         self.agreed = agreed
         self.deferred = deferred
         self.plan = plan
-        self._waiting: deque[_Waiting] = deque()
-        self._slots: list[Tensor] = []
+        self.replays: ReplayFlags | None = None
+        self._waiting: tuple[Place, Tensor, torch.cuda.Event] | None = None
+        self._host: Tensor | None = None
 
     def judge(self, norm: Tensor, total_weight: float | Tensor) -> Verdict:
         """Returns the verdict on a gradient, by one decision for all ranks; optimistic where it is deferred."""
@@ -170,39 +164,93 @@ class FiniteGuard:
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
         with skipping(optimizer, found_inf):
             optimizer.step()
-        self.look_later(found_inf, norm, place=place)
-
-    def look_later(self, found_inf: Tensor, norm: Tensor, *, place: Place) -> None:
-        """Sends the device's flag of a step to the host, which looks at it by :meth:`late_refusal`.
-
-        Args:
-            found_inf: 0-d float tensor on the device, above 0 if the optimizer left the step out.
-            norm: of that step.
-            place: of that step.
-        """
-        slot = self._slots.pop() if self._slots else torch.empty((), dtype=torch.float32, pin_memory=True)
-        slot.copy_(found_inf, non_blocking=True)
+        if self._host is None:
+            self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
+        self._host.copy_(found_inf, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        self._waiting.append(_Waiting(place, norm, slot, arrived))
+        self._waiting = (place, norm, arrived)
 
     @property
     def waits(self) -> bool:
-        """Whether there are steps that the host has not looked at."""
-        return bool(self._waiting)
+        """Whether there is an eager step that the host has not looked at."""
+        return self._waiting is not None
 
-    def late_refusal(self, *, ahead: int = 0) -> LateRefusal | None:
-        """Returns what is known of the first deferred step whose gradient was not finite, else None.
+    def late_refusal(self) -> LateRefusal | None:
+        """Returns what is known of the first deferred step whose gradient was not finite, else None."""
+        if self._waiting is not None and self._host is not None:
+            place, norm, arrived = self._waiting
+            self._waiting = None
+            arrived.synchronize()
+            if bool(self._host.numpy()):
+                return LateRefusal(place, norm, undone=1)
+        return None if self.replays is None else self.replays.late_refusal()
 
-        Args:
-            ahead: how many of the last steps are not waited for.
-        """
-        while len(self._waiting) > ahead:
-            first = self._waiting.popleft()
-            first.arrived.synchronize()
-            if bool(first.slot.numpy()):
-                undone = 1 + len(self._waiting)
-                self._waiting.clear()
-                return LateRefusal(first.place, first.norm, undone)
-            self._slots.append(first.slot)
-        return None
+
+class ReplayFlags:
+    """What the host knows of steps that were replayed and not looked at: each leaves one flag for all so far.
+
+    Args:
+        device: of the steps.
+
+    Attributes:
+        refused: 0-d on the device: 0.0, and 1.0 from a step on whose gradient was not finite, so that no later step
+            changes anything.
+
+    Example:
+        >>> flags = ReplayFlags(torch.device("cpu"))
+        >>> norm = torch.tensor(float("inf"))
+        >>> _ = flags.raise_for(norm); flags.note(Place(3, 0, 3, 1, 1), norm)
+        >>> flags.late_refusal().place.step, flags.late_refusal()
+        (3, None)
+    """
+
+    def __init__(self, device: torch.device):
+        self.refused = torch.zeros((), device=device)
+        self._on_cuda = device.type == "cuda"
+        self._told = torch.zeros((), pin_memory=self._on_cuda)
+        self._told_here = self._told.numpy()
+        self._steps: deque[tuple[Place, Tensor]] = deque()
+        self._marks: deque[torch.cuda.Event] = deque()
+
+    def raise_for(self, norm: Tensor) -> Tensor:
+        """Computes the flag for a gradient's norm, on the device, and sends it to the host; returns it."""
+        self.refused.add_(norm.to(self.refused.dtype), alpha=0)  # 0 · inf and 0 · NaN are NaN, and NaN stays NaN
+        torch.nan_to_num(self.refused, nan=1.0, out=self.refused)
+        self._told.copy_(self.refused, non_blocking=True)
+        return self.refused
+
+    def note(self, place: Place, norm: Tensor) -> None:
+        """Notes a step whose flag is on its way; waits for the one of some steps before, so that few are."""
+        self._steps.append((place, norm))
+        if not self._on_cuda or len(self._steps) % _MARK:
+            return
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record()
+        self._marks.append(mark)
+        if len(self._marks) > 2:
+            self._marks.popleft().synchronize()
+            if not self._told_here:
+                for _ in range(_MARK):
+                    self._steps.popleft()
+
+    @property
+    def raised(self) -> bool:
+        """Whether the host has heard of a refused step; asks nobody."""
+        return bool(self._told_here)
+
+    def late_refusal(self) -> LateRefusal | None:
+        """Waits for all flags; returns the first step that was refused, or None."""
+        if not self._steps:
+            return None
+        if self._on_cuda:
+            torch.cuda.current_stream(self.refused.device).synchronize()
+        steps, refused = list(self._steps), self.raised
+        self._steps.clear()
+        self._marks.clear()
+        if not refused:
+            return None
+        self.refused.zero_()
+        self._told.zero_()
+        first = next(number for number, (_, norm) in enumerate(steps) if not bool(norm.isfinite()))
+        return LateRefusal(*steps[first], undone=len(steps) - first)

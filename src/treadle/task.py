@@ -61,6 +61,22 @@ class WeighsTerms(Protocol):
         ...
 
 
+class PreparesBatches(Protocol):
+    """A task whose step does something on the host, such as drawing a mask; a captured step leaves that outside.
+
+    Its ``step`` takes what ``prepare_batch`` returned as well as a batch of the loader, and gives the same for both.
+    """
+
+    def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
+        """Does the host's part of a training step.
+
+        Returns:
+            Tensors, tuples, dicts or a dataclass of them, their shapes the same in every step, and the weight that the
+            step gives if the host knows it now, else None.
+        """
+        ...
+
+
 class Metrics(Protocol):
     """Epoch metrics over all outputs, such as a torchmetrics collection."""
 

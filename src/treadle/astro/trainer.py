@@ -32,6 +32,7 @@ from treadle.astro.settings import (
 from treadle.astro.task import AstroTask
 from treadle.astro.vocab import VocabSpec
 from treadle.best import BestRule
+from treadle.capture import Capture
 from treadle.checkpoint.store import load_checkpoint
 from treadle.device import get_device
 from treadle.engine import Engine
@@ -77,6 +78,9 @@ class AstroTrainer:
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         eval_seed: seeds evaluations, and with the number of a batch its positions.
+        capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
+            The terms of the pack's own loss are counted on the host in each step, so only a ``compute_loss`` of one's
+            own can be replayed.
 
     Attributes:
         model, optimizer, scheduler, device, config: what the trainer works with.
@@ -122,6 +126,7 @@ class AstroTrainer:
         hooks: Sequence[BaseHook] = (),
         trackers: str | Sequence[TrackerChoice] = (),
         eval_seed: int = 0,
+        capture: Capture = False,
     ):
         self.config = training_settings(config)
         self.vocab = vocab
@@ -144,7 +149,7 @@ class AstroTrainer:
         )  # fmt: skip
         all_hooks = [*self._own_hooks(output_dir, hooks), *with_trackers(hooks, trackers)]
         self._engine = self._build_engine(
-            device, precision, interval=scheduler_interval, hooks=all_hooks, eval_seed=eval_seed
+            device, precision, interval=scheduler_interval, hooks=all_hooks, eval_seed=eval_seed, capture=capture
         )
         self._engine.config = {
             **layout_of(vocab), "loss_config": dataclasses.asdict(loss_config),
@@ -163,6 +168,7 @@ class AstroTrainer:
         interval: Literal["step", "epoch"],
         hooks: Sequence[BaseHook],
         eval_seed: int,
+        capture: Capture,
     ) -> Engine:
         engine = Engine(
             self.model,
@@ -177,6 +183,7 @@ class AstroTrainer:
             max_non_finite_grad_retries=self.config.max_non_finite_grad_retries,
             hooks=hooks,
             eval_seed=eval_seed,
+            capture=capture,
             logger=_log,
         )
         engine.face = "astro"

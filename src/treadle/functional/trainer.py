@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from treadle.best import Mode
+from treadle.capture import Capture
 from treadle.checkpoint.store import load_checkpoint
 from treadle.device import get_device, to_device
 from treadle.engine import Engine
@@ -64,6 +65,7 @@ class Trainer:
         eval_seed: seeds the random numbers of every evaluation.
         metrics: torchmetrics objects, a collection or a dict of them; reported as ``eval_<name>``.
         parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
+        capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
 
     Raises:
         ConfigError: a setting is unknown or out of range, or a device is not available.
@@ -91,6 +93,7 @@ class Trainer:
         eval_seed: int = 0,
         metrics: Any = None,
         parallel: ParallelConfig | str | None = None,
+        capture: Capture = False,
     ):
         self.config = config
         self.settings = read_settings(config)
@@ -107,13 +110,13 @@ class Trainer:
         own_eval = OverriddenEvalTask if self._overrides("eval_step") else EvalTask
         self._eval_task = own_eval(self, EpochMetrics(metrics, self.device))
         self._history_file = HistoryFile(lambda: self._epochs.history)
-        self._engine = self._build_engine(device, with_trackers(hooks, trackers), eval_seed)
+        self._engine = self._build_engine(device, with_trackers(hooks, trackers), eval_seed, capture)
         self._folder = NumberedFolder(self._engine, self._save_checkpoint, self._history_file)
         self._epochs = FaceEpochs(
             self._engine, self._eval_task, evaluate=self.evaluate if self._overrides("evaluate") else None
         )
 
-    def _build_engine(self, device: Any, hooks: Sequence[BaseHook], eval_seed: int) -> Engine:
+    def _build_engine(self, device: Any, hooks: Sequence[BaseHook], eval_seed: int, capture: Capture) -> Engine:
         settings = self.settings
         make: Callable[..., Engine] = Engine
         if self._overrides("train_step"):
@@ -135,6 +138,7 @@ class Trainer:
             max_non_finite_grad_retries=settings.max_non_finite_grad_retries,
             hooks=[*own, *hooks],
             eval_seed=eval_seed,
+            capture=capture,
             logger=_log,
         )
         engine.face = "functional"

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from treadle.capture import Capture
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, save_checkpoint
@@ -74,6 +75,7 @@ class GraphTrainer:
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         eval_seed: seeds the random numbers of every evaluation.
         parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
+        capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
 
     Attributes:
         config: plain values stored in every checkpoint; more may be added before training.
@@ -119,6 +121,7 @@ class GraphTrainer:
         trackers: str | Sequence[TrackerChoice] = (),
         eval_seed: int = 0,
         parallel: ParallelConfig | str | None = None,
+        capture: Capture = False,
     ):
         self.device = get_device(device)
         self.model = spread(model.to(self.device), parallel, optimizer)
@@ -145,6 +148,7 @@ class GraphTrainer:
             max_non_finite_grad_retries=max_non_finite_grad_retries,
             hooks=[*self._own_hooks(checkpoint_dir, log_every, hooks), *with_trackers(hooks, trackers)],
             eval_seed=eval_seed,
+            capture=capture,
             logger=_log,
         )
         self._engine.face = "graphs"

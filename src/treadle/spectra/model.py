@@ -93,6 +93,7 @@ class ChemoMAE(nn.Module):
         *,
         n_mask: int | None = None,
         generator: torch.Generator | None = None,
+        visible_count: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Encode the visible channels of ``x`` and reconstruct all of them.
 
@@ -103,6 +104,7 @@ class ChemoMAE(nn.Module):
             n_mask: Blocks to hide in the drawn mask, 0 to ``n_blocks``; None means the model's ``n_mask``.
                 Not used when ``visible_mask`` is given.
             generator: CPU generator of the draw; None takes torch's global CPU generator.
+            visible_count: The number of True in every row of a given mask, if the caller knows it; it is trusted.
 
         Returns:
             ``x_recon`` (B, L), ``z`` (B, Z) with rows of norm 1, and the ``visible_mask`` (B, L) that was
@@ -112,11 +114,9 @@ class ChemoMAE(nn.Module):
             ValueError: When a shape, the mask's dtype or ``n_mask`` is wrong.
         """
         check_input(x, visible_mask, self.seq_len)
-        visible_count = None
         if visible_mask is None:
-            hidden = self.n_mask if n_mask is None else n_mask
-            visible_mask = self.make_visible(x.shape[0], n_mask=hidden, device=x.device, generator=generator)
-            visible_count = (self.n_blocks - hidden) * (self.seq_len // self.n_blocks)
+            visible_mask = self.make_visible(x.shape[0], n_mask=n_mask, device=x.device, generator=generator)
+            visible_count = self.visible_count(n_mask)
         z = self.encoder(x, visible_mask, visible_count=visible_count)
         x_recon = self.decoder(z.to(self.decoder.weight.dtype))
         return x_recon, z, visible_mask
@@ -133,6 +133,10 @@ class ChemoMAE(nn.Module):
         x_recon, _, _ = self(x, visible_mask, n_mask=n_mask, generator=generator)
         assert isinstance(x_recon, Tensor)
         return x_recon
+
+    def visible_count(self, n_mask: int | None = None) -> int:
+        """Return how many channels of each row a drawn mask leaves visible; ``n_mask`` as in `make_visible`."""
+        return (self.n_blocks - (self.n_mask if n_mask is None else n_mask)) * (self.seq_len // self.n_blocks)
 
     def make_visible(
         self,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from treadle.distributed import unwrap
 from treadle.spectra.losses import masked_mse, masked_sse
+from treadle.spectra.model import ChemoMAE
 from treadle.task import StepOutput
 from treadle.weights import as_count
 
@@ -40,6 +43,23 @@ def spectra_of(batch: Any) -> Tensor:
             "tensor (B, L), or a tuple or list whose first item is one"
         )
     return x
+
+
+@dataclass(frozen=True)
+class PreparedSpectra:
+    """A batch and what is drawn for it on the CPU.
+
+    Attributes:
+        x: (B, L) the spectra.
+        seen: (B, L) what the model gets, augmented; None: ``x``.
+        visible_mask: (B, L) bool, True where the encoder sees; None: the model draws.
+        visible_count: how many of each row.
+    """
+
+    x: Tensor
+    seen: Tensor | None = None
+    visible_mask: Tensor | None = None
+    visible_count: int | None = None
 
 
 class SpectraTask:
@@ -79,19 +99,46 @@ class SpectraTask:
         generator: torch.Generator | None = None,
     ) -> StepOutput:
         """Returns the masked loss of a batch, weighted by what it is a mean over."""
-        x = spectra_of(batch).to(self.device, non_blocking=True)
-        seen = self.augmenter(x) if self.augmenter is not None and model.training else x
-        if self.fixed_visible is None:
+        given = batch if isinstance(batch, PreparedSpectra) else self._prepared(model, batch)
+        x = given.x.to(self.device, non_blocking=True)
+        seen = x if given.seen is None else given.seen.to(self.device, non_blocking=True)
+        if self.fixed_visible is not None:
+            x_recon, _, visible_mask = model(seen, self._visible_for(x))
+        elif given.visible_mask is None:
             x_recon, _, visible_mask = model(seen)
         else:
-            x_recon, _, visible_mask = model(seen, self._visible_for(x))
+            visible_mask = given.visible_mask.to(self.device, non_blocking=True)
+            x_recon, _, visible_mask = model(seen, visible_mask, visible_count=given.visible_count)
         mask = ~visible_mask
         loss = self.loss_fn(x_recon, x, mask, reduction=self.reduction)
-        num_samples = x.shape[0]
         if self.reduction == "sum":
-            return StepOutput(loss, reduction="sum", num_samples=num_samples)
-        weight = as_count(mask.sum()) if self.reduction == "mean" else float(num_samples)
-        return StepOutput(loss, weight=weight, num_samples=num_samples)
+            return StepOutput(loss, reduction="sum", num_samples=len(x))
+        weight = self._weight_of(given)
+        return StepOutput(loss, weight=as_count(mask.sum()) if weight is None else weight, num_samples=len(x))
+
+    def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[PreparedSpectra, float | None]:
+        """Augments the spectra and draws the mask, both by random numbers of the CPU."""
+        given = self._prepared(model, batch)
+        return given, self._weight_of(given)
+
+    def _prepared(self, model: nn.Module, batch: Any) -> PreparedSpectra:
+        x = spectra_of(batch)
+        seen = None
+        if self.augmenter is not None and model.training:
+            x = x.to(self.device, non_blocking=True)
+            seen = self.augmenter(x)
+        inner = unwrap(model)
+        if self.fixed_visible is not None or not isinstance(inner, ChemoMAE):
+            return PreparedSpectra(x, seen)  # another model draws its mask itself
+        return PreparedSpectra(x, seen, inner.make_visible(len(x), device="cpu"), inner.visible_count())
+
+    def _weight_of(self, given: PreparedSpectra) -> float | None:
+        """Returns the number of elements of the loss where the host knows it."""
+        if self.reduction == "batch_mean":
+            return float(len(given.x))
+        if given.visible_count is None or self.reduction == "sum":
+            return None
+        return float(len(given.x) * (given.x.shape[1] - given.visible_count))
 
     def _visible_for(self, x: Tensor) -> Tensor:
         assert self.fixed_visible is not None

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from treadle.best import BestRule
+from treadle.capture import check_capture
 from treadle.checkpoint.rank_writer import RankWriter
 from treadle.checkpoint.ranks import on_rank_0, open_on_ranks
 from treadle.checkpoint.schema import to_plain
@@ -131,6 +132,7 @@ class SpectraTrainer:
             max_non_finite_grad_retries=cfg.max_non_finite_grad_retries,
             hooks=[*own, *hooks],
             eval_seed=cfg.eval_seed,
+            capture=check_capture(cfg.capture),
             logger=_log,
         )
         engine.face = "spectra"
