@@ -15,13 +15,13 @@ from treadle.best import BestRule, Mode
 from treadle.errors import ConfigError
 from treadle.functional.driver import PREFIX, FaceEpochs, MetricRule
 from treadle.functional.settings import TrainingSettings
-from treadle.optim import move_optimizer_state
+from treadle.optim import can_be_fused, move_optimizer_state
 
 _log = logging.getLogger("treadle.functional")
 
 
 def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: TrainingSettings) -> Optimizer:
-    """Returns the optimizer as given, its state beside the parameters, or an AdamW over the model.
+    """Returns the optimizer as given, its state beside the parameters, or an AdamW over the model, fused if it can be.
 
     A setting that differs from a given optimizer's is warned about; the optimizer stays as it is.
 
@@ -32,7 +32,8 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
     if optimizer is None:
         lr = 1e-4 if settings.learning_rate is None else settings.learning_rate
         decay = 0.01 if settings.weight_decay is None else settings.weight_decay
-        return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay)
+        fused = can_be_fused(model.parameters()) or None
+        return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay, fused=fused)
     move_optimizer_state(optimizer)
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
         wanted = getattr(settings, name)

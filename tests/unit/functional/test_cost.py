@@ -134,3 +134,12 @@ def test_class_weights_and_metrics_follow_the_model_to_the_gpu():
     assert trainer.device.type == "cuda"
     assert trainer.predict(labelled(6)).device.type == "cpu"
     assert 0 < history["eval_accuracy"][0] < 1
+
+
+def test_the_optimizer_that_the_trainer_builds_is_fused_where_torch_can():
+    def built_for(model):
+        return treadle.Trainer(model, None, nn.MSELoss(), device="cpu").optimizer.defaults["fused"]
+
+    counting = nn.Linear(2, 2)
+    counting.count = nn.Parameter(torch.ones(2).long(), requires_grad=False)
+    assert (built_for(nn.Linear(2, 2)), built_for(counting)) == (True, None)
