@@ -23,9 +23,11 @@ def train(cfg: Any) -> float | None:
 
     from treadle.cli.graphs_config import GraphsConfig
     from treadle.cli.graphs_run import GraphRun, train_graphs
+    from treadle.cli.run_record import SessionKeeper
+    from treadle.observers import observing
 
     messages = message_console()
-    with errors_as_one_line(messages), log_to(messages):
+    with errors_as_one_line(messages), log_to(messages), observing(SessionKeeper()):
         refuse_ranks("scripts/train.py", instead="treadle train graphs")
         values = _plain(cfg)
         options = {key: values.pop(key, None) for key in _OF_TRAIN}

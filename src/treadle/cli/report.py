@@ -85,17 +85,18 @@ def _read(targets: Sequence[Path]) -> list[RunRecords]:
     from treadle.cli.runpage.files import runs_below
     from treadle.cli.runpage.records import read_run
 
-    folders = dict.fromkeys(path for target in targets for path in ([*runs_below(target)] or [target]))
-    names = _names(list(folders))
-    return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    found = [path for target in targets for path in ([*runs_below(target)] or [target])]
+    folders = list({path.resolve(): path for path in found}.values())
+    return [read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """Returns the ends of the paths, as short as they can be and still differ; a run inside of another one has both."""
     parts = [folder.resolve().parts for folder in folders]
     depths = [len(one) - min(len(other) for other in parts if one[: len(other)] == other) for one in parts]
-    for length in range(1, max(map(len, parts)) + 1):
+    length = 1
+    while True:
         names = ["/".join(one[-(length + depth) :]) for one, depth in zip(parts, depths, strict=True)]
         if len(set(names)) == len(names):
             return names
-    return [str(folder) for folder in folders]
+        length += 1

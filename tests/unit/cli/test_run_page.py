@@ -89,6 +89,23 @@ def test_runs_without_settings_of_their_own_are_not_compared(tmp_path):
     assert "bare: no curves were recorded; a StepLogHook writes every step." in text
 
 
+def test_a_run_of_a_command_has_a_time_axis_and_its_device(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "line.yaml").write_text(
+        "seed: 0\nimports: [line.py]\ntrainer: {type: line.Line, max_steps: 6, workspace: run}\n"
+    )
+    (tmp_path / "line.py").write_text(
+        "from hook_kit import Small\nfrom treadle import StepLogHook\n\n\nclass Line(Small):\n"
+        "    def build_hooks(self):\n        return [StepLogHook()]\n"
+    )
+    assert treadle("train", "line.yaml") == 0
+    text = page_of(tmp_path / "run")
+    assert data_of(text)["axes"] == ["step", "epoch", "time"]
+    assert "finished · step 6 / 6" in text
+    assert "<td>parameters</td><td>4</td>" in text
+    assert "<td>trainer.max_steps</td><td>6</td>" in text
+
+
 def test_a_torn_run_and_one_that_goes_on(tmp_path):
     write_lines(tmp_path / "steps.jsonl", step_rows(30), torn='{"step": 31, "lo')
     write_lines(tmp_path / "sessions.jsonl", session_lines(30, status=None), torn="{")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import browser_kit
 from command_kit import treadle
-from run_page_kit import make_run
+from run_page_kit import make_run, step_rows
 
 pytestmark = [
     pytest.mark.skipif(bool(browser_kit.MISSING), reason=f"not installed: {', '.join(browser_kit.MISSING)}"),
@@ -53,11 +55,17 @@ def click(tab, selector):
     tab.run("document.querySelector(arguments[0]).click()", selector)
 
 
+def set_smoothing(tab, value):
+    script = "const s = document.getElementById('smooth'); s.value = arguments[0]; s.dispatchEvent(new Event('input'))"
+    tab.run(script, value)
+
+
 def test_it_draws_every_chart_without_an_error_and_shows_values_under_the_mouse(opened):
     assert opened.run("return [...document.querySelectorAll('.plot')].map((one) => one.id)") == [
         f"chart-{key}" for key in CHARTS
     ]
     assert opened.run(SHOWN_LINES) > 2
+    set_smoothing(opened, 0)
     place = opened.run("""
         const box = document.querySelector('#chart-loss .nsewdrag').getBoundingClientRect();
         return [box.left + box.width / 2, box.top + box.height / 2];
@@ -65,10 +73,21 @@ def test_it_draws_every_chart_without_an_error_and_shows_values_under_the_mouse(
     for moved in (0, 1):
         opened.devtools("Input.dispatchMouseEvent", type="mouseMoved", x=place[0] + moved, y=place[1])
     text = opened.wait("return document.querySelector('#chart-loss .hoverlayer').textContent")
-    assert "Step " in text
-    assert "first, training" in text
-    assert any(f"0.{digits}" in text for digits in range(10))
+    step = int(re.search(r"Step (\d+)", text)[1][:2])
+    loss = step_rows(120)[step - 1]["loss"]
+    assert f"first, training : {loss:.4g}" in text
     assert opened.errors() == []
+
+
+def test_nothing_can_be_loaded_from_elsewhere(opened):
+    refused = opened.run("""
+        return new Promise((done) => {
+          document.addEventListener('securitypolicyviolation', (event) => done(event.effectiveDirective));
+          fetch('http://127.0.0.1:9/').catch(() => {});
+        });
+    """)
+    assert refused == "connect-src"
+    assert len(opened.errors()) > 0  # which is also how the other tests would notice
 
 
 def test_a_click_on_a_run_hides_its_curves_and_another_shows_them(opened):
@@ -108,7 +127,7 @@ def test_smoothing_changes_the_strong_line_and_leaves_the_points(opened):
     """
     points, smooth = opened.run(spread)
     assert smooth < points
-    opened.run("const s = document.getElementById('smooth'); s.value = 0; s.dispatchEvent(new Event('input'))")
+    set_smoothing(opened, 0)
     assert opened.run(spread) == [points]
 
 

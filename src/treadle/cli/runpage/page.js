@@ -96,7 +96,7 @@
       showlegend: page.runs.length === 1 && names.size > 1,
       legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", font: { size: 11 } },
       xaxis: { ...grid, ...x, spikethickness: 1, spikedash: "dot", spikecolor: css("--muted"), title: { text: title, standoff: 6 },
-        unifiedhovertitle: { text: `${title.replace(/ \(.*/, "")} %{x}` }, hoverformat: ",.5~g" },
+        unifiedhovertitle: { text: `${title} %{x}` }, hoverformat: state.axis === "step" ? ",d" : ",.2f" },
       yaxis: { ...grid, ...y, type: state.log ? "log" : "linear", exponentformat: "power", nticks: 7 },
     };
   }

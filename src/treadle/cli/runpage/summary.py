@@ -64,7 +64,7 @@ def summarize(records: RunRecords) -> RunSummary:
     values = {} if state is None else state.values
     status, reason = _status(records)
     metric, best_epoch = values.get("selection.metric"), values.get("selection.best_epoch")
-    epochs = [row["epoch"] for row in records.epochs] + [line.get("epoch") or 0 for line in records.sessions[-1:]]
+    epochs = [row["epoch"] for row in [*records.epochs, *records.sessions[-1:]] if isinstance(row.get("epoch"), int)]
     return RunSummary(
         folder=records.folder,
         status=status,
