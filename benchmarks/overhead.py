@@ -166,7 +166,9 @@ def engine_and_hooks(work: Workload, steps: int, clock: Clock) -> None:
 def functional(work: Workload, steps: int, clock: Clock) -> None:
     model, optimizer = work.build()
     settings = {"max_grad_norm": CLIP, "log_interval": None, "mixed_precision": work.bf16}
-    run = Trainer(model, optimizer, nn.MSELoss(), config={"training": settings}, device=work.device, hooks=[Ticks(clock)])
+    run = Trainer(
+        model, optimizer, nn.MSELoss(), config={"training": settings}, device=work.device, hooks=[Ticks(clock)]
+    )
     run.train(work.batches(steps), num_epochs=1)
 
 
