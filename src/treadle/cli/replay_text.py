@@ -14,7 +14,8 @@ from treadle.cli.settings import with_values
 from treadle.cli.start_block import cpu_threads
 from treadle.cli.text_config import TextConfig
 from treadle.cli.text_data import check_same_text, prepare_data
-from treadle.cli.text_run import BEST, TextRun, build_base, build_lora, fit
+from treadle.cli.text_folder import BEST
+from treadle.cli.text_run import TextRun, build_base, build_lora, fit
 from treadle.device import get_device
 from treadle.naming import load_model_state
 from treadle.observers import observing

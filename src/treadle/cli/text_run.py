@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,20 +12,18 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from treadle.checkpoint.lock import check_free
-from treadle.checkpoint.store import load_weights, write_text
+from treadle.checkpoint.store import load_weights
 from treadle.cli.console import as_settings
 from treadle.cli.overrides import apply_overrides
 from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of
-from treadle.cli.run_folder import explain_changes, finished_metrics, readable, set_aside, stored_json, writable
-from treadle.cli.settings import changes
+from treadle.cli.run_folder import finished_metrics
 from treadle.cli.start_block import cpu_threads, print_settings
-from treadle.cli.text_config import FREE, TextConfig, needs_new_lora
-from treadle.cli.text_data import Part, TextData, check_same_on_ranks, check_same_text, prepare_data
+from treadle.cli.text_config import TextConfig
+from treadle.cli.text_data import Part, TextData, check_same_on_ranks, prepare_data
+from treadle.cli.text_folder import BEST, open_folder, start_line
 from treadle.cli.text_report import Tuned, draw_samples, finish_run, print_results, print_start, score
 from treadle.data import steps_per_epoch
 from treadle.device import get_device
-from treadle.errors import ConfigError
 from treadle.functional import Trainer
 from treadle.hooks import CheckpointingHook, StepLogHook
 from treadle.hooks.bar import ProgressBarHook
@@ -40,7 +36,6 @@ from treadle.text.model import add_lora, build_gpt2
 from treadle.text.tokenizer import as_transformers
 
 _log = logging.getLogger("treadle.cli")
-BEST = "best_model.pt"
 
 
 @dataclass(frozen=True)
@@ -107,9 +102,9 @@ def show_settings(settings: Sequence[str], device: str | None, console: Console)
 def _run(run: TextRun, *, resume: bool, explicit: bool) -> dict[str, Any] | None:
     check_same_on_ranks(run.data)
     model, trainer = build_base(run, parallel=parallel_of(run.config.training.parallel))
-    by_rank_0(lambda: _open_folder(run, resume=resume))
+    by_rank_0(lambda: open_folder(run.config, run.data, run.out, resume=resume))
     with held_by_rank_0(run.out):
-        print_start(run.config, run.data, trainer, start=_start_line(run.out), explicit=explicit, console=run.messages)
+        print_start(run.config, run.data, trainer, start=start_line(run.out), explicit=explicit, console=run.messages)
         _fit_base(trainer, run)
         alone = after_ranks((model, trainer), lambda: _reopen(run))
         return None if alone is None else _tune_and_report(*alone, run)
@@ -242,66 +237,6 @@ def _fine_tune(model: Any, run: TextRun) -> Tuned:
     load_model_state(trainer.model, load_weights(folder / BEST), kept=model_state(trainer.model))
     _add_tokenizer(run, folder)
     return Tuned(trainer, trained)
-
-
-# -- the run folder -----------------------------------------------------------------------------------------------
-
-
-def _open_folder(run: TextRun, *, resume: bool) -> None:
-    """Checks that the folder's run is this one and readies the folder: settings, tokenizer, nothing of another run."""
-    out = run.out
-    values = {"face": "text", **run.config.to_dict(), "corpus": run.data.fingerprint}
-    check_free(out)  # before config.json is written: it may be that of a run that is going on
-    with readable(out):
-        stored = stored_json(out / "config.json")
-        begun = (out / "checkpoints").is_dir()
-    outdated = ["checkpoints", BEST, "pretrained", "lora"]
-    if resume and begun:
-        outdated = _take_up_changes(stored, values, run=run)
-    with writable(out):
-        out.mkdir(parents=True, exist_ok=True)
-        if not resume or outdated:
-            # Else a killed fresh start would be taken for the finished run that was here before.
-            (out / "metrics.json").unlink(missing_ok=True)
-        for name in outdated:
-            set_aside(out / name)
-        if stored != values:
-            write_text(json.dumps(values, indent=2) + "\n", out / "config.json")
-        write_text(run.data.tokenizer.to_str(pretty=True) + "\n", out / "tokenizer.json")
-
-
-def _take_up_changes(stored: Mapping[str, Any] | None, values: Mapping[str, Any], *, run: TextRun) -> list[str]:
-    """Says what a rerun changes, and returns the folders that its changes make useless."""
-    if stored is None:
-        return []
-    differences = changes(stored, values)
-    differences.pop("corpus", None)
-    for sentence in explain_changes(differences, str(run.out), free=FREE):
-        _log.warning("%s", sentence)
-    check_same_text(stored, run.data, folder=str(run.out))
-    outdated = ["lora"] if needs_new_lora(differences) else []
-    _refuse_fewer_epochs("epochs", run.config.epochs, folder=run.out)
-    if not outdated:
-        _refuse_fewer_epochs("lora.epochs", run.config.lora.epochs, folder=run.out / "lora")
-    return outdated
-
-
-def _refuse_fewer_epochs(name: str, epochs: int, *, folder: Path) -> None:
-    """Raises where a run has gone beyond its new end: its best epoch may be one that must not have happened."""
-    done = len((stored_json(folder / "history.json") or {}).get("epoch", ()))
-    if epochs < done:
-        raise ConfigError(
-            f"{name}={epochs}: the run in {folder} has completed {done} epochs already; give as many or more, another "
-            "folder with --out, or --no-resume to start afresh in this one"
-        )
-
-
-def _start_line(out: Path) -> str:
-    for place in ("lora/checkpoints", "checkpoints"):
-        latest = out / place / "checkpoint_latest.pt"
-        if os.path.lexists(latest):
-            return f"goes on from {out / place / Path(os.path.realpath(latest)).name}"
-    return "fresh"
 
 
 def _add_tokenizer(run: TextRun, folder: Path) -> None:

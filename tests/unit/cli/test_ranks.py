@@ -8,6 +8,7 @@ import torch
 from treadle import distributed
 from treadle.cli import ranks
 from treadle.cli.run_folder import finished_metrics
+from treadle.cli.text_folder import start_line
 from treadle.errors import ConfigError
 
 
@@ -33,3 +34,10 @@ def test_a_setting_that_is_newer_than_a_finished_run_counts_as_none(tmp_path):
     assert finished_metrics(tmp_path, {"epochs": 2, "training": {"lr": 0.1, "parallel": None}}) is not None
     assert finished_metrics(tmp_path, {"epochs": 2, "training": {"lr": 0.1, "parallel": "fsdp"}}) is None
     assert finished_metrics(tmp_path, {"epochs": 3, "training": {"lr": 0.1}}) is None
+
+
+@pytest.mark.parametrize("name", ["checkpoint_latest.pt", "checkpoint_latest"])
+def test_the_start_of_a_text_run_names_the_newest_file_or_folder_of_shards(name, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / name).symlink_to("checkpoint_step_7")
+    assert start_line(tmp_path) == f"goes on from {tmp_path / 'checkpoints' / 'checkpoint_step_7'}"
