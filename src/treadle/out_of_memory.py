@@ -157,6 +157,8 @@ def _undo_step(engine: Engine) -> bool:
     begun = bool(info) and "grad_norm" not in info and "step_time" not in info
     if not begun or engine.tries > 1:  # of a group that was refused before, the place in the data is not known
         return False
+    if engine.capture is not False:  # while a step is recorded, weights are of a trial
+        return False
     engine.cursor.give_back(len(engine.group.batches))
     engine.step -= 1
     engine.micro_steps -= len(engine.group.batches)

@@ -9,6 +9,8 @@ import typer
 from treadle.cli.evaluate import evaluate
 from treadle.cli.export import export
 from treadle.cli.inspect import inspect
+from treadle.cli.new import new
+from treadle.cli.predict import predict
 from treadle.cli.replay import replay
 from treadle.cli.report import report
 from treadle.cli.runs import runs
@@ -19,9 +21,18 @@ from treadle.cli.train_spectra import spectra
 from treadle.cli.train_text import text
 from treadle.cli.verify.command import verify
 
+EXIT_CODES = """\b
+Exit codes:
+  0      done
+  1      the run failed, or a file is damaged or not to be trusted
+  2      a wrong setting, option or path; nothing was done
+  3      replay or verify: not equal
+  128+n  stopped by signal n; a run that saves then goes on with the same command
+"""
+
 # Plain help and usage errors: no boxes, so that they read the same in a file and on a narrow terminal.
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, epilog=EXIT_CODES,
 )  # fmt: skip
 train = typer.Typer(
     cls=TrainGroup, no_args_is_help=True, rich_markup_mode=None, subcommand_metavar="COMMAND | FILE [ARGS]...",
@@ -36,12 +47,14 @@ train.command()(graphs)
 train.command()(astro)
 train.command(NAME, cls=FileCommand)(config)
 app.command()(evaluate)
+app.command()(predict)
 app.command()(runs)
 app.command()(report)
 app.command()(replay)
 app.command()(verify)
 app.command()(inspect)
 app.command()(export)
+app.command()(new)
 
 
 def _version(asked: bool) -> None:
@@ -62,10 +75,12 @@ def _root(
 
     \b
     Examples:
+      treadle new mini
       treadle train spectra
       treadle train spectra --help
       treadle train digits.yaml optimizer.lr=1e-3
       treadle evaluate runs/graphs --split val
+      treadle predict runs/graphs --out predictions.csv
       treadle runs
       treadle report runs/spectra runs/short
       treadle replay runs/spectra --step 120

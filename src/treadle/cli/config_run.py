@@ -11,6 +11,7 @@ from rich.console import Console
 from treadle import distributed
 from treadle.cli.config_target import PackRun, pack_commands, read_target, train_from
 from treadle.cli.run_record import RunRecordHook
+from treadle.cli.tracking import tracked
 from treadle.config import format_config
 from treadle.engine import Engine
 from treadle.hooks.base import BaseHook
@@ -19,7 +20,9 @@ from treadle.observers import observing
 _log = logging.getLogger("treadle.cli")
 
 
-def run_config(file: Path, settings: Sequence[str], *, results: Console, messages: Console) -> None:
+def run_config(
+    file: Path, settings: Sequence[str], *, results: Console, messages: Console, trackers: str | None = None
+) -> None:
     """Trains what a configuration file describes.
 
     Args:
@@ -27,6 +30,7 @@ def run_config(file: Path, settings: Sequence[str], *, results: Console, message
         settings: overrides such as ``model.width=64``.
         results: where the summary of a pack's run goes.
         messages: where progress goes.
+        trackers: what follows the run, beside the trackers that a trainer's own section names.
 
     Raises:
         ConfigError: the file or a setting is wrong.
@@ -34,15 +38,18 @@ def run_config(file: Path, settings: Sequence[str], *, results: Console, message
     """
     target = read_target(file, settings)
     if isinstance(target, PackRun):
-        run = pack_commands(target.face).run
-        run(
-            target.settings, out=target.out, device=target.device, resume=target.resume, results=results,
-            messages=messages,
-        )  # fmt: skip
+        pack = pack_commands(target.face)
+        with tracked(
+            trackers or target.trackers, lambda: pack.check(target.settings, target.device).to_dict()
+        ) as tracking:
+            tracking.final(pack.run(
+                target.settings, out=target.out, device=target.device, resume=target.resume, results=results,
+                messages=messages,
+            ))  # fmt: skip
         return
     if target.get("seed") is None:
         _log.info("%s gives no seed, so a fresh run starts from other weights each time; seed: 0 would fix them", file)
-    with observing(_Keeper(RunRecordHook(file, settings, target))):
+    with tracked(trackers, lambda: target), observing(_Keeper(RunRecordHook(file, settings, target))):
         trainer = train_from(target, file.parent)
         where = getattr(trainer, "workspace", None)
         if distributed.rank() == 0 and where is not None:

@@ -21,7 +21,7 @@ SUFFIXES = (".py", ".yaml", ".yml")
 PACKS = ("spectra", "text", "graphs", "astro")
 """The packs that ``face`` may name; :func:`pack_commands` has their commands."""
 
-_OPTIONS = ("face", "out", "device", "resume")
+_OPTIONS = ("face", "out", "device", "resume", "trackers")
 _HIDDEN = (
     ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda,
     ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp,
@@ -38,6 +38,7 @@ class PackRun:
         out: the run folder.
         device: None takes CUDA, then MPS, then the CPU.
         resume: go on from the folder's checkpoint.
+        trackers: what follows the run, names with commas between.
     """
 
     face: str
@@ -45,6 +46,7 @@ class PackRun:
     out: Path
     device: str | None = None
     resume: bool = True
+    trackers: str | None = None
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def read_target(path: Path, overrides: Sequence[str]) -> dict[str, Any] | PackRu
 
 def _pack_run(path: Path, config: dict[str, Any], overrides: Sequence[str]) -> PackRun:
     pack_commands(config["face"])
-    options: dict[str, Any] = {"out": str(Path("runs", path.stem)), "device": None, "resume": True}
+    options: dict[str, Any] = {"out": str(Path("runs", path.stem)), "device": None, "resume": True, "trackers": None}
     options |= {key: config.pop(key) for key in _OPTIONS if key in config}
     settings = [f"{key}={value!r}" for key, value in flat(config).items()]
     for text in overrides:
@@ -174,7 +176,17 @@ def _pack_run(path: Path, config: dict[str, Any], overrides: Sequence[str]) -> P
     if not isinstance(options["resume"], bool):
         raise ConfigError(f"resume={options['resume']!r}: must be true or false")
     device = None if options["device"] is None else str(options["device"])
-    return PackRun(options["face"], settings, Path(str(options["out"])), device, options["resume"])
+    return PackRun(
+        options["face"], settings, Path(str(options["out"])), device, options["resume"], _names(options["trackers"])
+    )
+
+
+def _names(trackers: Any) -> str | None:
+    """Returns trackers as a command's option gives them, also of a list."""
+    names = list(trackers) if isinstance(trackers, (list, tuple)) else [trackers]
+    if trackers is not None and not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"trackers={trackers!r}: must be names, such as [tensorboard]")
+    return None if trackers is None else ",".join(names)
 
 
 def train_from(config: dict[str, Any], folder: Path) -> Any:

@@ -1,4 +1,4 @@
-"""The options that the commands of all packs have."""
+"""The options that the commands of all packs have, and some of the others."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ Device = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume/--no-resume", help="Go on from the folder's checkpoint, or start afresh.")
 ]
+Trackers = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        metavar="NAMES", show_default=False,
+        help="Follow the run in tensorboard, wandb, mlflow, trackio or jsonl; several with commas between.",
+    ),
+]  # fmt: skip
 Show = Annotated[bool, typer.Option("--show-settings", help="Show every setting and its value, and leave.")]
 
 

@@ -24,9 +24,7 @@ def replay_astro(run: Path, step: int, *, device: str | None, debug: bool, messa
     Raises:
         ConfigError: the folder is none of such a run, or the run has no such step.
     """
-    with usable_config(run) as stored:
-        del stored["face"]
-        config = with_values(AstroRunConfig(), stored)
+    config = stored_config(run)
     witness = Witness(checkpoints_of(run), step, debug=debug)
     with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch, cpu_threads(config.threads):
         data = prepare_data(config, run / TOKENIZERS)
@@ -35,3 +33,14 @@ def replay_astro(run: Path, step: int, *, device: str | None, debug: bool, messa
             trainer = build_trainer(again, data)
             run_to_step(lambda: fit(trainer, config, data), witness)
     return witness.seen
+
+
+def stored_config(run: Path) -> AstroRunConfig:
+    """Returns the settings in a run folder.
+
+    Raises:
+        ConfigError: there are none, or they are of another version.
+    """
+    with usable_config(run) as values:
+        del values["face"]
+        return with_values(AstroRunConfig(), values)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated, Optional
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
-from treadle.cli.pack_options import Device, Out, Resume, Show, settings_argument
+from treadle.cli.pack_options import Device, Out, Resume, Show, Trackers, settings_argument
+from treadle.cli.tracking import tracked
 
 
 def astro(
@@ -14,6 +15,7 @@ def astro(
     out: Out = Path("runs/astro"),
     device: Device = None,
     resume: Resume = True,
+    trackers: Trackers = None,
     show: Show = False,
 ) -> None:
     """Train a transformer on tokens of galaxy pictures, spectra and catalogues, and ask it for one from the others.
@@ -34,9 +36,11 @@ def astro(
     """
     messages = message_console()
     with errors_as_one_line(messages), log_to(messages):
-        from treadle.cli.astro_run import run_astro, show_settings
+        from treadle.cli.astro_run import read_settings, run_astro, show_settings
 
         if show:
             show_settings(settings or [], device, result_console())
             return
-        run_astro(settings or [], out=out, device=device, resume=resume, results=result_console(), messages=messages)
+        given, results = settings or [], result_console()
+        with tracked(trackers, lambda: read_settings(given, device).to_dict()) as tracking:
+            tracking.final(run_astro(given, out=out, device=device, resume=resume, results=results, messages=messages))

@@ -11,6 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 from treadle.cli.config_target import is_named_like_config
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
 from treadle.cli.launch import TIMEOUT, process_group
+from treadle.cli.pack_options import Trackers
 
 NAME = "FILE"
 
@@ -60,6 +61,7 @@ def config(
             help="Settings, such as optimizer.lr=1e-3; +KEY=VALUE for new keys.",
         ),
     ] = None,
+    trackers: Trackers = None,
     show: Annotated[bool, typer.Option("--show-settings", help="Show every setting and its value, and leave.")] = False,
 ) -> None:
     """Train what a configuration file describes: your own trainer, or a run of a pack.
@@ -85,4 +87,4 @@ def config(
         if show:
             show_config(file, settings or [], result_console())
             return
-        run_config(file, settings or [], results=result_console(), messages=messages)
+        run_config(file, settings or [], trackers=trackers, results=result_console(), messages=messages)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated, Optional
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
-from treadle.cli.pack_options import Device, Out, Resume, Show, settings_argument
+from treadle.cli.pack_options import Device, Out, Resume, Show, Trackers, settings_argument
+from treadle.cli.tracking import tracked
 
 
 def graphs(
@@ -14,6 +15,7 @@ def graphs(
     out: Out = Path("runs/graphs"),
     device: Device = None,
     resume: Resume = True,
+    trackers: Trackers = None,
     show: Show = False,
 ) -> None:
     """Train a graph transformer with positional encodings on 4,990 real molecules and show what it learned.
@@ -38,9 +40,11 @@ def graphs(
     """
     messages = message_console()
     with errors_as_one_line(messages), log_to(messages):
-        from treadle.cli.graphs_run import run_graphs, show_settings
+        from treadle.cli.graphs_run import read_settings, run_graphs, show_settings
 
         if show:
             show_settings(settings or [], device, result_console())
             return
-        run_graphs(settings or [], out=out, device=device, resume=resume, results=result_console(), messages=messages)
+        given, results = settings or [], result_console()
+        with tracked(trackers, lambda: read_settings(given, device).to_dict()) as tracking:
+            tracking.final(run_graphs(given, out=out, device=device, resume=resume, results=results, messages=messages))

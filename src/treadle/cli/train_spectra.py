@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated, Optional
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
-from treadle.cli.pack_options import Device, Out, Resume, Show, settings_argument
+from treadle.cli.pack_options import Device, Out, Resume, Show, Trackers, settings_argument
+from treadle.cli.tracking import tracked
 
 
 def spectra(
@@ -14,6 +15,7 @@ def spectra(
     out: Out = Path("runs/spectra"),
     device: Device = None,
     resume: Resume = True,
+    trackers: Trackers = None,
     show: Show = False,
 ) -> None:
     """Train a masked autoencoder on 1,939 real near-infrared spectra and show what it learned.
@@ -34,9 +36,13 @@ def spectra(
     """
     messages = message_console()
     with errors_as_one_line(messages), log_to(messages):
-        from treadle.cli.spectra_run import run_spectra, show_settings
+        from treadle.cli.spectra_run import read_settings, run_spectra, show_settings
 
         if show:
             show_settings(settings or [], device, result_console())
             return
-        run_spectra(settings or [], out=out, device=device, resume=resume, results=result_console(), messages=messages)
+        given, results = settings or [], result_console()
+        with tracked(trackers, lambda: read_settings(given, device).to_dict()) as tracking:
+            tracking.final(
+                run_spectra(given, out=out, device=device, resume=resume, results=results, messages=messages)
+            )

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated, Optional
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
-from treadle.cli.pack_options import Device, Out, Resume, Show, settings_argument
+from treadle.cli.pack_options import Device, Out, Resume, Show, Trackers, settings_argument
+from treadle.cli.tracking import tracked
 
 
 def text(
@@ -14,6 +15,7 @@ def text(
     out: Out = Path("runs/text"),
     device: Device = None,
     resume: Resume = True,
+    trackers: Trackers = None,
     show: Show = False,
 ) -> None:
     """Train a small GPT-2 on Python's own manual, fine-tune it with LoRA on the pages about statements, draw text.
@@ -37,9 +39,11 @@ def text(
     """
     messages = message_console()
     with errors_as_one_line(messages), log_to(messages):
-        from treadle.cli.text_run import run_text, show_settings
+        from treadle.cli.text_run import read_settings, run_text, show_settings
 
         if show:
             show_settings(settings or [], device, result_console())
             return
-        run_text(settings or [], out=out, device=device, resume=resume, results=result_console(), messages=messages)
+        given, results = settings or [], result_console()
+        with tracked(trackers, lambda: read_settings(given, device).to_dict()) as tracking:
+            tracking.final(run_text(given, out=out, device=device, resume=resume, results=results, messages=messages))

@@ -75,11 +75,11 @@ def project(tmp_path, monkeypatch):
         ("inspect a_file", 1, None),
         ("evaluate norun", 2, "'norun'"),
         ("evaluate a_file", 1, "damaged or truncated"),
-        # predict
+        ("predict norun", 2, "'norun'"),
         ("replay norun --step 1", 2, "'norun'"),
         ("export norun --to torch", 2, "no such file or folder"),
         ("export a_file --to torch", 1, "neither a torch, a safetensors nor a pickle file"),
-        # new
+        ("new spektra", 2, "did you mean 'spectra'?"),
         ("trian spectra", 2, "No such command 'trian'. Did you mean 'train'?"),
     ],
 )

@@ -19,6 +19,7 @@ from treadle.checkpoint import load_checkpoint
 from treadle.cli import astro_report
 from treadle.cli.astro_config import FREE, AstroRunConfig
 from treadle.cli.astro_data import split_surveys
+from treadle.cli.astro_pictures import question_name
 from treadle.cli.overrides import leaves
 from treadle.observers import observing
 
@@ -234,6 +235,18 @@ def test_a_step_run_again_is_its_record_to_the_bit(
     assert (shown["step"], shown["equal"]) == (step, True)
     assert shown["start_step"] == (0 if step == STEPS // 2 else STEPS // 2)
     assert files(finished) == before
+
+
+def test_a_finished_run_predicts_what_its_report_scored(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert treadle("predict", copied, "--json") == 0
+    arrays = np.load(copied / "predictions_test.npz")
+    found = json.loads(capsys.readouterr().out)["arrays"]
+    assert {name: list(arrays[name].shape) for name in arrays} == found
+    for question in read(copied, "metrics.json")["predictions"]:
+        true = arrays[f"{question_name(question['target'], question['given'])}, true"]
+        assert len(true) == question["n"]
+    assert treadle("predict", copied, "--out", copied / "all.csv") == 2
+    assert "use .npz" in capsys.readouterr().err
 
 
 # -- settings -----------------------------------------------------------------------------------------------------

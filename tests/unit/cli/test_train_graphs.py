@@ -347,6 +347,17 @@ def test_the_evaluation_equals_the_results_of_the_run_to_the_bit(
     assert read(copied, "eval_results_test.json")["metrics"] == read(copied, "test_results.json")["test_metrics"]
 
 
+def test_predictions_have_the_error_that_the_evaluation_measures(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert treadle("predict", copied, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    arrays = np.load(found["path"])
+    assert {name: list(arrays[name].shape) for name in arrays} == found["arrays"]
+    error = np.abs(arrays["prediction"].astype(float) - arrays["target"]).mean()
+    assert error == pytest.approx(read(copied, "test_results.json")["test_metrics"]["mae"], rel=1e-5)
+
+
 def test_other_splits_are_evaluated_as_in_training(copied: Path) -> None:
     assert evaluate(copied / "checkpoints" / "last.pt", "--split", "val") == 0
     found = read(copied, "eval_results_val.json")

@@ -1,0 +1,86 @@
+"""The command ``treadle new``."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from treadle.cli.console import errors_as_one_line, message_console, result_console
+from treadle.errors import ConfigError, nearest
+
+FACES = {
+    "mini": "a trainer class of your own",
+    "functional": "ready parts: model, optimizer, loss function",
+    "spectra": "a masked autoencoder on spectra",
+    "graphs": "a graph transformer",
+    "astro": "tokens of pictures, spectra and catalogues",
+    "config": "a trainer class, and everything else in a configuration",
+}
+_SCRIPT, _CONFIG = "train.py", "run.yaml"
+
+
+def new(
+    face: Annotated[str, typer.Argument(metavar="FACE", help=f"{', '.join(FACES)}.")],
+    folder: Annotated[
+        Optional[Path],  # noqa: UP045  (typer on Python 3.10 reads this form)
+        typer.Argument(metavar="FOLDER", help="Where to write.  [default: a folder named like the face]"),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+) -> None:
+    """Write a small commented script to start from, train.py, and where the face has one its configuration, run.yaml.
+
+    The script runs as it is, on data that come with treadle or its extras; replace them by yours.
+
+    \b
+    Examples:
+      treadle new mini
+      treadle new config my-project
+      treadle new graphs . --force
+    """
+    with errors_as_one_line(message_console()):
+        target = Path(face) if folder is None else folder
+        written = write_start(face, target, force=force)
+        results = result_console()
+        for path in written:
+            results.print(str(path), markup=False, soft_wrap=True)
+        first = f"treadle train {_CONFIG}" if face == "config" else f"python {_SCRIPT}"
+        message_console().print(f"{FACES[face]}; start with: cd {target} && {first}", markup=False, soft_wrap=True)
+
+
+def write_start(face: str, folder: Path, *, force: bool = False) -> list[Path]:
+    """Writes the files of a face into a folder.
+
+    Args:
+        face: one of :data:`FACES`.
+        folder: made if it is not there.
+        force: replaces files that are there.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ConfigError: there is no such face, a file is there already, or the folder cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> [path.name for path in write_start("config", Path(tempfile.mkdtemp(), "mine"))]
+        ['train.py', 'run.yaml']
+    """
+    if face not in FACES:
+        raise ConfigError(f"FACE={face!r}: there is no such face; {nearest(face, FACES)}")
+    templates = resources.files("treadle.cli") / "templates"
+    found = {folder / _SCRIPT: templates / f"{face}.py.txt", folder / _CONFIG: templates / f"{face}.yaml"}
+    texts = {path: source.read_text(encoding="utf-8") for path, source in found.items() if source.is_file()}
+    there = [str(path) for path in texts if path.exists()]
+    if there and not force:
+        raise ConfigError(f"FOLDER={str(folder)!r}: {' and '.join(there)} is there already; --force replaces it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in texts.items():
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"FOLDER={str(folder)!r}: cannot be written ({error.strerror}); choose another") from error
+    return list(texts)
