@@ -80,6 +80,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
         >>> to_device([torch.zeros(1)], torch.device("cpu"))
         [tensor([0.])]
     """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
 
     def moved(value: Any) -> Any:
         if not moves_itself(value):
@@ -97,5 +99,6 @@ def moves_itself(value: Any) -> bool:
         >>> moves_itself(torch.nn.utils.rnn.pack_sequence([torch.zeros(2)])), moves_itself({"x": 1})
         (True, False)
     """
-    looked_into = isinstance(value, (torch.Tensor, Mapping, list, type)) or dataclasses.is_dataclass(value)
-    return not looked_into and callable(getattr(value, "to", None))
+    if not callable(getattr(value, "to", None)):
+        return False
+    return not (isinstance(value, (torch.Tensor, Mapping, list, type)) or dataclasses.is_dataclass(value))

@@ -138,7 +138,7 @@ def in_full_precision(loss_fn: Callable[..., Any], outputs: Any, targets: Any, d
         targets: given as they are.
         device: whose autocast is switched off.
     """
-    widened = map_nested_tensor(widen, outputs)
+    widened = widen(outputs) if isinstance(outputs, Tensor) else map_nested_tensor(widen, outputs)
     if not torch.is_autocast_enabled(device.type):
         return loss_fn(widened, targets)
     with torch.autocast(device.type, enabled=False):
