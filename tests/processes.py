@@ -132,7 +132,7 @@ def _forget_the_parent() -> None:
             if type(handler).__module__.startswith("_pytest"):
                 logger.removeHandler(handler)
             elif type(handler) is logging.StreamHandler:  # torch's write to what was stderr when it was imported
-                handler.setStream(sys.stderr)
+                handler.stream = sys.stderr  # setStream would flush the old one, which may be closed
     random.seed()
     np.random.seed()
     torch.default_generator.manual_seed(_SEED_OF_A_NEW_PROCESS)
@@ -144,7 +144,7 @@ def _run(arguments: list[str]) -> int:
     if arguments[0] == "-u":
         arguments = arguments[1:]
     kind, *rest = arguments
-    # What PYTHONPATH adds for this process comes first, before it the folder of the script or, with -m and -c, this one.
+    # First the folder of the script or, with -m and -c, the current one; then what PYTHONPATH adds for this process.
     sys.path[:0] = ["" if kind in ("-m", "-c") else str(Path(kind).resolve().parent)] + [
         part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part
     ]

@@ -17,6 +17,7 @@ import torch
 import spectra_kit as kit
 from fault_points import hurt, in_child, killed, no_space, record
 from helpers import differences, scalar_engine
+from processes import Forked
 from treadle import CheckpointingHook, verify_checkpoint
 from treadle.checkpoint import load_checkpoint
 from treadle.checkpoint.lock import LOCK_NAME
@@ -107,7 +108,7 @@ def test_a_file_that_may_not_grow_ends_the_run_in_one_line_and_the_old_state_sta
 
 def start(workspace, where):
     command = [sys.executable, str(CHILD), str(workspace), where]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
+    return Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
 
 
 def finish(workspace):

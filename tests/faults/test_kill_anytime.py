@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from helpers import differences
+from processes import Forked
 from treadle import verify_checkpoint
 from treadle.checkpoint import load_checkpoint
 
@@ -27,10 +28,11 @@ def command(folder):
     return [sys.executable, "-m", "treadle", "train", "spectra", *SETTINGS, "--out", str(folder)]
 
 
-def run_to_the_end(folder):
-    done = subprocess.run(command(folder), capture_output=True, text=True, env=ENV, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+def run_to_the_end(folder, popen=subprocess.Popen):
+    with popen(command(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV) as child:
+        _, err = child.communicate(timeout=300)
+    assert child.returncode == 0, err
+    assert "Traceback" not in err
 
 
 def kill_inside_a_save(child, folder):
@@ -62,7 +64,7 @@ def test_killed_at_random_moments_every_rerun_resumes_and_the_end_is_the_same(tm
     run_to_the_end(straight)
     killed = 0
     for attempt in range(kills):
-        child = subprocess.Popen(command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENV)
+        child = Forked(command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENV)
         if attempt % 2:
             kill_inside_a_save(child, folder)
         else:
@@ -73,7 +75,7 @@ def test_killed_at_random_moments_every_rerun_resumes_and_the_end_is_the_same(tm
         last = folder / "checkpoints" / "last.pt"
         assert not last.exists() or verify_checkpoint(last) == []
     assert killed >= kills / 2
-    run_to_the_end(folder)
+    run_to_the_end(folder, Forked)  # the straight run is that of a new interpreter
     assert differences(the_end(straight), the_end(folder)) == []
     assert (folder / "training_history.json").read_text() == (straight / "training_history.json").read_text()
     ends = [torch.load(path / "best_model.pt", weights_only=True) for path in (straight, folder)]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers import differences
+from processes import Forked
 from treadle import verify_checkpoint
 from treadle.checkpoint import load_checkpoint
 
@@ -21,7 +22,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 def start(workspace, where):
     command = [sys.executable, str(CHILD), str(workspace), where]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
+    return Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
 
 
 def finish(workspace):
@@ -94,7 +95,7 @@ def test_without_named_signals_the_default_action_stays(tmp_path):
         "        return self.model(input).mean(), {}\n"
         "Slow(9, device='cpu').train()\n"
     )
-    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=ENV)
+    child = Forked([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=ENV)
     assert child.stdout.readline() == "READY\n"
     child.send_signal(signal.SIGTERM)
     child.communicate(timeout=60)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -10,6 +9,7 @@ from datetime import timedelta
 
 import pytest
 
+from processes import python
 from treadle.errors import ConfigError
 from treadle.signals import ExitPlan, SignalListener, exit_plan
 
@@ -114,7 +114,7 @@ def test_a_third_signal_ends_a_process_that_had_no_handler():
                 os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=60)
+    done = python("-c", textwrap.dedent(script), timeout=60)
     assert done.returncode == -signal.SIGTERM
 
 
@@ -166,7 +166,7 @@ def test_a_forked_worker_can_be_terminated_during_a_run_and_after_it():
         workers[1].join(1)
         print(*[worker.exitcode for worker in workers])
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    done = python("-c", textwrap.dedent(script), timeout=60)
     assert done.stdout.split() == ["-15", "-15"], done.stderr
 
 
@@ -188,5 +188,5 @@ def test_a_signal_to_the_whole_group_does_not_end_the_workers_that_the_save_need
         worker.join(1)
         print(worker.exitcode)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    done = python("-c", textwrap.dedent(script), timeout=60)
     assert done.stdout.split() == ["15", "None", "-15"], done.stderr

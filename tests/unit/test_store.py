@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from helpers import differences
+from processes import python
 from treadle.checkpoint import store
 from treadle.checkpoint.store import (
     Retention,
@@ -429,7 +430,7 @@ def test_a_full_disk_leaves_the_old_file_and_a_clear_message(tmp_path, limit):
         save_checkpoint({{"model": {{"w": torch.zeros(200_000)}}}}, path)
         print(message)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
+    done = python("-c", textwrap.dedent(script), timeout=120)
     assert done.returncode == 0, done.stderr
     assert "a.pt" in done.stdout
     assert "is intact" in done.stdout

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 import graph_data_kit  # noqa: F401  (lets the warnings of torch_geometric's import through)
 from helpers import differences
+from processes import python
 from treadle.checkpoint import load_checkpoint
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
@@ -26,7 +27,7 @@ SMALL = [
 
 
 def command(script: str, folder: Path, *arguments: str, threads: int = 1) -> str:
-    """Runs a script in a process of its own, from another folder than the repository's; returns what it said."""
+    """Runs a script in a new interpreter, from another folder than the repository's; returns what it said."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / script), *arguments],
@@ -62,7 +63,8 @@ def read(path: Path) -> dict:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scripts")
-    command("train.py", folder, *CHOICES, *SMALL)
+    done = python(str(SCRIPTS / "train.py"), *CHOICES, *SMALL, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 

@@ -17,6 +17,7 @@ import torch
 
 from config_kit import write_project
 from helpers import differences
+from processes import Forked
 from treadle.builder import REGISTRY
 from treadle.cli import spectra_run
 from treadle.cli.config_target import PACKS, PackRun, is_config_file, pack_commands, read_target
@@ -254,7 +255,7 @@ def test_the_settings_of_a_pack_are_shown(tmp_path, capsys):
 
 
 def process(config):
-    return subprocess.Popen(
+    return Forked(
         [sys.executable, "-m", "treadle", "train", str(config)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=config.parent,
     )  # fmt: skip

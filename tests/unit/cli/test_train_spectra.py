@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from processes import Forked
 from treadle import load_weights
 from treadle.cli import spectra_report, spectra_run
 from treadle.cli.main import main
@@ -227,7 +228,7 @@ def test_piped_output_has_no_control_characters(tmp_path: Path) -> None:
 def test_a_signal_saves_and_the_rerun_goes_on(number: int, code: int, tmp_path: Path) -> None:
     long = [setting for setting in TINY if not setting.startswith("epochs")] + ["epochs=500"]
     command = [sys.executable, "-m", "treadle", "train", "spectra", *long, "--out", str(tmp_path), "--device", "cpu"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=_environment())
+    process = Forked(command, stderr=subprocess.PIPE, text=True, env=_environment())
     waited = time.monotonic()
     while not (tmp_path / "checkpoints" / "last.pt").exists() and time.monotonic() - waited < 120:
         time.sleep(0.05)
