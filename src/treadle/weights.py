@@ -82,7 +82,8 @@ class GroupWeights:
         if not missing:
             self._count(output, weight)
         self._seen += 1
-        self._agree(0.0 if missing else weight)
+        if not self._alone:
+            self._agree(0.0 if missing else weight)
         if output.loss is None or missing:
             return None
         if self.undivided or self._alone or self._reference is None:
@@ -100,7 +101,7 @@ class GroupWeights:
     def _agree(self, weight: float | Tensor) -> None:
         """Finds the reference, and on several ranks everything else that must be the same on all of them."""
         if self._ranks == 1:
-            if self._reference is None and not self.undivided and not self._alone:
+            if self._reference is None and not self.undivided:
                 self._take_reference(weight)
             return
         if self._seen == 1:
