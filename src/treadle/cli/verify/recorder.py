@@ -17,6 +17,7 @@ from treadle.cli.verify.evidence import SeedWatch, outside_values
 from treadle.cli.verify.jobs import Job, RecordFile
 from treadle.data.cursor import Group
 from treadle.engine import Engine
+from treadle.flight import ids_as_plain
 from treadle.hooks.base import BaseHook
 from treadle.naming import model_state
 from treadle.seed import RngState
@@ -210,9 +211,15 @@ def _random_state() -> dict[str, str]:
 
 
 def _as_text(ids: Any) -> str:
-    """Returns the ids themselves: they name the samples to look at."""
-    plain = ids if isinstance(ids, (list, tuple)) else [ids]
-    return " ".join(str(getattr(one, "item", lambda one=one: one)()) for one in plain)
+    """Returns the ids themselves: they name the samples to look at.
+
+    Example:
+        >>> import torch
+        >>> _as_text([3, torch.tensor(1)]), _as_text(torch.tensor([3, 1])), _as_text(range(2)), _as_text("a")
+        ('3 1', '3 1', '0 1', 'a')
+    """
+    plain = ids_as_plain(ids)
+    return " ".join(map(str, plain)) if isinstance(plain, list) else str(plain)
 
 
 def _after(owner: Any, name: str, look: Callable[[Any], None]) -> None:
