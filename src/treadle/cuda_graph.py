@@ -54,13 +54,23 @@ class CudaGraph:
                 function()
         torch.cuda.current_stream().wait_stream(beside)
         prepare()
-        # Threads of data loaders and of background saves may talk to the device meanwhile.
-        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
-            return function()
+        try:
+            # Threads of data loaders and of background saves may talk to the device meanwhile.
+            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+                return function()
+        except BaseException:
+            _end_broken_recording()
+            raise
 
     def replay(self) -> None:
         """Launches what was recorded."""
         self._graph.replay()
+
+
+def _end_broken_recording() -> None:
+    """Records nothing, and ends well: the random generator still thinks that it is being recorded."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device="cuda")
 
 
 @functools.cache
