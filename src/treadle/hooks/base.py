@@ -35,6 +35,9 @@ the next one.
 
 `on_log`, `on_log_images`, `on_state_dict` and `on_load_state_dict` fire when asked for.
 
+Which hooks override the three events of a step is looked up after `on_before_train`, and again when hooks are added or
+removed; a method that is replaced on a hook later than that is not called if the hook did not override it before.
+
 A hook sees the engine as ``trainer``. Besides the eleven events it may *declare* five values, which the engine asks
 for and acts on itself: the averages it keeps, the checkpoint to resume from, what to do at a signal, what to do with a
 step whose gradient is not finite, and what ranks tell each other for it in each step.
