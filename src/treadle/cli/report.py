@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -42,8 +43,6 @@ def report(
     """
     messages = message_console()
     with errors_as_one_line(messages):
-        from treadle.cli.run_folder import writable
-        from treadle.cli.runpage.page import write_run_page
         from treadle.errors import ConfigError
 
         if not interval >= 1:
@@ -53,25 +52,41 @@ def report(
         if watch and _any_trains(runs):
             messages.print(f"{path} is written every {interval:g} s; Ctrl-C ends this", markup=False, soft_wrap=True)
             runs = _follow(targets, runs, path, interval)
-        with writable(path):
-            write_run_page(runs, path)
+        _write(runs, path)
         result_console().print(str(path), markup=False, soft_wrap=True)
 
 
 def _follow(targets: Sequence[Path], runs: list[RunRecords], path: Path, interval: float) -> list[RunRecords]:
     """Writes the page again and again until no run trains any more or Ctrl-C; returns what was read last."""
-    from treadle.cli.run_folder import writable
-    from treadle.cli.runpage.page import write_run_page
-
     try:
         while _any_trains(runs):
-            with writable(path):
-                write_run_page(runs, path, reload=interval)
+            _write(runs, path, reload=interval)
             time.sleep(interval)
             runs = _read(targets)
     except KeyboardInterrupt:
         return _read(targets)
     return runs
+
+
+def _write(runs: Sequence[RunRecords], path: Path, *, reload: float | None = None) -> None:
+    from treadle.checkpoint.store import write_text
+    from treadle.cli.run_folder import writable
+    from treadle.cli.runpage.page import run_page
+
+    with _readable():
+        text = run_page(runs, reload=reload)
+    with writable(path):
+        write_text(text, path)
+
+
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    from treadle.errors import ConfigError
+
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"RUN: {error.filename} cannot be read ({error.strerror})") from error
 
 
 def _any_trains(runs: Sequence[RunRecords]) -> bool:
@@ -87,7 +102,8 @@ def _read(targets: Sequence[Path]) -> list[RunRecords]:
 
     found = [path for target in targets for path in ([*runs_below(target)] or [target])]
     folders = list({path.resolve(): path for path in found}.values())
-    return [read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    with _readable():
+        return [read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -116,15 +116,24 @@ def test_a_torn_run_and_one_that_goes_on(tmp_path):
     assert "its process ended without a word" in text
 
 
+def raise_(error):
+    raise error
+
+
 def test_errors_name_the_folder_and_what_to_do(tmp_path, capsys, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
-    run = make_run(tmp_path / "run", steps=10)
+    run, broken = (make_run(tmp_path / name, steps=10) for name in ("run", "broken"))
+    picture = broken / "pictures" / "two_words.png"
+    real = type(picture).read_bytes
+    denied = PermissionError(13, "Permission denied", str(picture))
+    monkeypatch.setattr(type(picture), "read_bytes", lambda path: raise_(denied) if path == picture else real(path))
     for arguments, message in (
         ((tmp_path / "empty",), "holds no record of a run"),
         ((tmp_path / "gone",), "no such folder"),
         ((run, "--out", tmp_path / "file" / "page.html"), "--out"),
         ((run, "--watch", "--interval", 0), "--interval 0"),
+        ((broken,), "two_words.png cannot be read"),
     ):
         assert treadle("report", *arguments) == 2
         assert message in capsys.readouterr().err

@@ -15,7 +15,7 @@ from treadle.checkpoint.lock import holder, run_lock
 from treadle.cli.runpage import summary
 from treadle.cli.runpage.axes import RunAxes
 from treadle.cli.runpage.curves import MOST_POINTS, constants_of, series_of
-from treadle.cli.runpage.files import as_epochs, runs_below
+from treadle.cli.runpage.files import as_epochs, read_lines, read_tail, runs_below
 from treadle.cli.runpage.records import read_run
 from treadle.cli.runpage.sessions import Timeline, read_sessions
 from treadle.cli.runpage.summary import summarize
@@ -115,6 +115,14 @@ def test_the_status_of_a_run_that_goes_on_or_was_killed(tmp_path, monkeypatch):
     assert status(tmp_path) == "stopped"
     write_lines(tmp_path / "sessions.jsonl", session_lines(20, status="stopped"))
     assert status(tmp_path) == "stopped"
+
+
+def test_the_end_of_a_long_log_is_enough_for_the_table(tmp_path):
+    write_lines(tmp_path / "steps.jsonl", step_rows(2000))
+    rows = read_run(tmp_path, brief=True).steps
+    assert 0 < len(rows) < 1000
+    assert rows == step_rows(2000)[-len(rows) :]
+    assert read_tail(tmp_path / "gone.jsonl") == read_lines(tmp_path / "gone.jsonl") == []
 
 
 def test_who_holds_a_folder_is_told_without_taking_it(tmp_path):

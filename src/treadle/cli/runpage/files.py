@@ -80,12 +80,12 @@ def read_lines(path: Path | None) -> list[Row]:
         >>> read_lines(None)
         []
     """
-    return [] if path is None else _rows_of(path.read_text(encoding="utf-8", errors="replace"))
+    return [] if path is None else _rows_of(_bytes_of(path, None))
 
 
-def _rows_of(text: str) -> list[Row]:
+def _rows_of(content: bytes) -> list[Row]:
     rows = []
-    for line in text.splitlines():
+    for line in content.splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -97,12 +97,20 @@ def _rows_of(text: str) -> list[Row]:
 
 def read_tail(path: Path | None, size: int = 1 << 16) -> list[Row]:
     """As :func:`read_lines`, of the last bytes of a file only."""
-    if path is None or path.stat().st_size <= size:
-        return read_lines(path)
-    with open(path, "rb") as file:
-        file.seek(-size, os.SEEK_END)
-        text = file.read().decode("utf-8", errors="replace")
-    return _rows_of(text.split("\n", 1)[-1])
+    return [] if path is None else _rows_of(_bytes_of(path, size))
+
+
+def _bytes_of(path: Path, last: int | None) -> bytes:
+    """Returns a file's bytes, or the whole lines in its last bytes; b"" if it was just renamed by a fresh start."""
+    try:
+        with open(path, "rb") as file:
+            length = os.fstat(file.fileno()).st_size
+            if last is None or length <= last:
+                return file.read()
+            file.seek(length - last)
+            return file.read().split(b"\n", 1)[-1]
+    except FileNotFoundError:
+        return b""
 
 
 def read_json(path: Path | None) -> Any:

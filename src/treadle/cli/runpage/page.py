@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from importlib.metadata import version
-from pathlib import Path
 from string import Template
 from typing import Any
 
-from treadle.checkpoint.store import write_text
 from treadle.cli.runpage import tables, words
 from treadle.cli.runpage.charts import axes_in, charts_of
 from treadle.cli.runpage.curves import constants_of, series_of
@@ -25,24 +23,19 @@ _AXES = {"step": "Step", "epoch": "Epoch", "time": "Time"}
 _SMOOTH, _MANY = 0.8, 50  # how much is smoothed at first, where a curve has more points than these
 
 
-def write_run_page(runs: Sequence[RunRecords], path: Path, *, reload: float | None = None) -> Path:
-    """Writes the page, the whole old one or the whole new one.
+def run_page(runs: Sequence[RunRecords], *, reload: float | None = None) -> str:
+    """Returns the page as HTML.
 
     Args:
         runs: what was read of each; their names are distinct.
-        path: the HTML file.
         reload: seconds after which an open page loads itself again; None never.
-
-    Returns:
-        The path.
 
     Raises:
         ImportError: plotly is not installed.
         OSError: a picture cannot be read.
-        CheckpointError: the page cannot be written.
 
     Example:
-        >>> # write_run_page([read_run(Path("runs/spectra"))], Path("report.html"))
+        >>> # page = run_page([read_run(Path("runs/spectra"))])
     """
     rows = [summarize(run) for run in runs]
     charts = charts_of([series_of(run) for run in runs])
@@ -51,7 +44,7 @@ def write_run_page(runs: Sequence[RunRecords], path: Path, *, reload: float | No
         tables.overview(runs, rows), tables.events(runs), tables.sessions(runs), tables.results(runs),
         tables.settings(runs), pictures(runs), samples(runs), tables.checkpoints(runs), tables.environment(runs),
     ]  # fmt: skip
-    text = Template(_asset("page.html")).substitute(
+    return Template(_asset("page.html")).substitute(
         title=escape(title),
         lead=escape(_lead(rows)),
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in _notes(runs, rows)),
@@ -66,7 +59,6 @@ def write_run_page(runs: Sequence[RunRecords], path: Path, *, reload: float | No
         data=_data(runs, charts, title=title, reload=reload),
         script=_asset("page.js"),
     )
-    return write_text(text, path)
 
 
 def plotting_library() -> str:
