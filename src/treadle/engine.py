@@ -87,6 +87,7 @@ class Engine:
     """
 
     face = "engine"
+    state_options = StateOptions()
 
     def __init__(
         self,
@@ -159,7 +160,6 @@ class Engine:
         self.cursor = Cursor(ranks="together")
         self.signals = SignalListener()
         self.averages: dict[str, Ema] = {}
-        self.state_options = StateOptions()
         self.state_parts: list[StatePart] = []
         self.exit_plans: list[ExitPlan] = []
         self.num_ranks = 1
@@ -176,7 +176,6 @@ class Engine:
         self.step_started = 0.0
         self.step_outputs: list[StepOutput] = []
         self.heard: list[list[float]] = []
-        self.notices: list[Callable[[], float]] = []
         self.writes: list[Callable[[], Any]] = []
         self.eval_cursor = Cursor()
         self.target = Target(max_steps=0)
@@ -367,7 +366,9 @@ class Engine:
             return
         announce_running(self)
         self.averages = averages_of_hooks(self)
-        self.notices = [notice for hook in self.hooks if (notice := hook.notice(self)) is not None]
+        self.notices: list[Callable[[], float]] = [
+            notice for hook in self.hooks if (notice := hook.notice(self)) is not None
+        ]
         self.base = FrozenBase(self.model, asked=self.state_options.ignore_frozen_params)
         self.exchange: GradientExchange = gradient_exchange(self.model)
         self.guard = finite_guard(self)

@@ -18,11 +18,11 @@ class RankWriter(CheckpointWriter):
     which every rank knows the moment from the notices of a step: see :meth:`ended`.
 
     Example:
-        >>> from treadle.checkpoint.store import save_checkpoint
+        >>> from treadle.checkpoint.store import load_checkpoint, save_checkpoint
         >>> writer = RankWriter()
         >>> writer.save_file(lambda buffers: {"a": 1}, lambda tree: save_checkpoint(tree, "a.pt"), background=True)
         >>> writer.wait()
-        >>> torch.load("a.pt", weights_only=True)
+        >>> load_checkpoint("a.pt")
         {'a': 1}
     """
 
