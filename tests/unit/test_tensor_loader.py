@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from treadle import ConfigError, TensorLoader
-from treadle.data import Cursor
+from treadle.data import Cursor, MappedLoader
 
 
 def rows(loader):
@@ -155,3 +155,13 @@ def test_a_changed_shuffle_is_refused_and_an_older_state_that_does_not_say_it_lo
         TensorLoader(torch.arange(23), batch_size=5).load_state_dict(state)
     del state["shuffle"]
     TensorLoader(torch.arange(23), batch_size=5, shuffle=True).load_state_dict(state)
+
+
+@pytest.mark.parametrize("loader", [TensorLoader, MappedLoader])
+def test_a_pass_whose_position_another_one_took_says_so_instead_of_going_on_wrongly(loader):
+    rows = loader(torch.arange(23), batch_size=5)
+    training = iter(rows)
+    next(training)
+    assert len(list(rows)) == 4  # an evaluation over the same loader goes on from its position, and ends the epoch
+    with pytest.raises(RuntimeError, match="a loader each"):
+        next(training)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -104,7 +103,7 @@ class MappedLoader(RowLoader):
             if value < 1:
                 raise ConfigError(f"{name}={value!r}: must be at least 1")
         self.device = get_device("cpu" if device is None else device)  # with its number: a thread has one of its own
-        self._pass: weakref.ref[Generator[Any, None, None]] | None = None
+        self._reader: WindowReader | None = None
 
     def _order_of(self, size: int, replicas: int) -> GlobalOrder:
         if not self.shuffle:  # 0, 1, 2, ... is the same order whatever the chunks
@@ -116,19 +115,12 @@ class MappedLoader(RowLoader):
         chunks = {"chunk_rows": self.chunk_rows, "window_chunks": self.window_chunks} if self.shuffle else {}
         return super()._refers_to() | chunks
 
-    def __iter__(self) -> Iterator[Any]:
-        """Yields the rest of the epoch: all of it, unless a state was loaded. A pass that was not ended is closed."""
-        self.close()
-        opened = super().__iter__()
-        assert isinstance(opened, Generator)
-        self._pass = weakref.ref(opened)  # a pass that nobody holds any more ends its thread
-        return opened
-
     def close(self) -> None:
         """Ends the pass and its thread. The position stays, and the next pass goes on from it."""
-        running = None if self._pass is None else self._pass()
-        if running is not None:
-            running.close()
+        self._passes += 1
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
     @contextlib.contextmanager
     def _reading(self, order: GlobalOrder, ahead: Iterator[range]) -> Iterator[Read]:
@@ -139,7 +131,9 @@ class MappedLoader(RowLoader):
         asked = (number for part in ahead for number, _ in windows.spans(part))
         needed = (number for number, _ in itertools.groupby(asked))
         with contextlib.closing(WindowReader(self.arrays, windows, needed, self.device)) as reader:
+            self._reader = reader
             yield lambda part: self._batch(reader, windows, part)
+        self._reader = None
 
     def _batch(self, reader: WindowReader, windows: Windows, part: range) -> Any:
         taken = [reader.take(number, span) for number, span in windows.spans(part)]

@@ -68,6 +68,7 @@ class RowLoader:
         self._distributed = distributed
         self._part = None if rank is None or num_replicas is None else (rank, num_replicas)
         self._start = 0
+        self._passes = 0
 
     @property
     def order(self) -> GlobalOrder:
@@ -104,16 +105,29 @@ class RowLoader:
         self.position = batches
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the rest of the epoch: all of it, unless a state was loaded."""
-        order, (rank, _) = self.order, self._rank_of()
+        """Yields the rest of the epoch: all of it, unless a state was loaded.
+
+        Raises:
+            RuntimeError: a later pass was begun meanwhile; the loader has one position.
+        """
+        self._passes += 1
+        order, (rank, _), own = self.order, self._rank_of(), self._passes
         count = order.num_batches(self._start)
         ahead = (order.part(number, rank, self._start) for number in range(self.position, count))
         with self._reading(order, ahead) as read:
-            while self.position < count:
+            while self.position < count or own != self._passes:
+                self._check_own(own)
                 batch = read(order.part(self.position, rank, self._start))
                 self.position += 1
                 yield batch
         self.set_epoch(self.epoch + 1)
+
+    def _check_own(self, own: int) -> None:
+        if own != self._passes:
+            raise RuntimeError(
+                f"{type(self).__name__}: this pass cannot go on, since it was closed or another one was begun over the "
+                "same loader, which has one position; give training and evaluation a loader each"
+            )
 
     def _reading(self, order: GlobalOrder, ahead: Iterator[range]) -> contextlib.AbstractContextManager[Read]:
         """Opens an epoch: what is entered reads one batch; ``ahead`` tells what will be asked for."""
