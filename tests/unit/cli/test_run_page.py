@@ -106,6 +106,13 @@ def test_a_run_of_a_command_has_a_time_axis_and_its_device(tmp_path, monkeypatch
     assert "<td>trainer.max_steps</td><td>6</td>" in text
 
 
+def test_the_steps_at_which_a_later_process_took_the_run_up(tmp_path):
+    write_lines(tmp_path / "steps.jsonl", step_rows(40))
+    first, second = session_lines(20, status=None), session_lines(40, start=9000.0)
+    write_lines(tmp_path / "sessions.jsonl", [*first, {**second[0], "step": 20}, *second[3:]])
+    assert data_of(page_of(tmp_path))["resumes"] == {"step": [20], "epoch": [2.0], "time": [2.0]}
+
+
 def test_a_torn_run_and_one_that_goes_on(tmp_path):
     write_lines(tmp_path / "steps.jsonl", step_rows(30), torn='{"step": 31, "lo')
     write_lines(tmp_path / "sessions.jsonl", session_lines(30, status=None), torn="{")

@@ -43,16 +43,25 @@ class Series:
 
 def series_of(records: RunRecords) -> list[Series]:
     """Returns the series of a run: those by step first, then those by epoch, then the marks."""
-    values = {} if records.state is None else records.state.values
-    timeline = Timeline(read_sessions(records.sessions))
-    axes = RunAxes(records.steps, values, timeline)
+    axes = _axes_of(records)
     found = [*_of_steps(records.steps, axes), *_of_points(records.points, axes)]
     shown = {(one.chart, one.label) for one in found}
     found += [one for one in _of_epochs(records.epochs, axes) if (one.chart, one.label) not in shown]
-    steps, rates = timeline.speeds()
+    steps, rates = axes.timeline.speeds()
     if rates:
         found.append(_line("speed", "training", axes.of_steps(steps), rates))
-    return [*found, *_marks(records, axes, values)]
+    return [*found, *_marks(records, axes)]
+
+
+def resumes_of(records: RunRecords) -> dict[str, Axis]:
+    """Returns the places where a later process took the run up."""
+    starts = [session.marks[0][0] for session in read_sessions(records.sessions)[1:]]
+    return _axes_of(records).of_steps(starts)
+
+
+def _axes_of(records: RunRecords) -> RunAxes:
+    values = {} if records.state is None else records.state.values
+    return RunAxes(records.steps, values, Timeline(read_sessions(records.sessions)))
 
 
 def _of_steps(rows: Sequence[Row], axes: RunAxes) -> Iterator[Series]:
@@ -114,12 +123,13 @@ def chart_of(key: str) -> tuple[str, str]:
     return (found[2], _PARTS[found[1]]) if found else (key, "training")
 
 
-def _marks(records: RunRecords, axes: RunAxes, values: Mapping[str, Any]) -> Iterator[Series]:
+def _marks(records: RunRecords, axes: RunAxes) -> Iterator[Series]:
     for label, rows in events_of(records.steps).items():
         steps = [row["step"] for row in rows]
         yield Series("loss", label, "mark", axes.of_steps(steps), _heights(records.steps, steps), texts=[
             event_text(row) for row in rows
         ])  # fmt: skip
+    values = {} if records.state is None else records.state.values
     metric, epoch, best = (values.get(f"selection.{key}") for key in ("metric", "best_epoch", "best"))
     if isinstance(metric, str) and isinstance(epoch, int) and epoch > 0 and _number(best) is not None:
         yield Series(

@@ -14,7 +14,9 @@
   const spans = [[1, "s"], [60, "min"], [3600, "h"], [86400, "days"]];
   const darkWanted = matchMedia("(prefers-color-scheme: dark)");
   const touched = matchMedia("(pointer: coarse)").matches;
-  const state = { axis: page.axes[0], smooth: page.smooth, log: false, hidden: [], theme: null, x: null, y: {}, ...load() };
+  const state = {
+    axis: page.axes[0], smooth: page.smooth, log: false, hidden: [], theme: null, x: null, y: {}, ...load(),
+  };
   if (!page.axes.includes(state.axis)) state.axis = page.axes[0];
   let following = false;  // true while charts take over the zoom of another
 
@@ -56,7 +58,8 @@
     const several = page.runs.length > 1;
     return chart.series.flatMap((one) => {
       const trace = {
-        x: places(one.axes), y: one.y, type: "scatter", name: several ? `${page.runs[one.run]}, ${one.label}` : one.label,
+        x: places(one.axes), y: one.y, type: "scatter",
+        name: several ? `${page.runs[one.run]}, ${one.label}` : one.label,
         visible: !state.hidden.includes(one.run), meta: { run: one.run, label: one.label },
         hovertemplate: `%{y:.4g}<extra>${several ? `${page.runs[one.run]}, ` : ""}${one.label}</extra>`,
       };
@@ -91,11 +94,16 @@
     return {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: css("--ink"), size: 12 },
       margin: { l: 52, r: 12, t: 8, b: 40 }, hovermode: "x unified", dragmode: touched ? false : "zoom",
+      shapes: (page.resumes ? places(page.resumes) : []).filter((place) => place !== null).map((place) => ({
+        type: "line", x0: place, x1: place, y0: 0, y1: 1, yref: "paper", layer: "below",
+        line: { color: css("--muted"), width: 1, dash: "dot" },
+      })),
       modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--muted"), activecolor: css("--accent") },
       hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink") } },
       showlegend: page.runs.length === 1 && names.size > 1,
       legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", font: { size: 11 } },
-      xaxis: { ...grid, ...x, spikethickness: 1, spikedash: "dot", spikecolor: css("--muted"), title: { text: title, standoff: 6 },
+      xaxis: { ...grid, ...x, title: { text: title, standoff: 6 },
+        spikethickness: 1, spikedash: "dot", spikecolor: css("--muted"),
         unifiedhovertitle: { text: `${title} %{x}` }, hoverformat: state.axis === "step" ? ",d" : ",.2f" },
       yaxis: { ...grid, ...y, type: state.log ? "log" : "linear", exponentformat: "power", nticks: 7 },
     };
@@ -139,7 +147,8 @@
     following = true;
     const others = page.charts.filter((other) => other !== chart);
     const update = whole ? { "xaxis.autorange": true, "yaxis.autorange": true } : range ? { "xaxis.range": range } : {};
-    Promise.all(others.map((other) => Plotly.relayout(plot(other), { ...update }))).finally(() => { following = false; });
+    const followed = others.map((other) => Plotly.relayout(plot(other), { ...update }));
+    Promise.all(followed).finally(() => { following = false; });
     save();
   }
 

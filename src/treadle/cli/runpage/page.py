@@ -13,9 +13,10 @@ from typing import Any
 
 from treadle.cli.runpage import tables, words
 from treadle.cli.runpage.charts import axes_in, charts_of
-from treadle.cli.runpage.curves import constants_of, series_of
+from treadle.cli.runpage.curves import constants_of, resumes_of, series_of
 from treadle.cli.runpage.pictures import pictures, samples
 from treadle.cli.runpage.records import RunRecords
+from treadle.cli.runpage.sessions import read_sessions
 from treadle.cli.runpage.summary import RunSummary, summarize
 from treadle.hooks.files import to_json
 
@@ -102,6 +103,8 @@ def _notes(runs: Sequence[RunRecords], rows: Sequence[RunSummary]) -> list[str]:
         elif not run.sessions:
             notes.append(f"{run.name}: no times were recorded; a SessionLogHook writes them.")
         same = ", ".join(f"{key} {words.number(value)}" for key, value in constants_of(run).items())
+        if len(runs) == 1 and len(read_sessions(run.sessions)) > 1:
+            notes.append("A dotted line from top to bottom: a later process took the run up there.")
         notes += [f"{run.name}, the same in every epoch: {same}."] if same else []
     if len(runs) > 1 and any(run.epochs for run in runs):
         notes.append("Dots joined by a dotted line: validation. A star: the best epoch.")
@@ -127,7 +130,8 @@ def _controls(runs: Sequence[RunRecords], charts: Sequence[dict[str, Any]]) -> s
 
 def _frame(chart: dict[str, Any]) -> str:
     key, title = escape(chart["key"], quote=True), escape(chart["title"])
-    return f'<figure class="chart"><h3>{title}</h3><div class="plot" id="chart-{key}"></div></figure>'
+    plot = f'<div class="plot" id="chart-{key}" role="img" aria-label="{escape(chart["title"], quote=True)}"></div>'
+    return f'<figure class="chart"><h3>{title}</h3>{plot}</figure>'
 
 
 def _data(runs: Sequence[RunRecords], charts: Sequence[dict[str, Any]], *, title: str, reload: float | None) -> str:
@@ -135,6 +139,7 @@ def _data(runs: Sequence[RunRecords], charts: Sequence[dict[str, Any]], *, title
     values = {
         "title": title, "runs": [run.name for run in runs], "charts": charts, "axes": axes_in(charts) or ["step"],
         "smooth": _SMOOTH if many else 0, "many": _MANY, "reload": reload,
+        "resumes": resumes_of(runs[0]) if len(runs) == 1 else None,
     }  # fmt: skip
     # Inside of a script element, nothing may look like its end or like a comment.
     return json.dumps(to_json(values), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
