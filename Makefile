@@ -10,7 +10,7 @@ demo: $(VENV)/.installed  ## train a masked autoencoder on 1,939 real near-infra
 	$(BIN)/treadle train spectra --out runs/demo
 
 test: $(VENV)/.installed check  ## all that CI runs on the CPU
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal  # on two cores: many tests wait for other processes
 
 check: $(VENV)/.installed  ## style, types, and the documentation, which is left in site
 	$(BIN)/ruff check .

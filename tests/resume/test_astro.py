@@ -27,18 +27,24 @@ def run(seed, *, state=None, **settings):
     return trainer, snapshots.states
 
 
+HALF, NO_CE = {"use_amp": True, "amp_dtype": "fp16"}, {"use_ce": False}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"use_amp": True, "amp_dtype": "fp16"}, {"use_ce": False}],
+    ("settings", "every"),
+    [
+        ({}, 1), (HALF, 2), (NO_CE, 4),
+        pytest.param(HALF, 1, marks=pytest.mark.slow), pytest.param(NO_CE, 1, marks=pytest.mark.slow),
+    ],
     ids=str,
-)
-def test_cut_after_any_of_thirteen_steps(settings):
+)  # fmt: skip
+def test_cut_after_any_of_thirteen_steps(settings, every):
     straight, states = run(0, **settings)
     assert straight.global_step >= STEPS
     expected = straight._engine.state_dict()
     if settings.get("amp_dtype") == "fp16":
         assert straight.applied_steps == straight.global_step - 1
         assert expected["scaler"]["scale"] == 32768.0
-    for cut in range(1, STEPS + 1):
+    for cut in range(1, STEPS + 1, every):
         resumed, _ = run(cut, state=states[cut], **settings)
         assert differences(expected, resumed._engine.state_dict()) == [], f"cut after step {cut}"

@@ -84,7 +84,7 @@ def test_stopping_after_any_step_changes_nothing(settings):
     expected = straight.end()
     steps = sorted(straight.snapshots.states)
     assert len(steps) == straight.engine.step >= 6
-    cuts = steps if settings.get("workers", 0) == 0 else steps[:: max(1, len(steps) // 6)]
+    cuts = steps if settings.get("workers", 0) == 0 else steps[:: max(1, len(steps) // 4)]
     for cut in cuts:
         resumed = Run(1, **settings)
         resumed.engine.load_state_dict(straight.snapshots.states[cut])

@@ -13,6 +13,7 @@ from torch import nn
 
 import spectra_kit as kit
 from helpers import Augmented, MeanSquare, Snapshots, differences, scalar_engine, small_model
+from processes import python
 from treadle import CheckpointingHook, Engine, set_seed
 from treadle.checkpoint import load_checkpoint, save_checkpoint
 from treadle.checkpoint.buffers import HostBuffers, LiveTensors
@@ -164,8 +165,9 @@ def test_an_error_that_nobody_waited_for_is_logged_when_the_interpreter_ends(tmp
         "import sys; writer = CheckpointWriter()\n"
         "writer.save(lambda b: to_plain({'w': torch.ones(9)}, buffers=b), lambda t: save_checkpoint(t, sys.argv[1]))\n"
     )
-    for target, said in [(tmp_path / "a.pt", ""), ("/dev/null/no/a.pt", "was not written")]:
-        done = subprocess.run([sys.executable, "-c", script, str(target)], capture_output=True, text=True)
+    start = [sys.executable, "-c", script]
+    bad = subprocess.run([*start, "/dev/null/no/a.pt"], capture_output=True, text=True)
+    for done, said in [(python(*start[1:], str(tmp_path / "a.pt")), ""), (bad, "was not written")]:
         assert done.returncode == 0
         assert (said in done.stderr) if said else done.stderr == ""
         assert "Traceback" not in done.stderr
