@@ -5,6 +5,12 @@ One step loop, familiar front ends, and science packs. The packs are imported by
 
 from __future__ import annotations
 
+from torch import __version__ as _torch_version
+
+from treadle.requirements import refuse_old_torch as _refuse_old_torch
+
+_refuse_old_torch(str(_torch_version))
+
 from treadle.best import BestRule, EarlyStopping
 from treadle.checkpoint import load_weights, verify_checkpoint
 from treadle.data import (
