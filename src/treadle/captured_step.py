@@ -1,0 +1,213 @@
+"""One captured step: its graph, the memory it reads from and what each replay leaves for the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from treadle.bookkeeping import (
+    Outcome,
+    begin_attempt,
+    clear_gradients,
+    keep_output,
+    move_on,
+    place_of,
+    refuse,
+    skip,
+)
+from treadle.cuda_graph import CudaGraph, FixedBatch, Results, capturable, tensors_of
+from treadle.data.cursor import Group
+from treadle.guard import FiniteGuard, Place, ReplayFlags, Verdict, skipping
+from treadle.nested import map_nested_tensor
+from treadle.task import StepOutput
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+
+class CapturedStep:
+    """One graph and its memory.
+
+    Args:
+        engine: whose step.
+        group: micro-batches of the shape.
+        flags: where a step leaves word of a refusal; None where the host reads that of each step.
+        share: another step whose graph's memory is used too.
+        knows_weight: whether the host knows the weight of each group, which is above 0.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        group: Group,
+        flags: ReplayFlags | None,
+        *,
+        share: CapturedStep | None,
+        knows_weight: bool,
+    ):
+        self._engine = engine
+        self._flags = flags
+        in_place = getattr(engine.cursor.loader, "num_buffers", None) == 1 and len(group.batches) == 1
+        self._inputs = [FixedBatch(batch, engine.device, in_place=in_place) for batch in group.batches]
+        self._guard = _RecordingGuard(flags, knows_weight=knows_weight)
+        self._graph: CudaGraph = CudaGraph(share=None if share is None else share._graph)
+        with aside(engine, self._guard):
+            self._left: _Left = self._graph.record(self._recorded, prepare=lambda: clear_gradients(engine))
+        self._decided = self._guard.flags  # where replays leave them; an eager step makes others
+        self._reads = flags is None or self._guard.weight_on_device
+        clear_gradients(engine)
+
+    def _recorded(self) -> _Left:
+        engine = self._engine
+        with capturable(engine.optimizer):
+            self._train()
+        return _Left(engine.step_outputs, engine.step_info["grad_norm"], device=engine.device)
+
+    def _train(self) -> None:
+        batches = [inputs.batch for inputs in self._inputs]
+        if self._engine.train_step(Group(batches, [0.0] * len(batches))) != "applied":
+            raise RuntimeError("a micro-batch had no loss, which only the host can decide")
+
+    def eager(self) -> list[StepOutput]:
+        """Runs the same step without the graph; returns its outputs."""
+        with aside(self._engine, self._guard):
+            self._train()
+            return self._engine.step_outputs
+
+    def replay(self, group: Group) -> tuple[Tensor, list[StepOutput]]:
+        """Fills the memory, launches the graph and returns the norm and the outputs."""
+        for inputs, batch in zip(self._inputs, group.batches, strict=True):
+            inputs.fill(batch)
+        self._graph.replay()
+        return self._left.read()
+
+    def run(self, group: Group, weights: Sequence[float | None]) -> Outcome:
+        """Runs one step and notes what it gave, as an eager one does."""
+        engine = self._engine
+        begin_attempt(engine, group)
+        engine.step_info["grad_norm"], outputs = norm, _ = self.replay(group)
+        for output, weight in zip(outputs, weights, strict=True):
+            keep_output(engine, output if weight is None else replace(output, weight=weight))
+        if self._flags is not None and not self._reads:
+            self._flags.note(place_of(engine), norm)
+            return move_on(engine)
+        bad, uncounted = self._decided.tolist()
+        if uncounted:
+            return skip(engine, "the total weight is 0")
+        return refuse(engine) if bad else move_on(engine)
+
+
+class _Left:
+    """What a captured step leaves for the host.
+
+    Args:
+        outputs: of its micro-batches.
+        norm: of its gradient.
+        device: what lies elsewhere is a constant.
+    """
+
+    def __init__(self, outputs: list[StepOutput], norm: Tensor, *, device: torch.device):
+        def is_left(value: Any) -> bool:
+            return isinstance(value, Tensor) and value.device == device
+
+        self._outputs = outputs
+        self._tensors = [norm]
+        self._places: list[tuple[int | None, int | None, bool]] = []
+        for output in outputs:
+            loss = self._place(output.loss) if is_left(output.loss) else None
+            weight = self._place(output.weight) if is_left(output.weight) else None
+            tensors = [tensor for tensor in tensors_of(output.records) if is_left(tensor)]
+            self._places.append((loss, weight, bool(tensors)))
+            self._tensors += tensors
+        self._device = device
+        self._results = Results(self._tensors)
+
+    def _place(self, tensor: Any) -> int:
+        self._tensors.append(tensor)
+        return len(self._tensors) - 1
+
+    def read(self) -> tuple[Tensor, list[StepOutput]]:
+        """Returns copies of the norm and the outputs, as the latest replay left them."""
+        found = self._results.read()
+        outputs = []
+        at = 1
+        for output, (loss, weight, has_records) in zip(self._outputs, self._places, strict=True):
+            at += (loss is not None) + (weight is not None)
+            records = output.records
+            if has_records:
+                rest = iter(found[at:])
+
+                def copy(tensor: Tensor, rest: Iterator[Tensor] = rest) -> Tensor:
+                    return next(rest) if tensor.device == self._device else tensor
+
+                records = map_nested_tensor(copy, records)
+                at += sum(tensor.device == self._device for tensor in tensors_of(records))
+            outputs.append(
+                StepOutput(
+                    output.loss if loss is None else found[loss], records,
+                    output.weight if weight is None else found[weight], output.reduction,
+                    num_samples=output.num_samples,
+                )
+            )  # fmt: skip
+        return found[0], outputs
+
+
+class _RecordingGuard(FiniteGuard):
+    """Leaves the decision to the device and reads nothing.
+
+    Args:
+        replays: where a refusal is told; None: :attr:`flags` of each step is read.
+        knows_weight: whether the host knows that something counts.
+
+    Attributes:
+        flags: whether the gradient is not finite, and whether nothing counts.
+        weight_on_device: whether the device knows the step's weight, and the host does not.
+    """
+
+    recording = True
+
+    def __init__(self, replays: ReplayFlags | None, *, knows_weight: bool):
+        super().__init__()
+        self._knows_weight = knows_weight
+        self._replays = replays
+        self._found: Tensor | None = None
+        self.flags = torch.zeros(())
+        self.weight_on_device = False
+
+    def judge(self, norm: Tensor, total_weight: float | Tensor) -> Verdict:
+        """Computes the flags."""
+        self.weight_on_device = isinstance(total_weight, Tensor) and not self._knows_weight
+        if self._replays is not None and not self.weight_on_device:
+            self._found = self._replays.raise_for(norm)
+            return Verdict(finite=True, counted=True)
+        bad = ~torch.isfinite(norm)
+        nothing = ~(total_weight > 0) if isinstance(total_weight, Tensor) else torch.zeros_like(bad)
+        self.flags = torch.stack([bad, nothing])
+        self._found = self.flags.any().float()
+        return Verdict(finite=True, counted=True)
+
+    def apply(self, optimizer: Any, norm: Tensor, total_weight: float | Tensor, *, place: Place) -> None:
+        """Steps the optimizer, which leaves the step out where a flag is set."""
+        assert self._found is not None, "judge() comes first"
+        with skipping(optimizer, self._found):
+            optimizer.step()
+
+
+_NOTED = ("guard", "group", "micro_steps", "last_lr", "term_totals", "heard", "step_info", "step_outputs")
+
+
+@contextlib.contextmanager
+def aside(engine: Engine, guard: FiniteGuard) -> Iterator[None]:
+    """Lets steps run inside the block of which the engine keeps nothing."""
+    before = {name: getattr(engine, name) for name in _NOTED}
+    engine.guard = guard
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(engine, name, value)

@@ -1,0 +1,210 @@
+"""What is decided about capturing steps, with a graph that runs its work anew; the real one is tried on a GPU."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import treadle.capture
+import treadle.capture_check
+import treadle.captured_step
+from helpers import differences
+from treadle import BaseTrainer, ConfigError, Engine, StepOutput, TensorLoader
+from treadle.cuda_graph import FixedBatch, shape_of
+from treadle.hooks import BaseHook, EmaHook
+
+
+class Rerun:
+    """A graph that calls its function at each replay and puts the results where those of the first call lie."""
+
+    made = 0
+
+    def __init__(self, share=None):
+        type(self).made += 1
+
+    def record(self, function, *, prepare):
+        self.step, self.prepare = function.__self__, prepare
+        for _ in range(3):
+            prepare()
+            left = function()
+        self.function, self.left, self.flags = function, left, self.step._guard.flags
+        return left
+
+    def replay(self):
+        self.prepare()
+        with treadle.captured_step.aside(self.step._engine, self.step._guard):
+            again = self.function()
+        for (mine, _), (new, _) in zip(self.left._results._packed, again._results._packed, strict=True):
+            mine.copy_(new)
+        self.flags.copy_(self.step._guard.flags)
+        self.step._guard.flags = self.flags
+        self.prepare()
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(treadle.captured_step, "CudaGraph", Rerun)
+    monkeypatch.setattr(treadle.capture, "_why_not", lambda engine: None)
+    monkeypatch.setattr(treadle.capture_check, "_host_rng", lambda: 0)  # dropout draws there
+    Rerun.made = 0
+
+
+class Fit:
+    def step(self, model, batch, totals=None, generator=None):
+        x, y = batch
+        gap = (model(x) - y).square().mean()
+        return StepOutput(gap, {"double": gap * 2, "three": 3}, weight=float(len(x)), num_samples=len(x))
+
+
+def engine_of(capture, *, task=None, hooks=(), **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+    hooks = [EmaHook(0.9), *hooks]
+    return Engine(
+        model, optimizer, task or Fit(), scheduler=schedule, device="cpu", grad_clip=1.0, hooks=hooks, capture=capture,
+        **options,
+    )  # fmt: skip
+
+
+def loader_of(**options):
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(50, 8, generator=generator), torch.randn(50, 1, generator=generator)
+    if options.pop("bad", False):
+        x[0] = float("nan")
+    return TensorLoader(x, y, batch_size=8, shuffle=True, **options)
+
+
+def run(capture, steps=40, *, state=None, loader=None, **options):
+    engine = engine_of(capture, **options)
+    if state is not None:
+        engine.load_state_dict(state)
+    engine.run(loader_of() if loader is None else loader, max_steps=steps)
+    return engine
+
+
+def same(one, other):
+    a, b = one.state_dict(), other.state_dict()
+    for key in ("model", "optimizer", "rng", "progress", "scheduler", "ema"):
+        assert not differences(a[key], b[key]), key
+    return True
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2}, {"max_non_finite_grad_retries": 1}])
+def test_captured_steps_count_log_and_average_as_eager_ones(on_the_cpu, options):
+    bad = "max_non_finite_grad_retries" in options
+    loaders = loader_of(bad=bad), loader_of(bad=bad, num_buffers=options.get("accumulation_steps", 1))
+    one, other = (run(capture, loader=loader, **options) for capture, loader in zip((False, True), loaders))
+    assert same(one, other)
+    assert one.train_means() == other.train_means()
+    assert Rerun.made == 2  # whole groups, and the short one at each epoch's end
+
+
+@pytest.mark.parametrize("cut", [1, 2, 7])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_stop_in_one_mode_goes_on_in_the_other(on_the_cpu, first, cut):
+    state = run(first, cut).state_dict()
+    assert same(run(False), run(not first, state=state))
+
+
+def test_the_host_part_of_a_task_stays_outside_and_its_weight_is_that_of_each_step(on_the_cpu):
+    class Masked(Fit):
+        def prepare_batch(self, model, batch):
+            x, y = batch
+            mask = torch.rand(len(x)) < 0.5
+            return {"x": x, "y": y, "mask": mask}, float(mask.sum())
+
+        def step(self, model, batch, totals=None, generator=None):
+            given = batch if isinstance(batch, dict) else self.prepare_batch(model, batch)[0]
+            gaps = (model(given["x"]) - given["y"]).square().mean(1)
+            count = given["mask"].sum()
+            return StepOutput(gaps.mul(given["mask"]).sum() / count, weight=float(count))
+
+    one, other = run(False, task=Masked()), run(True, task=Masked())
+    assert same(one, other)
+    assert one.train_means() == other.train_means()
+
+
+def test_a_layer_that_is_frozen_and_a_number_as_learning_rate_are_noticed(on_the_cpu):
+    class Change(BaseHook):
+        def on_after_step(self, trainer):
+            if trainer.step == 15:
+                trainer.model[0].requires_grad_(False)
+            if trainer.step == 20:
+                trainer.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+
+    assert same(run(False, hooks=[Change()]), run(True, hooks=[Change()]))
+
+
+def test_a_step_that_gives_other_numbers_is_refused_or_told_once(on_the_cpu, caplog):
+    class Counts(Fit):
+        calls = 0
+
+        def step(self, model, batch, totals=None, generator=None):
+            self.calls += 1
+            output = super().step(model, batch)
+            return StepOutput(output.loss * self.calls, weight=output.weight)
+
+    with pytest.raises(ConfigError, match="something that changes from call to call") as caught:
+        run(True, task=Counts())
+    assert "capture='auto' or False" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("batch", "reason"), [([1, {1, 2}], "a set"), ((torch.zeros(1), object()), "a object")], ids=["set", "object"]
+)
+def test_a_batch_of_unknown_kind_is_refused(on_the_cpu, batch, reason):
+    class Odd(Fit):
+        def step(self, model, batch, totals=None, generator=None):
+            return StepOutput(model(torch.ones(1, 8)).mean())
+
+    with pytest.raises(ConfigError, match=f"a batch holds {reason}"):
+        run(True, task=Odd(), loader=[batch] * 3, steps=3)
+
+
+def test_terms_counted_on_the_host_are_refused(on_the_cpu):
+    class Terms(Fit):
+        def weights(self, batch):
+            return {"gap": float(len(batch[0]))}
+
+    with pytest.raises(ConfigError, match="terms of the loss are counted on the host"):
+        run(True, task=Terms())
+
+
+def test_without_cuda_true_is_an_error_before_any_step_and_auto_says_why(caplog):
+    with pytest.raises(ConfigError, match="the device is cpu; CUDA graphs need a CUDA device"):
+        engine_of(True).prepare()
+    with caplog.at_level(logging.WARNING):
+        auto = run("auto", steps=5)
+    assert same(run(False, steps=5), auto)
+    assert sum("steps are not captured: the device is cpu" in message for message in caplog.messages) == 1
+
+
+def test_another_value_is_an_error_at_once():
+    with pytest.raises(ConfigError, match="capture='yes': use True, False or 'auto'"):
+        BaseTrainer(max_steps=1, capture="yes")
+
+
+def test_shapes_types_and_plain_values_tell_batches_apart():
+    x = torch.zeros(2, 3)
+    alike = [(x, x + 1), (x, 3), {"a": x, "b": [x, None]}]
+    assert len({shape_of(batch) for batch in alike}) == 3
+    assert shape_of([x, 3]) != shape_of([x, 4])
+    assert shape_of((x, [x, 3])) != shape_of((x, [x, 4]))
+    assert shape_of(x) != shape_of(x.long())
+
+
+def test_batches_are_copied_into_fixed_memory_unless_they_lie_there():
+    first = {"x": torch.zeros(2), "n": 3}
+    fixed, own = FixedBatch(first, torch.device("cpu")), FixedBatch(first, torch.device("cpu"), in_place=True)
+    first["x"] += 1
+    assert fixed.batch["x"].tolist() == [0, 0]
+    assert own.batch["x"].tolist() == [1, 1]
+    fixed.fill(first)
+    own.fill({"x": torch.full((2,), 5.0), "n": 3})
+    assert fixed.batch["x"].tolist() == [1, 1]
+    assert first["x"].tolist() == [5, 5]
