@@ -1,0 +1,187 @@
+"""Samples a second of torch's DataLoader and of treadle's loaders, nothing trained, in one run on one machine.
+
+    python benchmarks/loader.py                # writes results/loader.md and .json (loader_gpu where there is a GPU)
+    python benchmarks/loader.py --tiny         # a trial, writes nothing
+
+All give the same rows, shuffled, on the device that would train: the CPU, or the GPU where there is one, to which the
+DataLoader's batches are moved as each comes. Every round runs a pass of every way, in another order each time, so that
+what else the machine does falls on all of them. Where it does much, the processor time is the figure to look at: of all
+threads of this process, and not of the workers of a DataLoader. Workers persist, and a first pass that starts them is
+not counted. On a GPU there is one more figure: beside matrix products that keep it busy meanwhile, as training does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from machine import describe, write_result
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from treadle import MappedLoader, TensorLoader, TransferLoader
+
+SHAPES = {"spectra, 256 floats": (40_960, 256, np.float32), "tokens, 1024 integers": (8_192, 1024, np.int64)}
+PLAIN = "DataLoader, 0 workers"
+WIDTH, PRODUCTS = 2048, 24  # of the matrix products beside
+
+
+class Moved:
+    """Moves the batches of a loader as each comes, as a hand-written loop does."""
+
+    def __init__(self, loader: Iterable[Any], device: torch.device):
+        self.loader, self.device = loader, device
+
+    def __iter__(self) -> Iterator[Any]:
+        for (batch,) in self.loader:
+            yield batch.to(self.device, non_blocking=True)
+
+
+def ways(array: np.memmap, batch_size: int, device: torch.device) -> dict[str, Iterable[Any]]:
+    """Returns the loaders by name, all over the same rows."""
+    rows = torch.from_numpy(np.array(array))
+    on_gpu = device.type == "cuda"
+
+    def torchs(num_workers: int) -> DataLoader[Any]:
+        return DataLoader(
+            TensorDataset(rows), batch_size, shuffle=True, num_workers=num_workers, pin_memory=on_gpu,
+            persistent_workers=num_workers > 0,
+        )  # fmt: skip
+
+    def ours(**settings: Any) -> TensorLoader:
+        return TensorLoader(rows, batch_size=batch_size, shuffle=True, device=device, **settings)
+
+    found: dict[str, Iterable[Any]] = {
+        PLAIN: Moved(torchs(0), device),
+        "DataLoader, 2 workers": Moved(torchs(2), device),
+        "TransferLoader(DataLoader, 0 workers)": TransferLoader(torchs(0), device),
+        "TransferLoader(DataLoader, 2 workers)": TransferLoader(torchs(2), device),
+        "TensorLoader": ours(),
+        "TensorLoader(num_buffers=1)": ours(num_buffers=1),
+        "MappedLoader, windows of 8 MiB": MappedLoader(
+            array, batch_size=batch_size, shuffle=True, window_chunks=8, device=device
+        ),
+    }
+    if on_gpu:
+        on_cpu = TensorLoader(rows, batch_size=batch_size, shuffle=True)
+        found["TransferLoader(TensorLoader on the CPU)"] = TransferLoader(on_cpu, device)
+    return found
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def one_pass(loader: Iterable[Any], device: torch.device, beside: Callable[[], object] | None) -> tuple[float, float]:
+    """Returns the seconds of a pass by the clock, the device's work included, and those of the processor."""
+    synchronize(device)
+    start, used = time.perf_counter(), time.process_time()
+    for _ in loader:
+        if beside is not None:
+            beside()
+    synchronize(device)
+    return time.perf_counter() - start, time.process_time() - used
+
+
+def measure(
+    found: dict[str, Iterable[Any]], device: torch.device, *, rounds: int, beside: Callable[[], object] | None
+) -> dict[str, list[tuple[float, float]]]:
+    """Returns the seconds of each pass of each way."""
+    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in found}
+    order = random.Random(0)
+    for number in range(rounds + 1):
+        for way in order.sample(list(found), len(found)):
+            taken = one_pass(found[way], device, beside)
+            if number:  # the first starts workers and takes the memory that later ones use again
+                seconds[way].append(taken)
+    return seconds
+
+
+def products(device: torch.device) -> Callable[[], Tensor]:
+    """Returns the work of a step that is not there."""
+    weight = torch.randn(WIDTH, WIDTH, device=device, dtype=torch.bfloat16)
+
+    def beside() -> Tensor:
+        product = weight
+        for _ in range(PRODUCTS):
+            product = product @ weight
+        return product
+
+    return beside
+
+
+def rate(count: int, passes: list[tuple[float, float]]) -> str:
+    """Returns samples a second by the clock: median, least and most."""
+    clock = [seconds for seconds, _ in passes]
+    least, middle, most = (f"{count / number:,.0f}" for number in (max(clock), median(clock), min(clock)))
+    return f"{middle} ({least} – {most})"
+
+
+def processor(count: int, passes: list[tuple[float, float]]) -> float:
+    """Returns the microseconds of processor time a sample, median."""
+    return 1e6 * median(used for _, used in passes) / count
+
+
+def table(folder: Path, device: torch.device, *, batch_sizes: list[int], rounds: int, share: int) -> list[dict]:
+    """Measures everything and returns the rows of the table."""
+    lines = []
+    for workload, (count, width, dtype) in SHAPES.items():
+        count //= share
+        array = np.memmap(folder / "rows.bin", dtype=dtype, mode="w+", shape=(count, width))
+        array[:] = np.random.default_rng(0).integers(0, 100, (count, width))
+        array.flush()
+        for batch_size in batch_sizes:
+            found = ways(array, batch_size, device)
+            alone = measure(found, device, rounds=rounds, beside=None)
+            with_work = measure(found, device, rounds=rounds, beside=products(device)) if device.type == "cuda" else {}
+            base = processor(count, alone[PLAIN])
+            for way in found:
+                line = {"workload": workload, "batch": batch_size, "way": way}
+                line["samples/s"] = rate(count, alone[way])
+                if with_work:
+                    line["samples/s beside a step"] = rate(count, with_work[way])
+                line["processor µs a sample"] = f"{processor(count, alone[way]):.2f}"
+                line["of DataLoader, 0 workers"] = f"{processor(count, alone[way]) / base:.2f}"
+                lines.append(line)
+                print(line, flush=True)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--folder", type=Path, help="where the rows are written and removed; a temporary folder")
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    logging.getLogger("treadle").setLevel(logging.ERROR)  # that there is no GPU is known
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.tiny:
+        options.rounds = 1
+    before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        rows = table(
+            Path(name), device, batch_sizes=options.batch_sizes, rounds=options.rounds, share=20 if options.tiny else 1
+        )
+    if options.tiny:
+        return
+    load = f"{before:.1f} before and {os.getloadavg()[0]:.1f} after, with other work on the cores"
+    title = f"Samples a second that loaders give, shuffled, on the {'GPU' if device.type == 'cuda' else 'CPU'}"
+    machine = describe() | {"load": load}
+    write_result("loader_gpu" if device.type == "cuda" else "loader", title, list(rows[0]), rows, machine)
+
+
+if __name__ == "__main__":
+    main()
