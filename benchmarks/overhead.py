@@ -6,8 +6,10 @@
 All train the same model on the same batches, which are in memory already, with the same AdamW, gradients clipped. Every
 round runs every way, in another order each time, so that what else the machine does falls on all of them. A step is
 timed from the end of one to the end of the next, by the clocks that each way's own callback reads: the time that
-passed, and what this process had of the processor, which other programs on the machine change less. On the CPU the
-comparison with the loop is one of processor time. Peers that are not installed are left out.
+passed, and what this process had of the processor. A round counts with its median step, since on a shared machine a
+step that another program interrupted costs several times as much; what a way does only every few dozen steps is not in
+it (``scale.py`` has means over a long run). On the CPU the comparison with the loop is one of processor time. Peers
+that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import contextlib
 import importlib.util
 import io
+import itertools
 import logging
 import random
 import tempfile
@@ -111,10 +114,9 @@ class Clock:
         self.times.append((time.perf_counter(), time.process_time()))
 
     def per_step(self) -> Cost:
-        """Returns the mean from one step's end to the next, those at the start left out."""
-        times = self.times[self.warm_up :]
-        (wall, processor), (wall_end, processor_end) = times[0], times[-1]
-        return Cost(1e6 * (wall_end - wall) / (len(times) - 1), 1e6 * (processor_end - processor) / (len(times) - 1))
+        """Returns the median from one step's end to the next, those at the start left out."""
+        pairs = list(itertools.pairwise(self.times[self.warm_up :]))
+        return Cost(*(1e6 * median(end[clock] - start[clock] for start, end in pairs) for clock in (0, 1)))
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
