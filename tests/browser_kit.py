@@ -16,7 +16,7 @@ MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) i
 _ARGUMENTS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
-    "--window-size=1200,900",
+    "--hide-scrollbars", "--window-size=1200,900",
 )  # fmt: skip
 _PATIENCE = 60.0  # seconds
 

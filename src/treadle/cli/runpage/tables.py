@@ -129,7 +129,7 @@ def sessions(runs: Sequence[RunRecords]) -> str:
                 words.duration(one.seconds), words.number((last - first) / one.seconds if one.seconds else None),
             ])  # fmt: skip
     head = ["run", "started", "how it ended", "steps", "time", "steps/s"]
-    return section("Sessions", _of_runs(runs, head, rows, numbers=range(3, 6)))
+    return section("Sessions", _of_runs(runs, head, rows, numbers=range(3, 6)), wide=len(runs) > 1)
 
 
 def results(runs: Sequence[RunRecords]) -> str:
