@@ -6,6 +6,7 @@ repository; on the site it leads to a page that shows the file. So one text serv
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
@@ -86,10 +87,21 @@ def as_page(target: Path, top: Path) -> str:
     """Returns the text of the page for a file or folder."""
     if target.suffix == ".md":
         return target.read_text(encoding="utf-8")
+    if target.suffix == ".ipynb":
+        return notebook_page(target)
     paths = sorted(path for path in target.iterdir() if path.is_file()) if target.is_dir() else [target]
     parts = [f"# {target.relative_to(top).as_posix()}"]
     for path in paths:
         title = f' title="{path.name}"' if target.is_dir() else ""
         text = path.read_text(encoding="utf-8").rstrip()
         parts.append(f"````{LANGUAGES.get(path.suffix, 'text')}{title}\n{text}\n````")
+    return "\n\n".join(parts) + "\n"
+
+
+def notebook_page(target: Path) -> str:
+    """Returns the cells of a notebook one below another."""
+    parts = []
+    for cell in json.loads(target.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"````python\n{text}\n````")
     return "\n\n".join(parts) + "\n"

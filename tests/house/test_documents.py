@@ -90,6 +90,11 @@ def test_every_test_and_file_that_a_document_names_exists(document):
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def test_every_page_has_a_place_in_the_site():
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert [page for page in PAGES if not re.search(rf"[ :]{re.escape(page)}$", site, flags=re.MULTILINE)] == []
+
+
 @pytest.fixture
 def give(monkeypatch):
     """Gives a command in this process, as if it were a new one that has imported nothing of the folder it is in."""
