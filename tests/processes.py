@@ -136,7 +136,8 @@ def _forget_the_parent() -> None:
     random.seed()
     np.random.seed()
     torch.default_generator.manual_seed(_SEED_OF_A_NEW_PROCESS)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # setting it imports the compiler, which takes a second
+        torch.use_deterministic_algorithms(False)
 
 
 def _run(arguments: list[str]) -> int:

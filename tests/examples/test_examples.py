@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,22 @@ def test_own_molecules_are_learned_and_a_second_call_shows_the_same(tmp_path):
 def test_an_example_is_under_80_lines_and_has_a_test(example):
     assert len(example.read_text(encoding="utf-8").splitlines()) < 80
     assert example.name in Path(__file__).read_text(encoding="utf-8")
+
+
+SHORT = {
+    "functional_tecator.py": ["--epochs", "1"],
+    "graphs_own_molecules.py": ["--epochs", "1", "--count", "60"],
+    "mini_digits.py": ["--max-steps", "2", "--device", "cpu"],
+    "spectra_tecator.py": ["--epochs", "1"],
+    "text_lora.py": ["--epochs", "1", "--lora-epochs", "1"],
+    "train_with_meaningful_loss.py": ["--epochs", "1", "--rows", "30"],
+}
+
+
+@pytest.mark.slow  # a new interpreter for each; the tests above fork this one, which has imported much
+@pytest.mark.parametrize("name", SHORT)
+def test_an_example_imports_what_it_needs(name, tmp_path):
+    where = ["--workspace" if name == "mini_digits.py" else "--out", str(tmp_path)]
+    command = [sys.executable, str(EXAMPLES / name), *SHORT[name], *where]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
