@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from treadle import ConfigError, Engine, ProgressBarHook, StepOutput
+from treadle import ConfigError, Engine, ProgressBarHook, ProgressHook, StepOutput
 from treadle.hooks.bar import fitting
 
 
@@ -154,3 +154,88 @@ def test_rich_is_asked_for_only_when_training_starts(monkeypatch: pytest.MonkeyP
 def test_times_out_of_range_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         ProgressBarHook(**values)  # type: ignore[arg-type]
+
+
+class _Clock:
+    """Stands for ``time``: every look at it is at the time that was set."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class _Slow(_Square):
+    """Each step takes as long as the clock is moved."""
+
+    def __init__(self, clock: _Clock, seconds: float):
+        self.clock, self.seconds = clock, seconds
+
+    def step(self, *args: Any, **kwargs: Any) -> StepOutput:
+        self.clock.now += self.seconds
+        return super().step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("make", [lambda: ProgressBarHook(line_seconds=0), lambda: ProgressHook(eta_warmup=1)])
+def test_rate_and_time_left_after_a_resume_are_of_this_process(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = _Clock()
+    for module in ("treadle.hooks.bar.time", "treadle.hooks.progress.time"):
+        monkeypatch.setattr(module, clock)
+    first = _engine(make())
+    first.task = _Slow(clock, 100.0)
+    first.run(_LOADER, max_steps=6)
+    second = _engine(make())
+    second.load_state_dict(first.state_dict())
+    second.task = _Slow(clock, 2.0)
+    clock.now += 3600  # it lay still for an hour
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        second.run(_LOADER, max_steps=10)
+    lines = [message for message in caplog.messages if "/10" in message and "loss" in message]
+    left = [found[1] for line in lines if (found := re.search(r"eta (\S+)", line))]
+    assert left[:3] == ["0:00:06", "0:00:04", "0:00:02"]
+    rates = [found[1] for line in lines if (found := re.search(r" (\d+)/s", line))]
+    assert set(rates) <= {"1"}  # two samples in two seconds
+
+
+class _Notebook(io.StringIO):
+    """What a kernel gives for stderr: it is no terminal, and has no number."""
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        raise io.UnsupportedOperation("fileno")
+
+
+def test_a_notebook_without_widgets_gets_one_line_that_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    stream = _Notebook()
+    _engine(ProgressBarHook(console=Console(force_jupyter=True, file=stream))).run(_LOADER, epochs=2)
+    text = stream.getvalue()
+    assert text.count("\n") == 1
+    assert text.endswith("\n")
+    last = text.rstrip().split("\r")[-1]
+    assert "epoch 2/2 step 8/8 loss " in last
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("stream", [_Notebook(), None, object()])
+def test_any_stream_for_stderr_is_good_enough(
+    stream: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.stderr", stream)
+    with caplog.at_level(logging.INFO):
+        _engine(ProgressBarHook(line_seconds=0)).run(_LOADER, epochs=1)
+    assert any("epoch 1/1" in message for message in caplog.messages)
+
+
+def test_no_color_draws_a_bar_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    console = _terminal()
+    _engine(ProgressBarHook(console=console)).run(_LOADER, epochs=1)
+    assert "epoch 1/1" in _text(console)
+    assert re.findall(r"\x1b\[(?:3|4|9|10)\d", _text(console)) == []

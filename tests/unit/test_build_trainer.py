@@ -119,7 +119,7 @@ def test_what_would_not_be_used_or_is_missing_is_refused(case):
 
 
 def test_a_wrong_value_is_the_trainers_own_error():
-    with pytest.raises(ConfigError, match="max_steps=-1: must be >= 0"):
+    with pytest.raises(ConfigError, match="max_steps=-1: must be a whole number"):
         build_trainer(config(trainer={"type": "Fit", "max_steps": -1}), registry)
 
 

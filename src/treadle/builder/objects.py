@@ -163,10 +163,18 @@ def build_at(place: str, cfg: Mapping[str, Any], registry: Registry, recursive: 
         return functools.partial(target, *positional, **named)
     try:
         return target(*positional, **named)
-    except TypeError as error:
-        if not _refused_by_call(target, positional, named, error):
-            raise
-        raise ConfigError(_refusal(target, named, name, place, str(error))) from error
+    except (TypeError, ValueError) as error:
+        if isinstance(error, TypeError) and _refused_by_call(target, positional, named, error):
+            raise ConfigError(_refusal(target, named, name, place, str(error))) from error
+        _note_values(error, place, name, cfg)
+        raise
+
+
+def _note_values(error: Exception, place: str, name: str, cfg: Mapping[str, Any]) -> None:
+    """Adds to an error from inside a constructor what the configuration gave it: a value there may be the cause."""
+    if hasattr(error, "add_note") and not isinstance(error, ConfigError):  # from Python 3.11 on
+        given = ", ".join(f"{key}={value!r}" for key, value in cfg.items() if key not in ("type", "*"))
+        error.add_note(f"while building {place + ': ' if place else ''}{name}({given})")
 
 
 def find_target(name: Any, place: str, registry: Registry) -> Callable[..., Any]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -50,10 +53,24 @@ def run_config(
     if target.get("seed") is None:
         _log.info("%s gives no seed, so a fresh run starts from other weights each time; seed: 0 would fix them", file)
     with tracked(trackers, lambda: target), observing(_Keeper(RunRecordHook(file, settings, target))):
+        started = time.perf_counter()
         trainer = train_from(target, file.parent)
-        where = getattr(trainer, "workspace", None)
-        if distributed.rank() == 0 and where is not None:
-            _log.info("trained to step %d; the run's files are in %s", trainer.step, where)
+        if distributed.rank() == 0:
+            _log.info("%s", _end_block(trainer, seconds=time.perf_counter() - started))
+
+
+def _end_block(trainer: Any, *, seconds: float) -> str:
+    """Returns where a run stands and where its files are, a line each."""
+    if not isinstance(trainer, Engine):
+        return "trained"
+    took = timedelta(seconds=round(seconds))
+    lines = [f"trained to step {trainer.step}, {trainer.epoch} whole epochs; this took {took}"]
+    if distributed.world_size() == 1 and (loss := trainer.train_means().get("loss")) is not None:
+        lines.append(f"  loss       {loss:.4g} (mean of the running epoch)")
+    if trainer.workspace is not None:
+        lines.append(f"  files      {trainer.workspace}")
+        lines.append(f"  see also   treadle report {trainer.workspace}")
+    return "\n".join(lines)
 
 
 def show_config(file: Path, settings: Sequence[str], console: Console) -> None:

@@ -13,6 +13,7 @@ from rich.text import Text
 from treadle.cli.launch import launched_rank, leave_for_torchrun
 from treadle.cli.user_errors import described
 from treadle.errors import ConfigError, TreadleError
+from treadle.hooks.bar import is_terminal
 
 
 def result_console() -> Console:
@@ -28,7 +29,7 @@ def message_console() -> Console:
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     # Never control characters in a file or a pipe, not even when FORCE_COLOR is set for other programs.
-    terminal = None if stream.isatty() else False
+    terminal = None if is_terminal(stream) else False
     return Console(stderr=stderr, force_terminal=terminal, highlight=False, quiet=launched_rank() != 0)
 
 
@@ -96,7 +97,7 @@ def errors_as_one_line(console: Console) -> Iterator[None]:
         leave_for_torchrun(error)
         if launched_rank():
             text = f"rank {launched_rank()}: {text}"
-        _audible(console).print(Text("error: ", style="bold red").append(Text(text, style="default")), soft_wrap=True)
+        _audible(console).print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.errors import ConfigError
@@ -29,10 +30,10 @@ _LEAST_BAR = 8
 class ProgressBarHook(BaseHook):
     """Shows epoch, step, loss, learning rate, gradient norm, samples per second and the time left.
 
-    On a terminal and in notebooks it is one line that is redrawn; where stderr is a file or a pipe it is a log line
-    of ``trainer.logger`` now and then. Loss and gradient norm are means since the last one shown. Tensors are read on
-    the host when something is shown, and at no other time. The hook has no part in a checkpoint, so a run may be
-    resumed with or without it.
+    On a terminal and in notebooks it is one line that is redrawn, in a notebook without ipywidgets one without a bar;
+    where stderr is a file or a pipe it is a log line of ``trainer.logger`` now and then. Loss and gradient norm are
+    means since the last one shown. Tensors are read on the host when something is shown, and at no other time. The hook
+    has no part in a checkpoint, so a run may be resumed with or without it.
 
     Args:
         refresh_seconds: time between two updates of the bar, at least 0.1.
@@ -66,6 +67,7 @@ class ProgressBarHook(BaseHook):
         self.console = console
         self._means = RunningMeans()
         self._progress: Progress | None = None
+        self._line: _RedrawnLine | None = None
         self._bar: BarColumn | None = None
         self._task: TaskID | None = None
         self._shown: dict[str, Any] = {}
@@ -81,7 +83,7 @@ class ProgressBarHook(BaseHook):
         self._started = self._last_time = time.perf_counter()
         self._means.reset()
         self._shown = {}
-        self._progress = None
+        self._progress = self._line = None
         if not self._silent:
             self._open(trainer)
 
@@ -94,10 +96,13 @@ class ProgressBarHook(BaseHook):
             raise ImportError(f"ProgressBarHook needs rich ({error}): pip install 'treadle[cli]'") from error
         if self.console is None:
             # rich takes FORCE_COLOR for a terminal, and a bar in a log file is of no use to anybody.
-            console = Console(stderr=True, force_terminal=None if sys.stderr.isatty() else False)
+            console = Console(stderr=True, force_terminal=None if is_terminal(sys.stderr) else False)
         else:
             console = self.console
         if not (console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)):
+            return
+        if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
+            self._line = _RedrawnLine(console.file)  # rich would show a warning and nothing else
             return
         self._bar = BarColumn(bar_width=_BAR_WIDTH, style="bright_black", complete_style="cyan", finished_style="green")
         text = TextColumn("{task.description}", markup=False)
@@ -116,7 +121,7 @@ class ProgressBarHook(BaseHook):
             self._means.add_value("grad_norm", trainer.step_info["grad_norm"])
         self._means.add_value("num_samples", Total(trainer.step_info["num_samples"]))
         waited = time.perf_counter() - self._last_time
-        if self._progress is not None:
+        if self._progress is not None or self._line is not None:
             if waited >= self.refresh_seconds or trainer.is_last_step:
                 self._show(trainer)
         elif waited >= self.line_seconds and not _at_the_end_of_an_epoch(trainer):
@@ -127,7 +132,8 @@ class ProgressBarHook(BaseHook):
         """Shows what the epoch's evaluation gave."""
         if self._silent:
             return
-        if self._progress is not None or time.perf_counter() - self._last_time >= self.line_seconds:
+        redrawn = self._progress is not None or self._line is not None
+        if redrawn or time.perf_counter() - self._last_time >= self.line_seconds:
             self._show(trainer, epoch=trainer.epoch)
 
     def on_after_train(self, trainer: Engine) -> None:
@@ -141,7 +147,9 @@ class ProgressBarHook(BaseHook):
         """Leaves the terminal as it was, with the last state of the bar on it."""
         if self._progress is not None:
             self._progress.stop()
-            self._progress = None
+        if self._line is not None:
+            self._line.stop()
+        self._progress = self._line = None
 
     # -- what is shown --------------------------------------------------------------------------------------------
 
@@ -159,6 +167,9 @@ class ProgressBarHook(BaseHook):
         self._means.reset()
         self._last_time = now
         total = trainer.total_steps
+        if self._line is not None:
+            self._line.show(" ".join(text for _, text in self._parts(trainer, epoch, total, now)))
+            return
         if self._progress is None:
             trainer.logger.info("%s", " ".join(text for _, text in self._parts(trainer, epoch, total, now)))
             return
@@ -195,6 +206,34 @@ class ProgressBarHook(BaseHook):
         if self.status is not None and (status := self.status()):
             parts.append((2, status))
         return parts
+
+
+class _RedrawnLine:
+    """A line that is written over itself, which every notebook shows as one."""
+
+    def __init__(self, stream: IO[str]):
+        self._stream = stream
+        self._width = 0
+
+    def show(self, text: str) -> None:
+        self._stream.write(f"\r{text.ljust(self._width)}")
+        self._stream.flush()
+        self._width = len(text)
+
+    def stop(self) -> None:
+        if self._width:
+            self._stream.write("\n")
+
+
+def is_terminal(stream: Any) -> bool:
+    """Returns whether a stream says that it is a terminal; one that does not know, or none at all, is not.
+
+    Example:
+        >>> import io
+        >>> is_terminal(io.StringIO()), is_terminal(None)
+        (False, False)
+    """
+    return bool(getattr(stream, "isatty", bool)())
 
 
 def _at_the_end_of_an_epoch(trainer: Engine) -> bool:

@@ -61,7 +61,12 @@ def test_a_configuration_trains_goes_on_is_evaluated_and_predicts(inside, capsys
     short = ["train", "mine/run.yaml", "data.batch_size=256", "--trackers", "jsonl"]
     assert treadle(*short, "trainer.max_steps=10") == 0
     assert treadle(*short, "trainer.max_steps=20") == 0
-    assert "step 10, epoch" in capsys.readouterr().err
+    told = capsys.readouterr().err.splitlines()
+    assert sum(line == "training starts" for line in told) == 2
+    assert any("step 10, epoch" in line for line in told)
+    at = next(number for number, line in enumerate(told) if line.startswith("trained to step 20, 3 whole epochs"))
+    assert told[at + 1].split()[0] == "loss"
+    assert told[at + 2].split() == ["files", str(inside / "runs/mine")]
     assert '"train/loss"' in (inside / "runs/mine/metrics.jsonl").read_text().splitlines()[-1]
     assert treadle("evaluate", "runs/mine") == 0
     assert "accuracy" in capsys.readouterr().out
