@@ -137,7 +137,7 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[
         group["params"] = live_order(number, group, live_names)
         for index, parameter in zip(group["params"], live["params"], strict=True):
             if isinstance(state.get(index), Mapping):
-                state[index] = {key: placed_state(value, parameter) for key, value in state[index].items()}
+                state[index] = {key: _own(placed_state(value, parameter)) for key, value in state[index].items()}
         if "param_names" not in live:
             group.pop("param_names", None)
         for key, value in live.items():  # plain trees hold lists where torch has tuples, as in betas
@@ -180,6 +180,11 @@ def _is_same(old: Any, new: Any) -> bool:
     # A rate that is a tensor is a float32.
     numbers = isinstance(old, float) and isinstance(new, float)
     return bool(math.isclose(old, new, rel_tol=1e-6) if numbers else old == new)
+
+
+def _own(value: Any) -> Any:
+    """Returns a copy of a tensor: torch would take the checkpoint's own one, and every step would change it."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def live_order(number: int, group: Mapping[str, Any], live_names: list[str]) -> list[Any]:

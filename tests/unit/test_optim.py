@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -182,3 +184,21 @@ def test_state_on_another_device_moves_beside_its_parameter_and_counters_stay():
     move_optimizer_state(optimizer)
     assert optimizer.state[parameter]["buffer"].device.type == "meta"
     assert optimizer.state[parameter]["step"].device.type == "cpu"
+
+
+def test_a_loaded_state_stays_the_callers():
+    from helpers import differences, scalar_engine
+
+    def engine():
+        made = scalar_engine()
+        made.optimizer = torch.optim.Adam(made.model.parameters(), lr=0.1)
+        return made
+
+    first = engine()
+    first.run([1.0] * 4, max_steps=3)
+    tree = first.state_dict()
+    kept = copy.deepcopy(tree)
+    second = engine()
+    second.load_state_dict(tree)
+    second.run([1.0] * 4, max_steps=6)
+    assert not differences(tree, kept)
