@@ -89,13 +89,19 @@ def as_page(target: Path, top: Path) -> str:
         return target.read_text(encoding="utf-8")
     if target.suffix == ".ipynb":
         return notebook_page(target)
-    paths = sorted(path for path in target.iterdir() if path.is_file()) if target.is_dir() else [target]
+    paths = sorted(path for path in target.rglob("*") if is_shown(path, target)) if target.is_dir() else [target]
     parts = [f"# {target.relative_to(top).as_posix()}"]
     for path in paths:
-        title = f' title="{path.name}"' if target.is_dir() else ""
+        title = f' title="{path.relative_to(target).as_posix()}"' if target.is_dir() else ""
         text = path.read_text(encoding="utf-8").rstrip()
         parts.append(f"````{LANGUAGES.get(path.suffix, 'text')}{title}\n{text}\n````")
     return "\n\n".join(parts) + "\n"
+
+
+def is_shown(path: Path, folder: Path) -> bool:
+    """Says whether a file belongs on the page of its folder: no cache, no output of a run."""
+    parts = path.relative_to(folder).parts
+    return path.suffix in (".md", *LANGUAGES) and not any(part.startswith((".", "__pyc", "runs")) for part in parts)
 
 
 def notebook_page(target: Path) -> str:
