@@ -166,6 +166,23 @@ def test_a_block_that_is_not_run_is_python_all_the_same():
         compile(text, page, "exec")
 
 
+def test_the_blocks_of_the_readme_import_and_call_what_there_is():
+    """They leave out data and take minutes, so they are not run: imports are, and arguments are looked up."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = [block for _, language, _, block in BLOCK.findall(text) if language == "python"]
+    assert found
+    for block in found:
+        names: dict[str, object] = {}
+        tree = ast.parse(block)
+        for node in tree.body:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                exec(compile(ast.Module([node], []), "README.md", "exec"), names)
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in names:
+                signature = inspect.signature(names[call.func.id])
+                signature.bind_partial(**{keyword.arg: None for keyword in call.keywords if keyword.arg})
+
+
 # -- the tables of names --------------------------------------------------------------------------------------------
 
 PLACES = [
