@@ -133,7 +133,10 @@ def note_output(engine: Engine, output: StepOutput) -> None:
         loss, weight = loss * shares, 1.0 / shares
     records = map_nested_tensor(Tensor.detach, output.records) if output.records else {}
     weight = weight.detach() if isinstance(weight, Tensor) else weight
-    keep_output(engine, StepOutput(loss, records, weight, output.reduction, num_samples=output.num_samples))
+    outputs = None
+    if engine.guard.recording and hasattr(engine.task, "replayed"):  # it wants them after each replay
+        outputs = map_nested_tensor(Tensor.detach, output.outputs)
+    keep_output(engine, StepOutput(loss, records, weight, output.reduction, outputs, output.num_samples))
 
 
 def keep_output(engine: Engine, kept: StepOutput) -> None:

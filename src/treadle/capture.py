@@ -169,18 +169,25 @@ class CapturedSteps:
         if unknown:
             self._give_up(
                 f"a batch holds a {unknown[0]}, whose tensors cannot be kept in fixed memory; give tensors, tuples, "
-                "dicts or dataclasses (graphs: pad them, see treadle.graphs.pad_batch)"
+                "dicts or dataclasses (graphs: pad them, see pad_to of GraphTrainer)"
             )
             return None
-        # One micro-batch's weight changes no gradient, those of several scale their losses.
+        key = tuple(shapes), self._settings()
+        # One micro-batch's weight changes no gradient. Those of several scale their losses; a graph has them inside,
+        # computed from the data or as they were when it was recorded.
         scales = tuple(weights) if len(weights) > 1 else None
-        key = tuple(shapes), scales, self._settings()
-        if key not in self._steps and self._is_time_for(key):
-            if len(self._steps) >= _MAX_GRAPHS:
-                self._give_up(f"there are more than {_MAX_GRAPHS} shapes of data; pad it into a few", known=True)
-                return None
-            self._capture(key, group, knows_weight=weights[0] is not None)
-        return self._steps.get(key)
+        step = self._steps.get((key, None)) or self._steps.get((key, scales))
+        if step is not None or not self._is_time_for(key):
+            return step
+        if len(self._steps) >= _MAX_GRAPHS:
+            self._give_up(_TOO_MANY, known=True)
+            return None
+        step = self._capture(group, knows_weight=weights[0] is not None)
+        if step is not None:
+            self._steps[key, None if step.weighs_on_device else scales] = step
+            shown = "" if len(self._steps) == 1 else f" for a further shape of data ({len(self._steps)})"
+            self._engine.logger.info("step %d: captured as one CUDA graph%s", self._engine.step, shown)
+        return step
 
     def _settings(self) -> tuple[Any, ...]:
         """Returns what is written into a graph besides the data: a change of it needs another one."""
@@ -206,12 +213,12 @@ class CapturedSteps:
         else:
             _refuse(self._engine, reason)
 
-    def _capture(self, key: Any, group: Group, *, knows_weight: bool) -> None:
+    def _capture(self, group: Group, *, knows_weight: bool) -> CapturedStep | None:
         """Records the step for groups of this shape and checks it against an eager one; leaves the state as it was."""
         engine = self._engine
         if counts_terms(engine, group.batches[0]):
             self._give_up("the terms of the loss are counted on the host in each step")
-            return
+            return None
         settle(engine)
         kept = KeptState(engine)
         try:
@@ -219,7 +226,7 @@ class CapturedSteps:
             step = CapturedStep(engine, group, self._flags, share=share, knows_weight=knows_weight)
             if kept.grew():
                 kept.restore()
-                return  # a parameter got its first gradient: another eager step makes the rest of the state
+                return None  # a parameter got its first gradient: another eager step makes the rest of the state
             kept.restore()
             problem = what_differs(engine, step, group, kept)
             if self._flags is not None:
@@ -227,18 +234,20 @@ class CapturedSteps:
         except RuntimeError as error:
             kept.restore()
             self._give_up(f"the step cannot be captured: {_first_line(error)}. {_HINT}")
-            return
+            return None
         except BaseException:
             kept.restore()
             raise
         if problem is not None:
             self._give_up(problem)
-            return
-        self._steps[key] = step
-        shown = "" if len(self._steps) == 1 else f" for a further shape of data ({len(self._steps)})"
-        engine.logger.info("step %d: captured as one CUDA graph%s", engine.step, shown)
+            return None
+        return step
 
 
+_TOO_MANY = (
+    f"there are more than {_MAX_GRAPHS} shapes of data, or combinations of weights that a task computes on the host "
+    "for the micro-batches of a step; pad the data into a few shapes"
+)
 _HINT = (
     "A captured step reads nothing from the device (no .item(), .cpu(), printing or branching on a tensor) and keeps "
     "its shapes"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from treadle.bookkeeping import (
 )
 from treadle.cuda_graph import CudaGraph, FixedBatch, Results, capturable, tensors_of
 from treadle.data.cursor import Group
-from treadle.guard import FiniteGuard, Place, ReplayFlags, Verdict, skipping
+from treadle.guard import FiniteGuard, Place, ReplayFlags, Verdict, step_unless
 from treadle.nested import map_nested_tensor
 from treadle.task import StepOutput
 
@@ -39,6 +39,9 @@ class CapturedStep:
         flags: where a step leaves word of a refusal; None where the host reads that of each step.
         share: another step whose graph's memory is used too.
         knows_weight: whether the host knows the weight of each group, which is above 0.
+
+    Attributes:
+        weighs_on_device: whether the graph computes the weights of all micro-batches from their data.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class CapturedStep:
         self._graph: CudaGraph = CudaGraph(share=None if share is None else share._graph)
         with aside(engine, self._guard):
             self._left: _Left = self._graph.record(self._recorded, prepare=lambda: clear_gradients(engine))
+        self.weighs_on_device = self._left.has_weights
         self._decided = self._guard.flags  # where replays leave them; an eager step makes others
         self._reads = flags is None or self._guard.weight_on_device
         clear_gradients(engine)
@@ -91,8 +95,10 @@ class CapturedStep:
         engine = self._engine
         begin_attempt(engine, group)
         engine.step_info["grad_norm"], outputs = norm, _ = self.replay(group)
-        for output, weight in zip(outputs, weights, strict=True):
-            keep_output(engine, output if weight is None else replace(output, weight=weight))
+        takes: Callable[[Any, StepOutput], StepOutput] | None = getattr(engine.task, "replayed", None)
+        for batch, output, weight in zip(group.batches, outputs, weights, strict=True):
+            known = output if weight is None else replace(output, weight=weight)
+            keep_output(engine, known if takes is None else takes(batch, known))
         if self._flags is not None and not self._reads:
             self._flags.note(place_of(engine), norm)
             return move_on(engine)
@@ -109,6 +115,9 @@ class _Left:
         outputs: of its micro-batches.
         norm: of its gradient.
         device: what lies elsewhere is a constant.
+
+    Attributes:
+        has_weights: whether all weights are computed on the device.
     """
 
     def __init__(self, outputs: list[StepOutput], norm: Tensor, *, device: torch.device):
@@ -121,9 +130,10 @@ class _Left:
         for output in outputs:
             loss = self._place(output.loss) if is_left(output.loss) else None
             weight = self._place(output.weight) if is_left(output.weight) else None
-            tensors = [tensor for tensor in tensors_of(output.records) if is_left(tensor)]
+            tensors = [tensor for tensor in tensors_of((output.records, output.outputs)) if is_left(tensor)]
             self._places.append((loss, weight, bool(tensors)))
             self._tensors += tensors
+        self.has_weights = all(weight is not None for _, weight, _ in self._places)
         self._device = device
         self._results = Results(self._tensors)
 
@@ -136,22 +146,22 @@ class _Left:
         found = self._results.read()
         outputs = []
         at = 1
-        for output, (loss, weight, has_records) in zip(self._outputs, self._places, strict=True):
+        for output, (loss, weight, has_more) in zip(self._outputs, self._places, strict=True):
             at += (loss is not None) + (weight is not None)
-            records = output.records
-            if has_records:
+            more = output.records, output.outputs
+            if has_more:
                 rest = iter(found[at:])
 
                 def copy(tensor: Tensor, rest: Iterator[Tensor] = rest) -> Tensor:
                     return next(rest) if tensor.device == self._device else tensor
 
-                records = map_nested_tensor(copy, records)
-                at += sum(tensor.device == self._device for tensor in tensors_of(records))
+                more = map_nested_tensor(copy, more)
+                at += sum(tensor.device == self._device for tensor in tensors_of(more))
             outputs.append(
                 StepOutput(
-                    output.loss if loss is None else found[loss], records,
+                    output.loss if loss is None else found[loss], more[0],
                     output.weight if weight is None else found[weight], output.reduction,
-                    num_samples=output.num_samples,
+                    outputs=more[1], num_samples=output.num_samples,
                 )
             )  # fmt: skip
         return found[0], outputs
@@ -194,8 +204,7 @@ class _RecordingGuard(FiniteGuard):
     def apply(self, optimizer: Any, norm: Tensor, total_weight: float | Tensor, *, place: Place) -> None:
         """Steps the optimizer, which leaves the step out where a flag is set."""
         assert self._found is not None, "judge() comes first"
-        with skipping(optimizer, self._found):
-            optimizer.step()
+        step_unless(self._found, optimizer)
 
 
 _NOTED = ("guard", "group", "micro_steps", "last_lr", "term_totals", "heard", "step_info", "step_outputs")

@@ -11,10 +11,9 @@ Three ways, from what the optimizer and the device allow:
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,12 +99,11 @@ class LateRefusal:
     undone: int
 
 
-@contextlib.contextmanager
-def skipping(optimizer: Optimizer, found_inf: Tensor) -> Iterator[None]:
-    """Lets a fused optimizer leave the step inside the block out where ``found_inf`` is above 0, on the device."""
+def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
+    """Steps a fused optimizer, which leaves the step out on the device where ``found_inf`` is 1."""
     optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
     try:
-        yield
+        optimizer.step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
@@ -162,8 +160,7 @@ class FiniteGuard:
             optimizer.step()
             return
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
-        with skipping(optimizer, found_inf):
-            optimizer.step()
+        step_unless(found_inf, optimizer)
         if self._host is None:
             self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
         self._host.copy_(found_inf, non_blocking=True)

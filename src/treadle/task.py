@@ -77,6 +77,22 @@ class PreparesBatches(Protocol):
         ...
 
 
+class TakesReplays(Protocol):
+    """A task that keeps more of a training step than what its ``step`` returns, such as outputs for metrics."""
+
+    def replayed(self, batch: Any, output: StepOutput) -> StepOutput:
+        """Takes what a replay gave, in place of the call of ``step`` that is not made.
+
+        Args:
+            batch: as ``prepare_batch`` returned it.
+            output: copies of what the step left, ``outputs`` included.
+
+        Returns:
+            The output, with what the host knows better.
+        """
+        ...
+
+
 class Metrics(Protocol):
     """Epoch metrics over all outputs, such as a torchmetrics collection."""
 
