@@ -117,8 +117,11 @@ def test_a_torn_run_and_one_that_goes_on(tmp_path):
     write_lines(tmp_path / "steps.jsonl", step_rows(30), torn='{"step": 31, "lo')
     write_lines(tmp_path / "sessions.jsonl", session_lines(30, status=None), torn="{")
     with run_lock(tmp_path):
-        assert ">running · step 30 / 30" in page_of(tmp_path)
+        text = page_of(tmp_path)
+    assert ">running · step 30 / 30" in text
+    assert "<td>running</td>" in text
     text = page_of(tmp_path)
+    assert "<td>no end recorded</td>" in text
     assert ">stopped · step 30 / 30" in text
     assert "its process ended without a word" in text
 

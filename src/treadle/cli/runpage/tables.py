@@ -57,9 +57,8 @@ def table(
 def section(title: str, *parts: str, wide: bool = False) -> str:
     """Returns a section with a heading, of the whole width or half of it; "" where there is nothing in it."""
     inside = "\n".join(part for part in parts if part)
-    return (
-        f"<section{' class=whole' if wide else ''}>\n<h2>{escape(title)}</h2>\n{inside}\n</section>" if inside else ""
-    )
+    width = ' class="whole"' if wide else ""
+    return f"<section{width}>\n<h2>{escape(title)}</h2>\n{inside}\n</section>" if inside else ""
 
 
 def _of_runs(
@@ -122,10 +121,12 @@ def sessions(runs: Sequence[RunRecords]) -> str:
     """Returns the processes that worked on each run."""
     rows = []
     for run in runs:
-        for one in read_sessions(run.sessions):
+        found = read_sessions(run.sessions)
+        for one in found:
             first, last = one.marks[0][0], one.marks[-1][0]
+            status = "running" if one is found[-1] and run.holder is not None else one.status
             rows.append([
-                run.name, words.date(one.marks[0][1]), one.status or "no end recorded", f"{first:,} to {last:,}",
+                run.name, words.date(one.marks[0][1]), status or "no end recorded", f"{first:,} to {last:,}",
                 words.duration(one.seconds), words.number((last - first) / one.seconds if one.seconds else None),
             ])  # fmt: skip
     head = ["run", "started", "how it ended", "steps", "time", "steps/s"]
