@@ -17,6 +17,7 @@ from processes import python
 from treadle import CheckpointingHook, Engine, set_seed
 from treadle.checkpoint import load_checkpoint, save_checkpoint
 from treadle.checkpoint.buffers import HostBuffers, LiveTensors
+from treadle.checkpoint.rank_writer import RankWriter
 from treadle.checkpoint.schema import non_finite_names, to_plain
 from treadle.checkpoint.writer import CheckpointWriter
 from treadle.errors import CheckpointError
@@ -476,3 +477,16 @@ def test_the_spectra_trainer_raises_at_the_next_step_and_repeats_the_epoch(tmp_p
         a, b = (load_checkpoint(tmp_path / run / "checkpoints" / f"{name}.pt") for run in ("straight", "cut"))
         a.pop("config"), b.pop("config")
         assert differences(a, b) == []
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_rank_that_writes_no_file_copies_nothing(monkeypatch, background):
+    monkeypatch.setattr("treadle.distributed.rank", lambda: 1)
+    live, seen = {"w": torch.ones(3)}, []
+
+    def collect(buffers):
+        seen.append(to_plain(live, buffers=buffers)["w"])
+        return {}
+
+    RankWriter().save_file(collect, lambda tree: pytest.fail("only rank 0 writes"), background=background)
+    assert [tensor.device.type for tensor in seen] == ["meta"]

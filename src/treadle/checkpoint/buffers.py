@@ -86,3 +86,16 @@ class LiveTensors(HostBuffers):
             return tensor.to("cpu", copy=True)
         is_whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         return tensor if is_whole else tensor.to("cpu", copy=True)  # of a part, torch.save would write the whole
+
+
+class NoBuffers(HostBuffers):
+    """Copies nothing: for a rank that takes part in making a state and writes none of it.
+
+    Example:
+        >>> NoBuffers().copy(torch.ones(3)).device.type
+        'meta'
+    """
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor without memory."""
+        return torch.empty_like(tensor, device="meta")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from treadle import distributed
-from treadle.checkpoint.buffers import HostBuffers, LiveTensors
+from treadle.checkpoint.buffers import HostBuffers, NoBuffers
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.writer import CheckpointWriter, Tree
 
@@ -59,15 +59,16 @@ class RankWriter(CheckpointWriter):
         Raises:
             CheckpointError: it could not be written, or the one before could not; on all ranks.
         """
-        if not background:
-            self.save(collect, lambda tree: on_rank_0(lambda: write(tree)), background=False)
-            return
-        if distributed.rank() == 0:
+        if distributed.rank() != 0:
+            self.wait()
+            collect(NoBuffers())  # what is spread over ranks is gathered on rank 0
+            if not background:
+                on_rank_0(_nothing)
+        elif background:
             self.save(collect, write)
         else:
-            self.wait()
-            collect(LiveTensors())  # what is spread over ranks is gathered
-        self._in_flight = "file"
+            self.save(collect, lambda tree: on_rank_0(lambda: write(tree)), background=False)
+        self._in_flight = "file" if background else None
 
     def save_folder(
         self, collect: Callable[[HostBuffers], Tree], write: Callable[[Tree], object], *, background: bool
@@ -102,3 +103,7 @@ class RankWriter(CheckpointWriter):
         if failure is not None:
             self._in_flight = None
         super().close(failure)
+
+
+def _nothing() -> None:
+    """What the other ranks do while rank 0 writes."""
