@@ -68,6 +68,15 @@ def outcome(run, settings, out, *hooks):
         return f"{type(error).__name__}: {error}"
 
 
+class Reads(Stop):
+    """Counts the samples that this rank reads for each step."""
+
+    def __init__(self):
+        super().__init__("on_after_step", -1, kill)
+        self.on_after_step = lambda trainer: self.counts.append(trainer.step_info["num_samples"])
+        self.counts = []
+
+
 def steps_of(out):
     return [json.loads(line)["step"] for line in (out / "steps.jsonl").read_text().splitlines()]
 
@@ -98,14 +107,14 @@ def spectra_on_two(folder):
     """The stopped run: refused with another model, killed, gone on with to its end."""
     spectra_report._probe, spectra_report._draw = (lambda *args: {}), (lambda *args: None)
     spectra_report._MOST_CLUSTERS = 2
-    two = folder / "two"
+    two, reads = folder / "two", Reads()
     ended = [
         outcome(spectra_run.run_spectra, [*SPECTRA, "model.d_model=16"], two),
         outcome(spectra_run.run_spectra, [*SPECTRA, "batch_size=1"], folder / "three"),
         outcome(spectra_run.run_spectra, SPECTRA, two, Stop("on_after_step", 10, kill)),
-        outcome(spectra_run.run_spectra, [*SPECTRA, "trainer.parallel=fsdp"], two),
+        outcome(spectra_run.run_spectra, [*SPECTRA, "trainer.parallel=fsdp"], two, reads),
     ]
-    return ended, distributed.world_size()
+    return ended, distributed.world_size(), reads.counts
 
 
 def test_spectra_go_on_from_one_rank_to_two_and_end_as_one(tmp_path):
@@ -113,7 +122,7 @@ def test_spectra_go_on_from_one_rank_to_two_and_end_as_one(tmp_path):
     assert (stopped, alone) == (130, {})
     assert steps_of(tmp_path / "two") == list(range(1, 9))
     first, second = run_on_ranks(spectra_on_two, 2, tmp_path, timeout=120)
-    for ended, left in (first, second):
+    for ended, left, _ in (first, second):
         assert ended[0].startswith("ConfigError: the run in")
         assert "model.d_model was 8 and is now 16" in ended[0]
         assert ended[1].startswith("ConfigError: batch_size=1: is shared among 2 ranks")
@@ -121,6 +130,9 @@ def test_spectra_go_on_from_one_rank_to_two_and_end_as_one(tmp_path):
         assert left == 1  # the group ended with the training
     assert second[0][3] is None  # the first rank alone reports
     metrics = read(tmp_path / "two" / "metrics.json")
+    shares = list(zip(first[2], second[2], strict=True))
+    assert sum(map(sum, shares)) == metrics["rows"]["train"] - 2 * 16  # what two steps of the epoch had left
+    assert all(0 <= ours - theirs <= 1 for ours, theirs in shares)
     assert metrics["test_loss"] == first[0][3]["test_loss"]
     assert not (tmp_path / "three").exists()
     one, two = tmp_path / "one", tmp_path / "two"
