@@ -35,12 +35,13 @@ from treadle.device import get_device
 from treadle.ema import Ema
 from treadle.epoch_end import finish_epoch, fresh_group
 from treadle.evaluation import evaluate
+from treadle.events import Events
 from treadle.failure import failing_by_name
 from treadle.frozen import FrozenBase
 from treadle.gradient_exchange import GradientExchange, gradient_exchange
 from treadle.gradients import clip_, divide_, total_norm
 from treadle.guard import FiniteGuard
-from treadle.hooks.base import BaseHook, reaches_hooks
+from treadle.hooks.base import BaseHook
 from treadle.means import RunningMeans
 from treadle.observers import announce_running
 from treadle.precision import Precision, PrecisionName
@@ -52,7 +53,7 @@ from treadle.target import Target
 from treadle.task import StepOutput, Task, as_step_output
 
 
-class Engine:
+class Engine(Events):
     """Runs a model, an optimizer and a task over a loader, one optimizer step at a time.
 
     Args:
@@ -111,7 +112,6 @@ class Engine:
         self.optimizer = optimizer
         self.lr_scheduler = scheduler
         self.task = task
-        self.hooks = list(hooks)
         self._configure(
             scheduler_interval=scheduler_interval,
             device=device,
@@ -123,6 +123,7 @@ class Engine:
             capture=capture,
             logger=logger or logging.getLogger("treadle.engine"),
         )
+        self.hooks = list(hooks)
 
     def _configure(
         self,
@@ -138,6 +139,7 @@ class Engine:
         logger: logging.Logger,
     ) -> None:
         """Checks and keeps the settings, and starts every counter at 0; builds nothing."""
+        super().__init__()
         check_settings(scheduler_interval, grad_clip, accumulation_steps, max_non_finite_grad_retries)
         self.scheduler_interval = scheduler_interval
         self.device_asked = device
@@ -163,8 +165,6 @@ class Engine:
         self.state_parts: list[StatePart] = []
         self.exit_plans: list[ExitPlan] = []
         self.num_ranks = 1
-        self.listening: dict[str, list[BaseHook]] = {}
-        self.listened: list[BaseHook] = []
         self.stray_parameters: list[nn.Parameter] = []
         self.epoch_means = RunningMeans()
         self.epoch_applied_steps = 0
@@ -176,7 +176,6 @@ class Engine:
         self.step_started = 0.0
         self.step_outputs: list[StepOutput] = []
         self.heard: list[list[float]] = []
-        self.writes: list[Callable[[], Any]] = []
         self.eval_cursor = Cursor()
         self.target = Target(max_steps=0)
         self.guard = FiniteGuard()
@@ -186,7 +185,6 @@ class Engine:
         self.loaded = False
         self.resumed = False
         self.resume_source: str | None = None
-        self.hooks_served = False
 
     @property
     def epoch(self) -> int:
@@ -347,16 +345,6 @@ class Engine:
         """Returns what each rank told by a hook's notice in the present step; see ``BaseHook.notice``."""
         return session.heard_of(self, notice)
 
-    def request_write(self, write: Callable[[], Any]) -> None:
-        """Asks for a file to be written once every hook has seen the step, so that hook order cannot matter."""
-        self.writes.append(write)
-
-    def write_requested(self) -> None:
-        """Writes what was asked for."""
-        writes, self.writes = self.writes, []
-        for write in writes:
-            write()
-
     # -- state ----------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
@@ -390,29 +378,3 @@ class Engine:
         self.prepare()
         restore_state(self, state_dict)
         self.loaded = True
-
-    # -- events ---------------------------------------------------------------------------------------------------
-
-    def emit(self, event: str, *args: Any) -> None:
-        """Calls one event of every hook, in order; in a run's steps, of those that do something at it."""
-        if self.listening and self.listened != self.hooks:
-            session.listen(self)  # hooks came or went
-        for hook in self.listening.get(event, self.hooks):
-            getattr(hook, event)(self, *args)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Sees to it that an overridden ``log`` or ``log_images`` serves the hooks, with or without ``super()``."""
-        super().__init_subclass__(**kwargs)
-        for name in ("log", "log_images"):
-            if name in cls.__dict__:
-                setattr(cls, name, reaches_hooks(cls.__dict__[name], f"on_{name}"))
-
-    def log(self, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        """Hands aggregated records to ``on_log`` of every hook; may be overridden, with or without ``super()``."""
-        self.hooks_served = True
-        self.emit("on_log", records, dry_run)
-
-    def log_images(self, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        """Hands nested images to ``on_log_images`` of every hook; may be overridden as ``log`` may."""
-        self.hooks_served = True
-        self.emit("on_log_images", records, dry_run)

@@ -14,7 +14,7 @@ from treadle.ema import Ema
 from treadle.errors import ConfigError
 from treadle.failure import failing_by_name
 from treadle.guard import FiniteGuard, RefusalPlan, skips_on_device
-from treadle.hooks.base import STEP_EVENTS, BaseHook, listeners
+from treadle.hooks.base import BaseHook
 from treadle.optim import uncovered_parameters
 from treadle.out_of_memory import explaining_out_of_memory
 from treadle.rank_state import separate_streams
@@ -95,7 +95,7 @@ def training_session(engine: Engine) -> Iterator[None]:
             for hook in engine.hooks:
                 opened.append(hook)
                 hook.on_before_train(engine)
-            listen(engine)
+            engine.listen()
             engine.model.train()
             yield
     except BaseException as error:
@@ -105,14 +105,8 @@ def training_session(engine: Engine) -> Iterator[None]:
         engine.cursor.close()
         engine.eval_cursor.close()
         engine.exchange.close()
-        engine.listening = {}  # outside a run, all are called
+        engine.call_all()
         close_hooks(engine, opened, failure)
-
-
-def listen(engine: Engine) -> None:
-    """Finds which hooks do something in a step, so that in each step the others are not called."""
-    engine.listened = list(engine.hooks)
-    engine.listening = {event: listeners(engine.listened, event) for event in STEP_EVENTS}
 
 
 def close_hooks(engine: Engine, opened: list[BaseHook], failure: BaseException | None) -> None:

@@ -31,7 +31,7 @@ LEVELS = {
     2: ["checkpoint", "hooks.base", "session", "state", "rank_state", "target", "evaluation", "startup", "observers",
         "flight", "out_of_memory", "config", "builder", "datasets", "pretrained", "exchange"],
     # The loop, its step, and the functions that were cut out of it for length.
-    3: ["engine", "bookkeeping", "epoch_end", "capture", "captured_step", "capture_check"],
+    3: ["engine", "events", "bookkeeping", "epoch_end", "capture", "captured_step", "capture_check"],
     # Hooks see the engine as an argument and never import it.
     4: ["hooks"],
     5: ["trainer", "epochs", "selection", "run_folder", "trackers"],
