@@ -144,7 +144,7 @@ def check_before_training(engine: Engine) -> None:
 
 
 def notices(engine: Engine) -> list[float]:
-    """Returns what this rank tells the others in each step: a signal received, whether it is to stop, hooks' notices."""
+    """Returns what this rank tells the others in each step: a signal, whether it is to stop, hooks' notices."""
     own = [float(engine.signals.received or 0), float(engine.should_stop)]
     return own + [notice() for notice in engine.notices]
 

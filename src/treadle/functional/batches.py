@@ -57,10 +57,10 @@ def num_samples(obj: Any) -> int | None:
         >>> num_samples({"x": torch.zeros(3, 2)})
         3
     """
-    graphs = getattr(obj, "num_graphs", None)
+    graphs = None if isinstance(obj, Tensor) else getattr(obj, "num_graphs", None)
     if isinstance(graphs, int):
         return graphs
-    tensor = first_tensor(obj)
+    tensor = obj if isinstance(obj, Tensor) else first_tensor(obj)
     if tensor is None:
         return None
     return tensor.shape[0] if tensor.dim() else 1
