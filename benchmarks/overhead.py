@@ -3,13 +3,15 @@
     python benchmarks/overhead.py                      # writes results/overhead.md and .json
     python benchmarks/overhead.py --tiny               # a trial, writes nothing
 
+This one trains on the CPU; ``overhead_gpu.py`` is that of a GPU.
+
 All train the same model on the same batches, which are in memory already, with the same AdamW, gradients clipped. Every
 round runs every way, in another order each time, so that what else the machine does falls on all of them. A step is
 timed from the end of one to the end of the next, by the clocks that each way's own callback reads: the time that
 passed, and what this process had of the processor. A round counts with its median step, since on a shared machine a
 step that another program interrupted costs several times as much; what a way does only every few dozen steps is not in
-it (``scale.py`` has means over a long run). On the CPU the comparison with the loop is one of processor time. Peers
-that are not installed are left out.
+it (``scale.py`` has means over a long run). The comparison with the loop is one of processor time. Peers that are not
+installed are left out.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ import random
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from machine import describe, write_result
@@ -48,13 +50,15 @@ class Net(nn.Sequential):
 
 
 class Encoder(nn.Module):
-    """A transformer of width 128 on 32 positions of 64 numbers."""
+    """A transformer on positions of 64 numbers, each head 32 wide."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 128, num_layers: int = 4) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
-        self.inward, self.outward = nn.Linear(64, 128), nn.Linear(128, 1)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(
+            width, width // 32, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.inward, self.outward = nn.Linear(64, width), nn.Linear(width, 1)
+        self.layers = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outward(self.layers(self.inward(x)).mean(1))
@@ -218,6 +222,8 @@ class Batches:
 def lightning(work: Workload, steps: int, clock: Clock) -> None:
     import lightning as L
 
+    refused = work.bf16 and work.device.type == "cuda"  # its own clipping, for a fused optimizer under autocast
+
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -229,13 +235,20 @@ def lightning(work: Workload, steps: int, clock: Clock) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return self.built
 
+        def configure_gradient_clipping(self, optimizer: Any, *given: Any, **named: Any) -> None:
+            if refused:
+                nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+            else:
+                super().configure_gradient_clipping(optimizer, *given, **named)
+
     class Tick(L.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             clock.tick()
 
     L.Trainer(
         accelerator="gpu" if work.device.type == "cuda" else "cpu", devices=1, max_steps=steps, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=CLIP,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        gradient_clip_val=None if refused else CLIP,
         precision="bf16-mixed" if work.bf16 else "32-true", callbacks=[Tick()],
     ).fit(Module(), Batches(work.batches(steps)))  # fmt: skip
 
@@ -267,7 +280,9 @@ def hugging_face(work: Workload, steps: int, clock: Clock) -> None:
 
 def accelerate(work: Workload, steps: int, clock: Clock) -> None:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # else the precision of the first one holds for all
     accelerator = Accelerator(mixed_precision="bf16" if work.bf16 else "no", cpu=work.device.type == "cpu")
     model, optimizer = accelerator.prepare(*work.build())
     for batch in work.batches(steps):
@@ -316,7 +331,9 @@ def trainloop(work: Workload, steps: int, clock: Clock) -> None:
     Mine(steps, grad_clip=CLIP, mixed_precision=precision, device=work.device).train()
 
 
-WAYS: dict[str, tuple[Callable[[Workload, int, Clock], None], str | None]] = {
+Way = Callable[[Workload, int, Clock], None]
+Ways = Mapping[str, tuple[Way, str | None]]  # by name: what trains, and the package that it needs
+WAYS: Ways = {
     "hand loop": (hand, None),
     "treadle Engine": (engine, None),
     "treadle BaseTrainer": (trainer, None),
@@ -328,6 +345,11 @@ WAYS: dict[str, tuple[Callable[[Workload, int, Clock], None], str | None]] = {
     "trainloop": (trainloop, "trainloop"),
     "Lightning": (lightning, "lightning"),
 }
+
+
+def installed(ways: Ways, names: Iterable[str]) -> list[str]:
+    """Returns the names of those whose package is installed."""
+    return [name for name in names if ways[name][1] is None or importlib.util.find_spec(str(ways[name][1]))]
 
 
 # -- rounds and table ---------------------------------------------------------------------------------------------
@@ -353,17 +375,15 @@ def measure(work: Workload, ways: Sequence[str], *, steps: int, rounds: int) -> 
             clock = Clock(warm_up=max(2, steps // 10))
             with silent():
                 WAYS[way][0](work, steps, clock)
-            if work.device.type == "cuda":
-                torch.cuda.synchronize()
             found[way].append(clock.per_step())
     return found
 
 
-def rows_of(name: str, found: dict[str, list[Cost]], *, by: Literal["wall", "processor"]) -> list[dict[str, str]]:
-    loop = [getattr(cost, by) for cost in found["hand loop"]]
+def rows_of(name: str, found: dict[str, list[Cost]]) -> list[dict[str, str]]:
+    loop = [cost.processor for cost in found["hand loop"]]
     rows = []
     for way, costs in found.items():
-        pairs = list(zip([getattr(cost, by) for cost in costs], loop, strict=True))
+        pairs = list(zip([cost.processor for cost in costs], loop, strict=True))
         rows.append({
             "workload": name, "way": way, "µs a step": spread([cost.wall for cost in costs]),
             "processor µs a step": spread([cost.processor for cost in costs]),
@@ -386,22 +406,19 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    device = torch.device("cuda" if torch.cuda.is_available() and not options.tiny else "cpu")
+    device = torch.device("cpu")
     workloads = {
         "MLP 64-64-1, batch 4": Workload(Net, (4, 64), device),
         "MLP 64-64-1, batch 32": Workload(Net, (32, 64), device),
+        "transformer d128 x4, batch 4": Workload(Encoder, (4, 32, 64), device, share=20),
     }
-    if device.type == "cuda":
-        workloads["transformer d128 x4, batch 64"] = Workload(Encoder, (64, 32, 64), device, bf16=True)
-    else:
-        workloads["transformer d128 x4, batch 4"] = Workload(Encoder, (4, 32, 64), device, share=20)
     if options.tiny:
         options.steps, options.rounds = 20, 1
-    there = [way for way in options.ways if WAYS[way][1] is None or importlib.util.find_spec(WAYS[way][1])]
+    there = installed(WAYS, options.ways)
     rows = []
     for name, work in workloads.items():
         found = measure(work, there, steps=max(options.steps // work.share, 6), rounds=options.rounds)
-        rows += rows_of(name, found, by="wall" if device.type == "cuda" else "processor")
+        rows += rows_of(name, found)
     if options.tiny:
         print(*rows, sep="\n")
         return
