@@ -62,6 +62,8 @@ def usable_config(run: Path) -> Iterator[dict[str, Any]]:
         ConfigError: there are none, or the block cannot use them.
     """
     path = run / "config.json"
+    if not run.is_dir():
+        raise ConfigError(f"RUN={str(run)!r}: no such folder; give the folder of a run")
     try:
         yield dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from treadle.engine import Engine
 
 
+_NO_METRICS = {"lr", "time", "data_time", "step_time", "max_memory"}
+"""Names in log points of what says how a run went and not how good it is."""
+
+
 def epoch_records(trainer: Engine) -> list[dict[str, Any]]:
     """Returns the records of the epochs completed, one per epoch; none for a run that counts in steps."""
     for part in trainer.state_parts:
@@ -37,6 +41,10 @@ def _best_record(trainer: Engine) -> dict[str, Any]:
     best = [rule.best_epoch for rule in rules if isinstance(rule, BestRule) and rule.best_epoch is not None]
     chosen = [record for record in records if record.get("epoch") in best] or records[-1:]
     return {key: value for record in chosen for key, value in record.items() if isinstance(value, (int, float))}
+
+
+def _is_metric(key: str, value: Any) -> bool:
+    return isinstance(value, (int, float)) and not _NO_METRICS & set(key.split("/"))
 
 
 class Guard:
@@ -169,7 +177,7 @@ class TrackerHook(BaseHook):
         if error is None:
             with self.guard(trainer, self, "writing the final metrics"), random_numbers_untouched():
                 final = {**(_best_record(trainer) or self._last), **flat_settings(metrics)}
-                numbers = {key: float(value) for key, value in final.items() if isinstance(value, (int, float))}
+                numbers = {key: float(value) for key, value in final.items() if _is_metric(key, value)}
                 if numbers:
                     self.write_final(trainer, {f"final/{key}": value for key, value in numbers.items()})
         with self.guard(trainer, self, "closing"), random_numbers_untouched():

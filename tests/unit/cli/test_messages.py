@@ -77,7 +77,7 @@ def project(tmp_path, monkeypatch):
         ("evaluate norun", 2, "'norun'"),
         ("evaluate a_file", 1, "damaged or truncated"),
         ("predict norun", 2, "'norun'"),
-        ("replay norun --step 1", 2, "'norun'"),
+        ("replay norun --step 1", 2, "RUN='norun': no such folder"),
         ("export norun --to torch", 2, "no such file or folder"),
         ("export a_file --to torch", 1, "neither a torch, a safetensors nor a pickle file"),
         ("new spektra", 2, "did you mean 'spectra'?"),

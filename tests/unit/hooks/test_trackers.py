@@ -287,8 +287,7 @@ def test_a_run_that_is_held_ends_with_the_metrics_of_its_test(tmp_path):
     hooks[-1].release(trainer, {"test": {"mae": 0.5, "note": "x"}})
     final, error = tracker.end
     assert (final["final/test/mae"], error) == (0.5, None)
-    assert "final/train/loss" in final
-    assert "final/test/note" not in final
+    assert set(final) == {"final/test/mae", "final/train/loss", "final/train/grad_norm", "final/train/number"}
 
 
 def test_notes_are_read_back_and_those_of_another_run_do_not_count(tmp_path):
@@ -298,3 +297,22 @@ def test_notes_are_read_back_and_those_of_another_run_do_not_count(tmp_path):
     assert notes.run_id == "a name with spaces"
     assert notes.last_step("a name with spaces") == 12
     assert notes.last_step("other") == -1
+
+
+def test_verify_leaves_out_what_would_send_its_runs_away(tmp_path):
+    from types import SimpleNamespace
+
+    from treadle.cli.verify.child import Arrangement
+    from treadle.cli.verify.jobs import Job
+
+    notes = []
+    file = SimpleNamespace(write=lambda kind, text: notes.append(text))
+    arrangement = Arrangement(Job("train.py", [], str(tmp_path), 0, 3, None, 3), file)
+    engine = bare_engine(tmp_path, with_trackers([], ["tensorboard", "wandb", "mlflow", "trackio", "jsonl", Lines()]))
+    arrangement._arrange_files(engine)
+    kept = ["LoggingHook", "EpochRecordsHook", "TensorBoardHook", "JsonlHook", "CheckpointingHook"]
+    assert [hook.state_key for hook in engine.hooks] == kept
+    assert [note.split(" left out")[0] for note in notes[:4]] == [
+        "WandbHook", "MlflowHook", "TrackioHook", "tracker Lines",
+    ]  # fmt: skip
+    assert engine.hooks[2].path.is_relative_to(arrangement.job.workspace)

@@ -24,8 +24,9 @@ from treadle.cli.verify.jobs import Job, RecordFile
 from treadle.cli.verify.recorder import Looker, Recorder
 from treadle.engine import Engine
 from treadle.errors import ConfigError
-from treadle.hooks import CheckpointingHook, MlflowHook, WandbHook
+from treadle.hooks import CheckpointingHook, MlflowHook, TrackioHook, WandbHook
 from treadle.hooks.base import BaseHook
+from treadle.hooks.own_tracker import OwnTrackerHook
 from treadle.observers import observing
 
 
@@ -75,9 +76,9 @@ class Arrangement:
         engine.workspace = self.job.workspace
         for hook in engine.hooks:
             self._move(hook, home)
-        for hook in [hook for hook in engine.hooks if isinstance(hook, (WandbHook, MlflowHook))]:
+        for hook in [hook for hook in engine.hooks if isinstance(hook, _SENDING)]:
             engine.hooks.remove(hook)
-            self._note(f"{type(hook).__name__} left out: it would send these runs away")
+            self._note(f"{hook.state_key} left out: it would send these runs away")
         if not any(isinstance(hook, CheckpointingHook) for hook in engine.hooks):
             self._note(f"a CheckpointingHook added: there is none (every {self.job.interval} steps, and SIGTERM)")
             engine.hooks = [*engine.hooks, CheckpointingHook(self.job.interval, exit_signals=signal.SIGTERM)]
@@ -94,6 +95,10 @@ class Arrangement:
 
     def _note(self, text: str) -> None:
         self.file.write("arranged", text=text)
+
+
+_SENDING = (WandbHook, MlflowHook, TrackioHook, OwnTrackerHook)
+"""Trackers that reach beyond the workspace, or may."""
 
 
 class _WarningFile(logging.Handler):
