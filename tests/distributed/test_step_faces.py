@@ -77,9 +77,10 @@ def mini(kind):
 
 
 def graphs(kind):
-    trainer = graph_kit.make(  # not Adam, as below
-        task_type="regression", parallel=kind, model={"dropout": 0.0}, grad_clip=1.0, kind="sgd", lr=0.05
-    )
+    set_seed(0)
+    model = graph_kit.model_of(dropout=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)  # not Adam, as below
+    trainer = graph_kit.make(model=model, optimizer=optimizer, task_type="regression", parallel=kind, grad_clip=1.0)
     train, val = halves(graph_kit.graphs(12)), halves(graph_kit.graphs(8, seed=2))
     history = trainer.fit(graph_kit.loader(train, 2), graph_kit.loader(val, 2), epochs=2)
     return trainer.model, [[record["loss"], record["mae"]] for record in history["val"]]
