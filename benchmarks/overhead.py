@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from machine import describe, write_result
@@ -121,6 +121,9 @@ class Clock:
         """Returns the median from one step's end to the next, those at the start left out."""
         pairs = list(itertools.pairwise(self.times[self.warm_up :]))
         return Cost(*(1e6 * median(end[clock] - start[clock] for start, end in pairs) for clock in (0, 1)))
+
+
+AnyClock = TypeVar("AnyClock", bound=Clock)
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -366,16 +369,25 @@ def silent() -> Iterator[None]:
             logging.disable(logging.NOTSET)
 
 
-def measure(work: Workload, ways: Sequence[str], *, steps: int, rounds: int) -> dict[str, list[Cost]]:
-    """Returns what a step costs by each way, in each round."""
-    found: dict[str, list[Cost]] = {way: [] for way in ways}
+def rounds_of(
+    work: Workload, ways: Ways, make_clock: Callable[[], AnyClock], *, steps: int, rounds: int
+) -> Iterator[tuple[str, AnyClock]]:
+    """Runs every way in each round, in another order each time; yields its name and its clock."""
     draw = random.Random(0)
     for _ in range(rounds):
         for way in draw.sample(list(ways), len(ways)):
-            clock = Clock(warm_up=max(2, steps // 10))
+            clock = make_clock()
             with silent():
-                WAYS[way][0](work, steps, clock)
-            found[way].append(clock.per_step())
+                ways[way][0](work, steps, clock)
+            yield way, clock
+
+
+def measure(work: Workload, ways: Sequence[str], *, steps: int, rounds: int) -> dict[str, list[Cost]]:
+    """Returns what a step costs by each way, in each round."""
+    found: dict[str, list[Cost]] = {way: [] for way in ways}
+    chosen = {way: WAYS[way] for way in ways}
+    for way, clock in rounds_of(work, chosen, lambda: Clock(max(2, steps // 10)), steps=steps, rounds=rounds):
+        found[way].append(clock.per_step())
     return found
 
 

@@ -1,0 +1,277 @@
+"""A step on a GPU: a hand-written loop, the same step captured by hand, treadle eager and captured, and the peers.
+
+    python benchmarks/overhead_gpu.py                        # writes results/overhead_gpu_*.md and .json
+    python benchmarks/overhead_gpu.py --workloads mlp d128   # two of mlp, d128 and d256, with a table each
+    python benchmarks/overhead_gpu.py --tiny                 # a trial on the CPU, nothing is captured or written
+
+Model, numbers, AdamW (fused) and clipping are the same for all, and all data are on the GPU. The eager ways read a list
+of batches. The captured ones gather each batch from whole tensors in a drawn order, into fixed memory; the graph made
+by hand holds forward, backward, clipping and update, and is the floor that the others are compared with. Every round
+runs every way, in another order each time. A step is a mean: from the end of a warm-up, in which capturing happens, to
+the end of the last step, the GPU's work included. The table has medians over rounds, and medians of the ratios within
+each round. Peers that are not installed are left out, and one that fails is named on standard error; ``d256`` is
+without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from machine import describe, write_result
+from overhead import (
+    CLIP,
+    WAYS,
+    Clock,
+    Cost,
+    Encoder,
+    Fit,
+    Net,
+    Ticks,
+    Way,
+    Ways,
+    Workload,
+    engine,
+    installed,
+    loss_of,
+    parts_of,
+    rounds_of,
+    spread,
+)
+from torch import Tensor, nn
+
+from treadle import BaseHook, BaseTrainer, CheckpointingHook, EmaHook, Engine, ProgressHook, TensorLoader
+
+LOOP, FLOOR = "hand loop", "hand-captured"
+COLUMNS = ("way", "µs a step", "processor µs a step", f"of the {LOOP}", f"of the {FLOOR} step")
+
+
+class Watch(Clock):
+    """Looks at the clocks when the warm-up and the last step are over and the GPU has nothing left to do."""
+
+    def __init__(self, warm_up: int, steps: int) -> None:
+        super().__init__(warm_up)
+        self.steps, self.ticks = steps, 0
+
+    def tick(self) -> None:
+        self.ticks += 1
+        if self.ticks in (self.warm_up, self.steps):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            super().tick()
+
+    def per_step(self) -> Cost:
+        """Returns the mean of the steps after the warm-up."""
+        start, end = self.times
+        return Cost(*(1e6 * (end[clock] - start[clock]) / (self.steps - self.warm_up) for clock in (0, 1)))
+
+
+@dataclass
+class Case:
+    """A workload and how much of it is run.
+
+    Attributes:
+        title: as it stands in the table.
+        work: model and batches.
+        steps: of each way in each round.
+        with_peers: whether they are run too.
+    """
+
+    title: str
+    work: Workload
+    steps: int
+    with_peers: bool = True
+
+
+def cases(device: torch.device) -> dict[str, Case]:
+    return {
+        "mlp": Case("MLP 64-64-1, batch 32, fp32", Workload(Net, (32, 64), device), 400),
+        "d128": Case(
+            "transformer d128 x4 on 32 positions, batch 64, bf16",
+            Workload(Encoder, (64, 32, 64), device, bf16=True), 120,
+        ),
+        "d256": Case(
+            "transformer d256 x16 on 32 positions, batch 256, bf16",
+            Workload(lambda: Encoder(256, 16), (256, 32, 64), device, bf16=True), 60, with_peers=False,
+        ),
+    }  # fmt: skip
+
+
+def tensors(work: Workload, steps: int) -> tuple[Tensor, Tensor]:
+    """Returns rows for so many batches, made where they stay."""
+    generator = torch.Generator(work.device).manual_seed(1)
+    x = torch.randn((steps * work.shape[0], *work.shape[1:]), generator=generator, device=work.device)
+    return x, x.flatten(1).sum(1, keepdim=True)
+
+
+# -- the ways -----------------------------------------------------------------------------------------------------
+
+
+def hand_captured(work: Workload, steps: int, clock: Clock) -> None:
+    model = work.build()[0]
+    rate = torch.tensor(1e-3, device=work.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=work.device.type == "cuda")
+    rows = tensors(work, steps)
+    size = work.shape[0]
+    batch = (torch.zeros_like(rows[0][:size]), torch.zeros_like(rows[1][:size]))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with work.autocast():
+            loss = loss_of(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+
+    launch = recorded(step, work.device)
+    order = torch.randperm(steps * size, device=work.device)
+    for number in range(steps):
+        picked = order[number * size : (number + 1) * size]
+        for tensor, out in zip(rows, batch, strict=True):
+            torch.index_select(tensor, 0, picked, out=out)
+        launch()
+        clock.tick()
+
+
+def recorded(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Returns what launches a step as one graph; where there are no graphs, the step itself."""
+    if device.type != "cuda":
+        return step
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def loader_of(work: Workload, steps: int) -> TensorLoader:
+    return TensorLoader(*tensors(work, steps), batch_size=work.shape[0], shuffle=True, num_buffers=1)
+
+
+def captured(work: Workload, steps: int, clock: Clock, hooks: Sequence[BaseHook] = ()) -> None:
+    model, optimizer = work.build()
+    run = Engine(
+        model, optimizer, Fit(), device=work.device, precision="bf16" if work.bf16 else None, grad_clip=CLIP,
+        hooks=[*hooks, Ticks(clock)], capture=work.device.type == "cuda" or "auto",
+    )  # fmt: skip
+    run.run(loader_of(work, steps), max_steps=steps)
+
+
+def with_hooks(way: Callable[..., None]) -> Way:
+    """Returns the same with the hooks that a run usually has."""
+
+    def run(work: Workload, steps: int, clock: Clock) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            saves = CheckpointingHook(100_000, path=folder)
+            way(work, steps, clock, [EmaHook(0.999), ProgressHook(100), saves])
+
+    return run
+
+
+def trainer_captured(work: Workload, steps: int, clock: Clock) -> None:
+    class Mini(parts_of(work, steps), BaseTrainer):  # type: ignore[misc]
+        def build_data_loader(self) -> Iterable[Any]:
+            return loader_of(work, steps)
+
+        def build_hooks(self) -> list[BaseHook]:
+            return [Ticks(clock)]
+
+    precision, capture = "bf16" if work.bf16 else None, work.device.type == "cuda" or "auto"
+    Mini(steps, grad_clip=CLIP, mixed_precision=precision, device=work.device, capture=capture).train()
+
+
+OURS: Ways = {
+    LOOP: WAYS[LOOP],
+    FLOOR: (hand_captured, None),
+    "treadle Engine": WAYS["treadle Engine"],
+    "treadle Engine, captured": (captured, None),
+    "treadle Engine, usual hooks": (with_hooks(engine), None),
+    "treadle Engine, usual hooks, captured": (with_hooks(captured), None),
+    "treadle BaseTrainer": WAYS["treadle BaseTrainer"],
+    "treadle BaseTrainer, captured": (trainer_captured, None),
+}
+PEERS: Ways = {name: (way, package) for name, (way, package) in WAYS.items() if package is not None}
+
+
+def forgiving(name: str, way: Way) -> Way:
+    """Returns a peer's way that ends without figures where the peer fails."""
+
+    def run(work: Workload, steps: int, clock: Clock) -> None:
+        try:
+            way(work, steps, clock)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the others go on
+            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+            clock.times.clear()
+
+    return run
+
+
+# -- rounds and table ---------------------------------------------------------------------------------------------
+
+
+def measure(case: Case, *, rounds: int, steps: int) -> dict[str, list[Cost]]:
+    """Returns what a step costs by each way in each round; without a way that failed."""
+    ways = dict(OURS)
+    if case.with_peers:
+        ways |= {name: (forgiving(name, PEERS[name][0]), None) for name in installed(PEERS, PEERS)}
+    found: dict[str, list[Cost]] = {}
+    for way, clock in rounds_of(case.work, ways, lambda: Watch(max(steps // 5, 5), steps), steps=steps, rounds=rounds):
+        if len(clock.times) == 2:
+            found.setdefault(way, []).append(clock.per_step())
+    return {way: found[way] for way in ways if len(found.get(way, ())) == rounds}
+
+
+def rows_of(found: dict[str, list[Cost]]) -> list[dict[str, str]]:
+    rows = []
+    for way, costs in found.items():
+        row = {
+            "way": way, "µs a step": spread([cost.wall for cost in costs]),
+            "processor µs a step": spread([cost.processor for cost in costs]),
+        }  # fmt: skip
+        for column, base in zip(COLUMNS[3:], (LOOP, FLOOR), strict=True):
+            row[column] = f"{median(cost.wall / of.wall for cost, of in zip(costs, found[base], strict=True)):.3f}"
+        rows.append(row)
+    return rows
+
+
+def versions() -> dict[str, str]:
+    """Returns those of the peers, by the names that they are installed under."""
+    names = {"ignite": "pytorch-ignite"}
+    packages = [str(PEERS[name][1]) for name in installed(PEERS, PEERS)]
+    return {package: importlib.metadata.version(names.get(package, package)) for package in packages}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", choices=("mlp", "d128", "d256"), default=["mlp", "d128", "d256"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    if options.tiny:
+        case = cases(torch.device("cpu"))["mlp"]
+        case.with_peers = False
+        print(*rows_of(measure(case, rounds=1, steps=20)), sep="\n")
+        return
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here; overhead.py is the benchmark of the CPU, and --tiny a trial")
+    for name in options.workloads:
+        case = cases(torch.device("cuda"))[name]
+        rows = rows_of(measure(case, rounds=options.rounds, steps=case.steps))
+        title = f"Microseconds of an optimizer step on a GPU, gradients clipped: {case.title}"
+        write_result(f"overhead_gpu_{name}", title, COLUMNS, rows, describe() | (versions() if case.with_peers else {}))
+
+
+if __name__ == "__main__":
+    main()
