@@ -33,14 +33,15 @@ MAKE = {
     "ProfilerHook": lambda folder: hooks.ProfilerHook(folder / "profile", wait=0, warmup=1, active=1),
     "ProgressBarHook": lambda folder: hooks.ProgressBarHook(),
     "ProgressHook": lambda folder: hooks.ProgressHook(2, with_records=True),
+    "SessionLogHook": lambda folder: hooks.SessionLogHook(folder / "sessions.jsonl"),
     "SignalHook": lambda folder: hooks.SignalHook(lambda: None),
     "StepLogHook": lambda folder: hooks.StepLogHook(folder / "steps.jsonl", interval=2),
     "StuckRankHook": lambda folder: hooks.StuckRankHook(60.0),
     "TensorBoardHook": lambda folder: hooks.TensorBoardHook(folder / "tensorboard"),
     "ThroughputHook": lambda folder: hooks.ThroughputHook(2),
 }
-# These two start services of their own and are tested beside their packages.
-ELSEWHERE = {"MlflowHook", "WandbHook"}
+# These start services of their own and are tested beside their packages.
+ELSEWHERE = {"MlflowHook", "TrackioHook", "WandbHook"}
 NAMES = sorted(MAKE)
 
 
@@ -161,7 +162,7 @@ FACES = {
 
 
 def test_every_hook_is_in_the_list():
-    exported = {name for name in hooks.__all__ if inspect.isclass(getattr(hooks, name))} - {"BaseHook"}
+    exported = {name for name in hooks.__all__ if inspect.isclass(getattr(hooks, name))} - {"BaseHook", "Tracker"}
     assert exported == set(MAKE) | ELSEWHERE
 
 

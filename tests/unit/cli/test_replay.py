@@ -303,11 +303,15 @@ def test_what_is_no_run_is_refused_with_2(tmp_path: Path, capsys) -> None:
     assert "nothing was trained" in capsys.readouterr().err
 
 
-def test_an_error_of_the_script_keeps_its_traceback(tmp_path: Path) -> None:
+def test_an_error_of_the_script_names_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "broken.py"
     script.write_text("raise KeyError('mine')\n")
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(SystemExit) as left:
         main(["replay", str(tmp_path), "--step", "1", "--script", str(script)])
+    assert left.value.code == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "error: KeyError: 'mine'"
+    assert "broken.py, line 1, in <module>: raise KeyError('mine')" in lines[1]
 
 
 def test_bits_are_compared() -> None:
