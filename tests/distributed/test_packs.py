@@ -87,6 +87,14 @@ def assert_close(ours, theirs, tolerance=1e-5):
         assert torch.allclose(ours[name].float(), value.float(), rtol=0, atol=tolerance), name
 
 
+def assert_shared(ours, theirs, *, batch_size):
+    """Two ranks read parts of each batch that differ by one sample at most."""
+    assert ours
+    for mine, other in zip(ours, theirs, strict=True):
+        assert 0 <= mine - other <= 1
+        assert mine + other <= batch_size
+
+
 def assert_records_close(ours, theirs, tolerance=1e-5):
     for our_record, their_record in zip(ours, theirs, strict=True):
         assert our_record == pytest.approx(their_record, abs=tolerance, nan_ok=True)
@@ -194,14 +202,16 @@ def astro_on_two(folder):
     astro_report.draw_and_write, astro_report.cross_predict = (lambda *args: None), (lambda *args, **kwargs: [])
     astro_run.print_results = lambda *args: None
     killed = outcome(astro_run.run_astro, ASTRO, folder / "two", Stop("on_after_step", 7, kill))
-    return killed, outcome(astro_run.run_astro, ASTRO, folder / "two")
+    reads = Reads()
+    return killed, outcome(astro_run.run_astro, ASTRO, folder / "two", reads), reads.counts
 
 
 @pytest.mark.slow
 def test_astro_goes_on_from_one_rank_to_two_and_ends_as_one(tmp_path):
     assert run_on_ranks(astro_alone, 1, tmp_path, timeout=120) == [(130, {})]
     first, second = run_on_ranks(astro_on_two, 2, tmp_path, timeout=180)
-    assert (first[0], second) == ("killed", ("killed", None))
+    assert (first[0], second[:2]) == ("killed", ("killed", None))
+    assert_shared(first[2], second[2], batch_size=32)
     one, two = tmp_path / "one", tmp_path / "two"
     assert read(two / "metrics.json") == first[1]
     assert first[1]["epochs"] == 2
@@ -229,14 +239,16 @@ def graphs_on_two(folder):
     graphs_report.write_run_page = lambda *args, **kwargs: None
     settings = [*GRAPHS, f"dataset.root={folder / 'data'}"]
     killed = outcome(graphs_run.run_graphs, settings, folder / "two", Stop("on_after_step", 6, kill))
-    return killed, outcome(graphs_run.run_graphs, settings, folder / "two")
+    reads = Reads()
+    return killed, outcome(graphs_run.run_graphs, settings, folder / "two", reads), reads.counts
 
 
 @pytest.mark.slow
 def test_graphs_go_on_from_one_rank_to_two_and_end_as_one(tmp_path):
     assert run_on_ranks(graphs_alone, 1, tmp_path, timeout=120) == [(130, {})]
     first, second = run_on_ranks(graphs_on_two, 2, tmp_path, timeout=180)
-    assert (first[0], second) == ("killed", ("killed", None))
+    assert (first[0], second[:2]) == ("killed", ("killed", None))
+    assert_shared(first[2], second[2], batch_size=16)
     one, two = tmp_path / "one", tmp_path / "two"
     assert read(two / "metrics.json") == first[1]
     assert first[1]["epochs"] == 2
