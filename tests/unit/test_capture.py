@@ -8,48 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-import treadle.capture
-import treadle.capture_check
-import treadle.captured_step
+from capture_kit import Rerun, capture_on_the_cpu
 from helpers import differences
 from treadle import BaseTrainer, ConfigError, Engine, StepOutput, TensorLoader
 from treadle.cuda_graph import FixedBatch, shape_of
 from treadle.hooks import BaseHook, EmaHook
 
 
-class Rerun:
-    """A graph that calls its function at each replay and puts the results where those of the first call lie."""
-
-    made = 0
-
-    def __init__(self, share=None):
-        type(self).made += 1
-
-    def record(self, function, *, prepare):
-        self.step, self.prepare = function.__self__, prepare
-        for _ in range(3):
-            prepare()
-            left = function()
-        self.function, self.left, self.flags = function, left, self.step._guard.flags
-        return left
-
-    def replay(self):
-        self.prepare()
-        with treadle.captured_step.aside(self.step._engine, self.step._guard):
-            again = self.function()
-        for (mine, _), (new, _) in zip(self.left._results._packed, again._results._packed, strict=True):
-            mine.copy_(new)
-        self.flags.copy_(self.step._guard.flags)
-        self.step._guard.flags = self.flags
-        self.prepare()
-
-
 @pytest.fixture
 def on_the_cpu(monkeypatch):
-    monkeypatch.setattr(treadle.captured_step, "CudaGraph", Rerun)
-    monkeypatch.setattr(treadle.capture, "_why_not", lambda engine: None)
-    monkeypatch.setattr(treadle.capture_check, "_host_rng", lambda: 0)  # dropout draws there
-    Rerun.made = 0
+    capture_on_the_cpu(monkeypatch)
 
 
 class Fit:

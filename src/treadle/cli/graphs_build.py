@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from treadle.capture import check_capture
 from treadle.cli.graphs_config import GraphsConfig, given
 from treadle.cli.ranks import shared_batches
 from treadle.errors import ConfigError, refuse_unknown
@@ -18,12 +19,14 @@ from treadle.graphs import (
     GraphDataset,
     GraphTrainer,
     GraphTransformer,
+    PaddingCollater,
     get_dataset,
     get_loss_fn,
     get_model,
     get_optimizer_from_config,
     get_scheduler,
 )
+from treadle.graphs.padding import buckets_for
 from treadle.hooks.base import BaseHook
 from treadle.seed import set_seed
 
@@ -79,14 +82,49 @@ def build_model(config: GraphsConfig, data: GraphDataset) -> GraphTransformer:
 
 
 def loader(
-    graphs: Sequence[Any], batch_size: int, *, shuffle: bool = False, num_workers: int = 0, seed: int = 0
+    graphs: Sequence[Any],
+    batch_size: int,
+    *,
+    shuffle: bool = False,
+    num_workers: int = 0,
+    seed: int = 0,
+    num_buckets: int | None = None,
+    level: str = "graph",
 ) -> Iterable[Any]:
-    """Returns a loader of torch_geometric over a split; on several ranks, of this one's part of each batch."""
+    """Returns a loader of torch_geometric over a split; on several ranks, of this one's part of each batch.
+
+    Args:
+        graphs: the split.
+        batch_size: graphs in a batch of all ranks together.
+        shuffle: a new order for each epoch.
+        num_workers: processes that load, and pad.
+        seed: seeds the orders of ranks.
+        num_buckets: shapes that batches are padded into; None pads nothing.
+        level: what a target belongs to, for padding.
+    """
     from torch_geometric.loader import DataLoader
 
     shared = shared_batches(graphs, batch_size, shuffle=shuffle, seed=seed)
-    batches: Iterable[Any] = DataLoader(graphs, num_workers=num_workers, **shared)
-    return batches
+    batches: Any = DataLoader(graphs, num_workers=num_workers, **shared)
+    if num_buckets is not None:
+        collate = PaddingCollater(buckets_for(batches, num_buckets), level=level)
+        plain: Any = torch.utils.data.DataLoader
+        batches = plain(graphs, num_workers=num_workers, collate_fn=collate, **shared)
+    return batches  # type: ignore[no-any-return]
+
+
+def train_loader(config: GraphsConfig, data: GraphDataset) -> Iterable[Any]:
+    """Returns the loader of the training split, which pads its batches where the settings say so."""
+    training = config.training
+    return loader(
+        data.train,
+        training.batch_size,
+        shuffle=True,
+        num_workers=training.num_workers,
+        seed=config.seed,
+        num_buckets=training.num_buckets,
+        level=data.level,
+    )
 
 
 def build_trainer(
@@ -144,6 +182,7 @@ def build_trainer(
         accumulation_steps=training.accumulation_steps,
         hooks=hooks,
         parallel=parallel,
+        capture=check_capture(training.capture),
     )
     trainer.config |= {"run": config.to_dict(), "threads": torch.get_num_threads()}
     return trainer

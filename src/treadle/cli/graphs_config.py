@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from treadle.capture import check_capture
 from treadle.cli.overrides import from_mapping, refuse_unknown_setting
 from treadle.cli.settings import flat
 from treadle.errors import ConfigError, nearest, refuse_unknown
@@ -26,9 +27,9 @@ FLAGS = {
 
 FREE = (
     "threads", "log_every", "training.epochs", "training.num_workers", "training.grad_clip",
-    "training.mixed_precision", "training.early_stopping", "training.parallel", "training.scheduler.warmup_epochs",
-    "training.scheduler.min_lr", "dataset.root", "dataset.pe_cache_dir", "dataset.use_preprocessed_pe",
-    "dataset.num_workers",
+    "training.mixed_precision", "training.early_stopping", "training.parallel", "training.capture", "training.buckets",
+    "training.scheduler.warmup_epochs", "training.scheduler.min_lr", "dataset.root", "dataset.pe_cache_dir",
+    "dataset.use_preprocessed_pe", "dataset.num_workers",
 )  # fmt: skip
 """What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
 
@@ -53,17 +54,26 @@ class TrainingConfig:
     minimize_metric: bool | None
     early_stopping: int | None
     parallel: str | None
+    capture: bool | str
+    buckets: int | None
     optimizer: dict[str, Any]
     scheduler: dict[str, Any]
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"training.{name}={getattr(self, name)!r}: must be at least 1")
+        for name in ("epochs", "batch_size", "buckets"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"training.{name}={value!r}: must be at least 1")
         if self.num_workers < 0:
             raise ConfigError(f"training.num_workers={self.num_workers!r}: must be at least 0")
         refuse_unknown("training.loss", self.loss, _TASKS)
         as_parallel(self.parallel)
+        check_capture(self.capture)
+
+    @property
+    def num_buckets(self) -> int | None:
+        """How many shapes batches are padded into; None for no padding."""
+        return 4 if self.buckets is None and self.capture is not False else self.buckets
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,8 @@ class GraphsConfig:
         Raises:
             ConfigError: a key is unknown or missing, or a value is wrong.
         """
-        section = {"parallel": None, **_section(values, "training")}  # runs of before it was a setting have none
+        added = {"parallel": None, "capture": False, "buckets": None}  # of runs of before they were settings
+        section = {**added, **_section(values, "training")}
         training = from_mapping(TrainingConfig, section, where="training")
         return from_mapping(cls, {**values, "training": training}, where="settings")
 

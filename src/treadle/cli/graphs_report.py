@@ -37,10 +37,21 @@ def print_start(
         "device": device_line(trainer.device, explicit=explicit),
         "precision": f"{config.training.mixed_precision} autocast" if config.training.mixed_precision else "fp32",
         **_decisions(config, data, trainer),
+        **_speed_line(config),
         **ranks_line(config.training.parallel),
         "start": start,
     }
     print_block(lines, console)
+
+
+def _speed_line(config: GraphsConfig) -> dict[str, str]:
+    """Says into how many shapes batches are padded and whether steps are captured; nothing without either."""
+    training = config.training
+    if training.num_buckets is None:
+        return {}
+    steps = {True: "each step is one CUDA graph", "auto": "each step is one CUDA graph where that is possible"}
+    captured = f"; {steps[training.capture]}" if training.capture is not False else ""
+    return {"shapes": f"training batches are padded into at most {training.num_buckets}{captured}"}
 
 
 def _decisions(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer) -> dict[str, str]:

@@ -20,7 +20,7 @@ from rich.console import Console
 from treadle.checkpoint.lock import check_free
 from treadle.checkpoint.ranks import open_on_ranks
 from treadle.checkpoint.store import find_latest, load_weights, write_text
-from treadle.cli.graphs_build import build_trainer, loader, prepare_data
+from treadle.cli.graphs_build import build_trainer, loader, prepare_data, train_loader
 from treadle.cli.graphs_config import FREE, GraphsConfig, read_settings
 from treadle.cli.graphs_idle import refuse_idle
 from treadle.cli.graphs_report import finish_run, print_results, print_start
@@ -170,9 +170,7 @@ def fit(trainer: GraphTrainer, config: GraphsConfig, data: GraphDataset) -> None
     try:
         with _without_epoch_lines():
             trainer.fit(
-                loader(
-                    data.train, training.batch_size, shuffle=True, num_workers=training.num_workers, seed=config.seed
-                ),
+                train_loader(config, data),
                 loader(data.val, training.batch_size, num_workers=training.num_workers),
                 training.epochs,
                 training.metric_for_best,

@@ -69,16 +69,24 @@ def columns(batch: Any, name: str) -> int:
 
 
 def plan_buckets(
-    graphs: Iterable[Any], batch_size: int, *, share: float = 0.99, multiple: int = 8, seed: int = 0
+    graphs: Iterable[Any],
+    batch_size: int,
+    *,
+    num_buckets: int = 2,
+    share: float = 0.99,
+    multiple: int = 8,
+    seed: int = 0,
 ) -> list[PadBucket]:
-    """Chooses two buckets for a data set: one for nearly all random batches, and one that holds any batch.
+    """Chooses a few buckets for a data set: one that holds any batch, and smaller ones for random batches.
 
-    The first is measured on 200 random batches: its rows are as long as the largest graph in ``share`` of them, and it
-    holds each of those batches. When it would be no smaller than the second, there is only the second.
+    They are measured on 200 random batches. The last but one has rows as long as the largest graph in ``share`` of
+    them, and holds each of those batches. With more than two buckets, the smaller ones hold equal parts of those
+    batches, in the order of their row length and nodes. A bucket that would be no smaller than the next is left out.
 
     Args:
         graphs: with ``x`` and ``edge_index``; ``edge_pe_index`` and ``pair_index`` where they are there.
         batch_size: graphs of a batch at most.
+        num_buckets: how many at most, >= 1; one is the bucket of any batch.
         share: of the batches, above 0 and at most 1. Less of it means less padding, and more batches in the second.
         multiple: rows are rounded up to a multiple of this.
         seed: of the random batches.
@@ -92,9 +100,10 @@ def plan_buckets(
         >>> [(bucket.rows, bucket.row_length, bucket.edges) for bucket in plan_buckets(graphs, 4, share=0.9)]
         [(4, 16, 72), (5, 96, 234)]
     """
-    if batch_size < 1 or multiple < 1 or not 0 < share <= 1:
+    if batch_size < 1 or multiple < 1 or num_buckets < 1 or not 0 < share <= 1:
         raise ConfigError(
-            f"batch_size={batch_size} and multiple={multiple} must be 1 or more, share={share} above 0 and at most 1"
+            f"batch_size={batch_size}, num_buckets={num_buckets} and multiple={multiple} must be 1 or more, "
+            f"share={share} above 0 and at most 1"
         )
     needs = [
         (len(g.x), columns(g, "edge_index"), columns(g, "edge_pe_index"), columns(g, "pair_index")) for g in graphs
@@ -102,9 +111,18 @@ def plan_buckets(
     if not needs:
         raise ConfigError("there are no graphs to plan buckets for; pass the training data")
     table = torch.tensor(needs)
-    any_batch = _bucket_of_any(table, batch_size, multiple)
-    usual = _bucket_of_most(table, batch_size, share, multiple, torch.Generator().manual_seed(seed))
-    return [usual, any_batch] if usual.rows * usual.row_length < any_batch.rows * any_batch.row_length else [any_batch]
+    found = [_bucket_of_any(table, batch_size, multiple)]
+    if num_buckets > 1:
+        batches = _usual_batches(table, batch_size, share, multiple, torch.Generator().manual_seed(seed))
+        for part in range(num_buckets - 1, 0, -1):
+            bucket = _bucket_of(batches[: -(-len(batches) * part // (num_buckets - 1))], batch_size, multiple)
+            if _size(bucket) < _size(found[0]):
+                found.insert(0, bucket)
+    return found
+
+
+def _size(bucket: PadBucket) -> tuple[int, int]:
+    return bucket.rows * bucket.row_length, bucket.edges + bucket.pairs
 
 
 def _bucket_of_any(table: torch.Tensor, batch_size: int, multiple: int) -> PadBucket:
@@ -115,17 +133,24 @@ def _bucket_of_any(table: torch.Tensor, batch_size: int, multiple: int) -> PadBu
     return PadBucket(batch_size, rows, row_length, *others)
 
 
-def _bucket_of_most(
+def _usual_batches(
     table: torch.Tensor, batch_size: int, share: float, multiple: int, generator: torch.Generator
-) -> PadBucket:
+) -> list[torch.Tensor]:
+    """Returns random batches without those of the largest graphs, by row length, then by nodes."""
     size = min(batch_size, len(table))
     batches = [table[torch.randperm(len(table), generator=generator)[:size]] for _ in range(200)]
     largest = torch.stack([batch[:, 0].max() for batch in batches])
     row_length = _rounded(int(largest.float().quantile(share, interpolation="higher")), multiple)
     usual = [batch for batch, top in zip(batches, largest.tolist(), strict=True) if top <= row_length]
-    others = torch.stack([batch[:, 1:].sum(0) for batch in usual]).amax(0).tolist()
+    return sorted(usual, key=lambda batch: (_rounded(int(batch[:, 0].max()), multiple), int(batch[:, 0].sum())))
+
+
+def _bucket_of(batches: Sequence[torch.Tensor], batch_size: int, multiple: int) -> PadBucket:
+    """Returns the smallest bucket that holds each of these batches."""
+    row_length = _rounded(max(int(batch[:, 0].max()) for batch in batches), multiple)
+    others = torch.stack([batch[:, 1:].sum(0) for batch in batches]).amax(0).tolist()
     rows = 1
-    for batch in usual:
+    for batch in batches:
         while PadBucket(batch_size, rows, row_length, 0).place(batch[:, 0].tolist()) is None:
             rows += 1
     return PadBucket(batch_size, rows, row_length, *others)

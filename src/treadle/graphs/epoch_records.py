@@ -12,6 +12,7 @@ from treadle.best import BestRule
 from treadle.checkpoint.store import write_text
 from treadle.engine import Engine
 from treadle.errors import ConfigError
+from treadle.graphs.padding import share_of_padding
 from treadle.graphs.task import GraphTask
 from treadle.graphs.train_outputs import TrainOutputsHook
 from treadle.hooks.files import to_json
@@ -63,14 +64,16 @@ class GraphEpochs(SelectingEpochs):
         self._outputs = outputs
         self._opened = time.perf_counter()
 
-    def fit(self, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+    def fit(self, train_loader: Iterable[Any], *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
         """Trains as the epoch driver does."""
+        self._task.padding.plan(train_loader)
         self._opened = time.perf_counter()
-        return super().fit(*args, **kwargs)
+        return super().fit(train_loader, *args, **kwargs)
 
     def train_epoch(self, loader: Iterable[Any]) -> dict[str, Any]:
         """Trains one more epoch without evaluation and selection; returns its record."""
         self.prepare_alone()
+        self._task.padding.plan(loader)
         self._opened = time.perf_counter()
         record: dict[str, Any] = {}
 
@@ -82,11 +85,14 @@ class GraphEpochs(SelectingEpochs):
         return train_part(record)
 
     def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the loss, the metrics of training outputs and the seconds since the epoch was opened."""
+        """Returns loss, metrics of training outputs, the share of padding if any, and the seconds of the epoch."""
         metrics = self._outputs.measure()
+        shares = share_of_padding(self._task.padding.used())
+        padding = {f"{TRAIN}padding": shares["nodes"]} if shares else {}
         return {
             **super().train_record(means),
             **{f"{TRAIN}{name}": value for name, value in metrics.items()},
+            **padding,
             "time": time.perf_counter() - self._opened,
         }
 

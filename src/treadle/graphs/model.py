@@ -44,6 +44,7 @@ class GraphTransformer(nn.Module):
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
         self.num_classes = options.num_classes
+        self.level = options.task
         self._warned: set[str] = set()
         width, num_heads = options.hidden_dim, options.num_heads
         assert options.num_features is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ from treadle.errors import ConfigError
 from treadle.graphs.duplicates import graphs_in, real_samples, rows_of_first
 from treadle.graphs.losses import GraphLoss
 from treadle.graphs.metrics import GraphMetrics
+from treadle.graphs.padded import PaddedGraphBatch
+from treadle.graphs.padding import Padding, PreparedGraphs
 from treadle.graphs.task_types import aligned, counted
 from treadle.nested import map_nested_tensor
 from treadle.precision import in_full_precision, widen
@@ -104,6 +107,7 @@ class GraphTask:
         task_type: the kind of task.
         loss_fn: a `GraphLoss`, or any function (prediction, target) -> mean loss.
         metrics: of an evaluation.
+        padding: pads the batches of a training; None: as the loader makes them.
 
     Attributes:
         step_outputs: outputs of the training steps since they were last taken; see `TrainOutputsHook`.
@@ -112,11 +116,20 @@ class GraphTask:
         >>> # Engine(model, optimizer, GraphTask(device, "regression", loss_fn=loss_fn, metrics=metrics))
     """
 
-    def __init__(self, device: torch.device, task_type: str, *, loss_fn: LossFn, metrics: EpochMetrics):
+    def __init__(
+        self,
+        device: torch.device,
+        task_type: str,
+        *,
+        loss_fn: LossFn,
+        metrics: EpochMetrics,
+        padding: Padding | None = None,
+    ):
         self.device = device
         self.task_type = task_type
         self.loss_fn = loss_fn
         self.metrics = FedMetrics(metrics)
+        self.padding = Padding() if padding is None else padding
         self.step_outputs: list[Outputs] = []
         self._graphs_left: int | None = None
 
@@ -128,6 +141,10 @@ class GraphTask:
         generator: torch.Generator | None = None,
     ) -> StepOutput:
         """Returns the loss of a batch, weighted by the entries that count."""
+        if isinstance(batch, PreparedGraphs):
+            batch = batch.padded
+        elif torch.is_grad_enabled():
+            batch = self.padding.padded(batch)
         # Counted, and labels checked, before anything is moved: on the host that waits for no device.
         num_graphs = graphs_in(batch)
         kept = self._without_copies(batch, num_graphs)
@@ -145,9 +162,29 @@ class GraphTask:
             outputs = (widen(pred.detach()), target, mask)
             if torch.is_grad_enabled():
                 self.step_outputs.append(outputs)
-        if getattr(self.loss_fn, "reduction", None) == "sum":
+        if self._adds_up:
             return StepOutput(loss, reduction="sum", outputs=outputs, num_samples=num_graphs)
         return StepOutput(without_empty(loss, weight), weight=weight, outputs=outputs, num_samples=num_graphs)
+
+    def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
+        """Pads a batch and counts its targets where they lie on the host."""
+        padded = self.padding.padded(batch)
+        if not isinstance(padded, PaddedGraphBatch):
+            return batch, None
+        weight = None if self._adds_up else self._weight(target_of(padded), padded.target_mask, None)
+        return PreparedGraphs(padded), weight if isinstance(weight, float) else None
+
+    def replayed(self, batch: Any, output: StepOutput) -> StepOutput:
+        """Keeps the outputs of a replayed step, as :meth:`step` does."""
+        if output.outputs is not None:
+            self.step_outputs.append(output.outputs)
+        num_graphs = graphs_in(batch.padded if isinstance(batch, PreparedGraphs) else batch)
+        known = output.num_samples if num_graphs is None else num_graphs
+        return dataclasses.replace(output, outputs=None, num_samples=known)
+
+    @property
+    def _adds_up(self) -> bool:
+        return getattr(self.loss_fn, "reduction", None) == "sum"
 
     @contextlib.contextmanager
     def counting_once(self, loader: Any) -> Iterator[None]:

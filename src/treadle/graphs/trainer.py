@@ -18,6 +18,7 @@ from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, save_checkpoint
 from treadle.device import get_device
+from treadle.distributed import unwrap
 from treadle.engine import Engine
 from treadle.graphs.checks import (
     best_rule,
@@ -37,6 +38,7 @@ from treadle.graphs.epoch_records import (
     train_part,
     val_part,
 )
+from treadle.graphs.padding import Padding, PaddingHook, PadTo
 from treadle.graphs.task import EpochMetrics, GraphTask, LossFn, raw_outputs
 from treadle.graphs.train_outputs import TrainOutputsHook
 from treadle.hooks.bar import ProgressBarHook
@@ -76,6 +78,8 @@ class GraphTrainer:
         eval_seed: seeds the random numbers of every evaluation.
         parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
+        pad_to: how many buckets to choose from the training data, or the buckets themselves: each batch that is
+            trained on is padded into the smallest that holds it. Training only; None: as the loader makes them.
 
     Attributes:
         config: plain values stored in every checkpoint; more may be added before training.
@@ -122,6 +126,7 @@ class GraphTrainer:
         eval_seed: int = 0,
         parallel: ParallelConfig | str | None = None,
         capture: Capture = False,
+        pad_to: PadTo = None,
     ):
         self.device = get_device(device)
         self.model = spread(model.to(self.device), parallel, optimizer)
@@ -133,8 +138,10 @@ class GraphTrainer:
         self.num_classes, self.loss_fn, self.metrics = loss_and_metrics(
             self.model, task_type, num_classes, on_device(loss_fn, self.device), on_device(metrics, self.device)
         )
-        task = GraphTask(self.device, task_type, loss_fn=self.loss_fn, metrics=self.metrics)
+        padding = Padding(pad_to, level=getattr(unwrap(model), "level", None), loss_fn=self.loss_fn)
+        task = GraphTask(self.device, task_type, loss_fn=self.loss_fn, metrics=self.metrics, padding=padding)
         self._outputs, self._log_hooks = TrainOutputsHook(task), LogHooks(log_every)
+        self._padding_hook = PaddingHook(padding)
         self._engine = Engine(
             self.model,
             optimizer,
@@ -164,7 +171,7 @@ class GraphTrainer:
     def _own_hooks(
         self, checkpoint_dir: str | Path | None, log_every: int | None, given: Sequence[BaseHook]
     ) -> list[BaseHook]:
-        own: list[BaseHook] = [self._outputs, self._log_hooks]
+        own: list[BaseHook] = [self._outputs, self._padding_hook, self._log_hooks]
         if checkpoint_dir is not None:
             own.append(GraphHistoryFile(Path(checkpoint_dir) / "history.json", lambda: self._epochs.history))
         if log_every and not any(isinstance(hook, (ProgressHook, ProgressBarHook)) for hook in given):

@@ -46,7 +46,8 @@ def test_the_constructor_and_fit_have_the_documented_arguments():
     assert names == [
         "model", "optimizer", "scheduler", "loss_fn", "metrics", "device", "task_type", "num_classes", "grad_clip",
         "mixed_precision", "log_every", "checkpoint_dir", "experiment_name", "accumulation_steps",
-        "scheduler_interval", "max_non_finite_grad_retries", "hooks", "eval_seed", "parallel",
+        "scheduler_interval", "max_non_finite_grad_retries", "hooks", "trackers", "eval_seed", "parallel", "capture",
+        "pad_to",
     ]  # fmt: skip
     fit = inspect.signature(GraphTrainer.fit).parameters
     assert list(fit)[1:] == [
@@ -169,7 +170,7 @@ def test_padded_batches_give_the_numbers_of_plain_ones(level, classes):
     runs = [make(model=model, task_type=task) for _ in range(2)]
     values = [run.fit(part, part, epochs=2) for run, part in zip(runs, (loader(data), padded))]
     for plain, other in zip(*(value["train"] + value["val"] for value in values)):
-        assert {k: v for k, v in other.items() if k != "time"} == pytest.approx(
+        assert {k: v for k, v in other.items() if k not in ("time", "padding")} == pytest.approx(
             {k: v for k, v in plain.items() if k != "time"}, abs=1e-4, nan_ok=True
         )
     a, b = (run.predict(part) for run, part in zip(runs, (loader(data), padded)))
