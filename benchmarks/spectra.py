@@ -1,0 +1,268 @@
+"""Masked autoencoders on the SpeX spectra: samples a second of treadle's trainer and of chemomae's, in one run.
+
+    python benchmarks/spectra.py               # on a GPU, in bf16; writes results/spectra.md and .json
+    python benchmarks/spectra.py --tiny        # a trial on the CPU, nothing is captured or written
+
+The peer is pure Python and needs no installation: ``pip download --no-deps chemomae==0.2.4``, then
+``PYTHONPATH=chemomae-0.2.4-py3-none-any.whl``. Where it cannot be imported, its rows are left out.
+
+chemomae's model has a token for each of 16 patches, 12 of which it sees, and treadle's own has one for each channel,
+192 of which it sees: about 15 times the work. So three models of width 256 and 4 layers are trained. *chemomae's* is
+the peer's own object, which reads the device in each forward pass and so cannot be captured. *patches* is written here:
+the same parameters and the same function without these reads. *channels* is treadle's. All have AdamW, clipping and an
+average of the weights; treadle's runs have a fused optimizer, and chemomae's what its ``build_optimizer`` makes.
+
+An epoch has the training spectra several times over, so that its end does not count for much; nothing is evaluated or
+written in it. Every round trains an epoch of every way, in another order each time, after an epoch that does not count.
+Eager and captured runs of a model draw the same masks: their validation losses at the end should be the same number,
+and a row says whether they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import logging
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from machine import describe, write_result
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from treadle import TensorLoader
+from treadle.datasets import load_spex
+from treadle.datasets.splits import object_groups, split_by_group
+from treadle.spectra import ChemoMAE, SNVScaler, SpectraTrainer, TrainerConfig
+
+LENGTH, PATCHES, MASKED, LATENT, RATE = 256, 16, 4, 16, 1.5e-4
+PEER = "chemomae's trainer"
+COLUMNS = ("batch", "model", "way", "samples/s", f"of {PEER}", "validation loss")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What differs between a trial and the benchmark: the models, and how often an epoch has the spectra."""
+
+    device: torch.device
+    width: int = 256
+    num_layers: int = 4
+    repeats: int = 8
+
+
+class PatchMAE(ChemoMAE):
+    """The model of chemomae 0.2.4, parameter by parameter, where as many patches are seen in every row."""
+
+    def __init__(self, width: int, num_layers: int):
+        super().__init__(
+            seq_len=LENGTH, d_model=width, num_layers=1, latent_dim=LATENT, n_blocks=PATCHES, n_mask=MASKED, dropout=0.0
+        )
+        self.encoder = PatchEncoder(width, num_layers)  # type: ignore[assignment]
+        self.decoder = nn.Module()  # type: ignore[assignment]
+        self.decoder.net = nn.Sequential(nn.Linear(LATENT, LENGTH), nn.GELU(), nn.Linear(LENGTH, LENGTH))
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, visible_mask: Tensor | None = None, *, visible_count: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if visible_mask is None:
+            visible_mask = self.make_visible(len(x), device=x.device)
+        latent = self.encoder(x, visible_mask, (visible_count or self.visible_count()) * PATCHES // LENGTH)
+        return self.decoder.net(latent), latent, visible_mask  # type: ignore[operator]
+
+
+class PatchEncoder(nn.Module):
+    """The encoder of chemomae 0.2.4."""
+
+    def __init__(self, width: int, num_layers: int):
+        super().__init__()
+        self.patch_proj = nn.Linear(LENGTH // PATCHES, width)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + PATCHES, width))
+        nn.init.trunc_normal_(self.cls_token, std=0.02)
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+        self.to_latent = nn.Linear(width, LATENT)
+
+    def forward(self, x: Tensor, visible_mask: Tensor, num_seen: int) -> Tensor:
+        seen = visible_mask.view(len(x), PATCHES, -1)[:, :, 0]
+        order = seen.int().argsort(dim=1, descending=True, stable=True)[:, :num_seen, None]
+        tokens = self.patch_proj(x.view(len(x), PATCHES, -1)) + self.pos_embed[:, 1:]
+        tokens = tokens.gather(1, order.expand(-1, -1, tokens.shape[-1]))
+        start = (self.cls_token + self.pos_embed[:, :1]).expand(len(x), -1, -1).to(tokens.dtype)
+        states = self.encoder(torch.cat([start, tokens], dim=1))
+        return F.normalize(self.to_latent(states[:, 0]), dim=1)
+
+
+# -- data, models, ways -------------------------------------------------------------------------------------------
+
+
+def spectra() -> tuple[Tensor, Tensor]:
+    """Returns SNV-scaled spectra for training and for validation, no object in both."""
+    spex = load_spex()
+    scaled = np.asarray(SNVScaler().transform(spex.spectra), dtype=np.float32)
+    groups = object_groups(spex.name, spex.spectra)
+    train, val, _ = split_by_group(groups, val_fraction=0.15, test_fraction=0.15, seed=0)
+    return torch.from_numpy(scaled[train]), torch.from_numpy(scaled[val])
+
+
+def build(model: str, sizes: Sizes) -> nn.Module:
+    torch.manual_seed(0)
+    if model == "patches":
+        return PatchMAE(sizes.width, sizes.num_layers).to(sizes.device)
+    if model == "channels":
+        return ChemoMAE(
+            seq_len=LENGTH, d_model=sizes.width, num_layers=sizes.num_layers, dim_feedforward=4 * sizes.width,
+            dropout=0.0, latent_dim=LATENT, n_blocks=PATCHES, n_mask=MASKED,
+        ).to(sizes.device)  # fmt: skip
+    from chemomae.models import ChemoMAE as Theirs
+
+    return Theirs(d_model=sizes.width, num_layers=sizes.num_layers).to(sizes.device)
+
+
+def ours(model: str, batch_size: int, folder: Path, sizes: Sizes, *, captured: bool) -> SpectraTrainer:
+    """Returns treadle's trainer; its learning rate is a tensor, eagerly too, so that both round it alike."""
+    built = build(model, sizes)
+    rate = torch.tensor(RATE, device=sizes.device)
+    optimizer = torch.optim.AdamW(built.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.05, fused=True)
+    train, val = spectra()
+    on_gpu = sizes.device.type == "cuda"
+    return SpectraTrainer(
+        built, optimizer,
+        TensorLoader(
+            train.repeat(sizes.repeats, 1), batch_size=batch_size, shuffle=True, drop_last=True, device=sizes.device,
+            num_buffers=1,
+        ),
+        TensorLoader(val, batch_size=len(val), device=sizes.device),
+        cfg=TrainerConfig(
+            out_dir=folder, amp=on_gpu, capture=captured and (on_gpu or "auto"), resume_from=None, selection="last"
+        ),
+        device=sizes.device,
+    )  # fmt: skip
+
+
+def theirs(loader: str, batch_size: int, folder: Path, sizes: Sizes) -> Any:
+    """Returns chemomae's trainer."""
+    from chemomae.training import Trainer, build_optimizer
+    from chemomae.training import TrainerConfig as Config
+
+    built = build("chemomae's", sizes)
+    rows = spectra()[0].repeat(sizes.repeats, 1)
+    on_gpu = sizes.device.type == "cuda"
+    data: Any = TensorLoader(rows, batch_size=batch_size, shuffle=True, drop_last=True, device=sizes.device)
+    if loader == "DataLoader":
+        data = DataLoader(TensorDataset(rows), batch_size, shuffle=True, drop_last=True, pin_memory=on_gpu)
+    config = Config(out_dir=folder, amp=on_gpu, progress=False, verbose=False, resume_from=None)
+    return Trainer(built, build_optimizer(built, lr=RATE), data, cfg=config)
+
+
+def trainers(batch_size: int, folder: Path, sizes: Sizes) -> dict[tuple[str, str], Any]:
+    """Returns the trainers by model and way."""
+    found: dict[tuple[str, str], Any] = {}
+    if importlib.util.find_spec("chemomae"):
+        check_alike(sizes)
+        for loader in ("DataLoader", "TensorLoader"):
+            found["chemomae's", f"{PEER}, {loader}"] = theirs(loader, batch_size, folder / loader, sizes)
+        found["chemomae's", "SpectraTrainer"] = ours("chemomae's", batch_size, folder / "same", sizes, captured=False)
+    for model in ("patches", "channels"):
+        for captured in (False, True):
+            way = "SpectraTrainer, captured" if captured else "SpectraTrainer"
+            found[model, way] = ours(model, batch_size, folder / f"{model}{captured}", sizes, captured=captured)
+    return found
+
+
+@torch.no_grad()
+def check_alike(sizes: Sizes) -> None:
+    """Raises AssertionError unless *patches* computes what chemomae's model does with the same weights and masks."""
+    one, other = build("chemomae's", sizes), build("patches", sizes)
+    other.load_state_dict(one.state_dict())
+    x = spectra()[0][:32].to(sizes.device)
+    visible_mask = other.make_visible(len(x), device=x.device)  # type: ignore[operator]
+    torch.testing.assert_close(other(x, visible_mask)[:2], one(x, visible_mask)[:2], rtol=1e-3, atol=1e-4)
+
+
+# -- rounds and table ---------------------------------------------------------------------------------------------
+
+
+def seconds(train_one_epoch: Callable[[], object], seed: int, device: torch.device) -> float:
+    """Returns those of an epoch, the device's work included; its masks depend on the seed alone."""
+    torch.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    train_one_epoch()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def rows_of(batch_size: int, sizes: Sizes, *, rounds: int) -> list[dict[str, str]]:
+    """Trains all ways with batches of one size and returns a row for each."""
+    count = len(spectra()[0]) * sizes.repeats // batch_size * batch_size
+    draw = random.Random(0)
+    with tempfile.TemporaryDirectory() as name, quiet():
+        found = trainers(batch_size, Path(name), sizes)
+        rates: dict[tuple[str, str], list[float]] = {way: [] for way in found}
+        for number in range(rounds + 1):
+            for way in draw.sample(list(found), len(found)):
+                taken = seconds(found[way].train_one_epoch, number, sizes.device)
+                if number:
+                    rates[way].append(count / taken)
+        losses = {way: trainer.validate() for way, trainer in found.items() if isinstance(trainer, SpectraTrainer)}
+    base = rates.get(("chemomae's", f"{PEER}, DataLoader"))
+    rows = []
+    for (model, way), each in rates.items():
+        ratio = "" if base is None else f"{median(a / b for a, b in zip(each, base, strict=True)):.2f}"
+        loss = f"{losses[model, way]:.9g}" if (model, way) in losses else ""
+        rate = f"{median(each):,.0f} ({min(each):,.0f} – {max(each):,.0f})"
+        rows.append(dict(zip(COLUMNS, (str(batch_size), model, way, rate, ratio, loss), strict=True)))
+    for model in ("patches", "channels"):
+        same = losses[model, "SpectraTrainer"] == losses[model, "SpectraTrainer, captured"]
+        rows.append({"batch": str(batch_size), "model": model, "way": f"eager and captured losses equal: {same}"})
+    return rows
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Mutes treadle's messages; a second trainer of the same kind says nothing new."""
+    logger = logging.getLogger("treadle")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    if options.tiny:
+        sizes = Sizes(torch.device("cpu"), width=16, num_layers=1, repeats=1)
+        print(*rows_of(256, sizes, rounds=1), sep="\n")
+        return
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here; --tiny is a trial on the CPU")
+    sizes = Sizes(torch.device("cuda"))
+    rows = [row for size in options.batch_sizes for row in rows_of(size, sizes, rounds=options.rounds)]
+    title = "Training masked autoencoders of width 256 and 4 layers on the SpeX spectra, bf16"
+    write_result("spectra", title, COLUMNS, rows, describe())
+
+
+if __name__ == "__main__":
+    main()
