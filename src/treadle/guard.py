@@ -165,7 +165,7 @@ class FiniteGuard:
             self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
         self._host.copy_(found_inf, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
+        arrived.record(torch.cuda.current_stream(norm.device))
         self._waiting = (place, norm, arrived)
 
     @property
@@ -223,7 +223,7 @@ class ReplayFlags:
         if not self._on_cuda or len(self._steps) % _MARK:
             return
         mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        mark.record()
+        mark.record(torch.cuda.current_stream(norm.device))
         self._marks.append(mark)
         if len(self._marks) > 2:
             self._marks.popleft().synchronize()
