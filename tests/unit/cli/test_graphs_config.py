@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from rich.console import Console
 
+import graph_data_kit  # noqa: F401  (lets the warnings of torch_geometric's import through)
+from treadle.cli.graphs_build import build_trainer, prepare_data, train_loader
 from treadle.cli.graphs_config import CONF, FREE, GraphsConfig, read_settings
 from treadle.cli.graphs_idle import _OF_OPTIMIZER, _OF_SCHEDULER, refuse_idle
 from treadle.cli.settings import flat
 from treadle.errors import ConfigError
-from treadle.graphs import dataset_names, get_optimizer, get_scheduler
+from treadle.graphs import PaddedGraphBatch, dataset_names, get_optimizer, get_scheduler
 from treadle.graphs.encodings import PE_PRESETS, parse_pe_config
 from treadle.graphs.model_options import ModelOptions
 
@@ -216,3 +219,24 @@ def rates(kind: str, settings: dict[str, Any]) -> list[float]:
         if scheduler is not None:
             scheduler.step()
     return found
+
+
+def test_capture_pads_batches_into_a_few_shapes_and_other_runs_are_as_they_were(tmp_path: Any) -> None:
+    assert read_settings([]).training.num_buckets is None
+    small = [
+        "dataset=synthetic/tree", "dataset.num_graphs=24", f"dataset.root={tmp_path}", "pe=none", "model.hidden_dim=8",
+        "training.batch_size=4", "training.capture=auto", "training.epochs=1",
+    ]  # fmt: skip
+    config = read_settings(small)
+    data = prepare_data(config, Console(quiet=True))
+    batches = list(train_loader(config, data))
+    assert {type(batch) for batch in batches} == {PaddedGraphBatch}
+    assert len({(len(batch.x), batch.edge_index.shape[1]) for batch in batches}) <= config.training.num_buckets == 4
+    trainer = build_trainer(config, data, device=torch.device("cpu"))
+    assert trainer._engine.capture == "auto"
+    history = trainer.fit(train_loader(config, data), epochs=1)
+    assert 0 < history["train"][0]["padding"] < 1
+    with pytest.raises(ConfigError, match=r"training\.buckets=0: must be at least 1"):
+        read_settings(["training.buckets=0"])
+    with pytest.raises(ConfigError, match="capture='often': use True, False or 'auto'"):
+        read_settings(["training.capture=often"])

@@ -7,11 +7,12 @@ import contextlib
 import pytest
 import torch
 
-from graph_kit import graphs, loader, make
+from graph_kit import graphs, loader, make, model_of
 from helpers import Snapshots, differences
 from treadle import ReproducibilityContext
 from treadle.graphs import PaddingCollater, get_loss_fn, plan_buckets
 from treadle.hooks import BaseHook
+from treadle.seed import set_seed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -102,3 +103,69 @@ def end(trainer):
     for record in state["history"]:
         record.pop("time")
     return state
+
+
+KINDS = {
+    "regression": ("regression", {"width": 2, "unknown": 0.3}, 2),
+    "node": ("classification", {"level": "node", "classes": 3}, 3),
+    "edge": ("edge_prediction", {"level": "edge", "classes": 2}, 1),
+}
+
+
+def captured_run(capture, kind, *, epochs=4, state=None, **settings):
+    """Three buckets and dropout; trained from a plain loader, so that the trainer pads."""
+    task, data_settings, outputs = KINDS[kind]
+    set_seed(0 if state is None else 9)
+    model = model_of(outputs, task=data_settings.get("level", "graph"), dropout=0.2).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
+    given = {"metrics": Nothing(), **settings} if task != "regression" else settings
+    if kind == "edge":
+        given["metrics"].from_logits = True
+    trainer = make(
+        model=model, optimizer=optimizer, task_type=task, num_classes=outputs, device="cuda", capture=capture,
+        pad_to=3, grad_clip=1.0, **given,
+    )  # fmt: skip
+    if state is not None:
+        trainer._engine.load_state_dict(state)
+    data = graphs(14, **data_settings)
+    trainer.fit(loader(data), loader(data), epochs=epochs)
+    return trainer
+
+
+def captured_end(trainer):
+    state = end(trainer)
+    state["config"].pop("capture", None)
+    return state
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 2}, {"mixed_precision": "bf16"}], ids=str)
+def test_captured_steps_have_the_bits_of_eager_padded_ones_metrics_of_training_included(kind, settings):
+    with ReproducibilityContext(0, deterministic=True):
+        eager, captured = (captured_run(capture, kind, **settings) for capture in (False, True))
+        assert captured._engine.steps._steps
+        assert differences(captured_end(eager), captured_end(captured)) == []
+
+
+@pytest.mark.parametrize(("first", "cut"), [(False, 3), (False, 6), (True, 7), (True, 11)])
+def test_a_captured_run_that_was_cut_goes_on_eagerly_and_the_other_way_round(first, cut):
+    with ReproducibilityContext(0, deterministic=True):
+        snapshots = Snapshots()
+        straight = captured_run(first, "regression", hooks=[snapshots])
+        resumed = captured_run(not first, "regression", hooks=[Snapshots()], state=snapshots.states[cut])
+        assert differences(captured_end(straight), captured_end(resumed)) == []
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_no_captured_step_on_pinned_padded_batches_waits_for_the_device():
+    class NoReadsLater(NoReads):
+        def on_before_step(self, trainer):
+            torch.cuda.set_sync_debug_mode("error" if trainer.step > 8 else "default")
+
+    data = graphs(16, width=2, unknown=0.3)
+    set_seed(0)
+    model = model_of(2).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
+    trainer = make(model=model, optimizer=optimizer, num_classes=2, device="cuda", capture=True, hooks=[NoReadsLater()])
+    trainer.fit(padded(data), None, epochs=4)
+    assert trainer._engine.steps._steps
