@@ -13,6 +13,7 @@ _refuse_old_torch(str(_torch_version))
 
 from treadle.best import BestRule, EarlyStopping
 from treadle.checkpoint import load_weights, verify_checkpoint
+from treadle.compiling import compile_model
 from treadle.data import (
     MappedLoader,
     RankBatchSampler,
@@ -115,6 +116,7 @@ __all__ = [
     "TreadleError",
     "WandbHook",
     "Weighted",
+    "compile_model",
     "flatten_nested_dict",
     "get_device",
     "key_average",

@@ -23,6 +23,7 @@ from torch import Tensor
 from treadle.bookkeeping import Outcome, counts_terms, settle
 from treadle.capture_check import KeptState, what_differs
 from treadle.captured_step import CapturedStep
+from treadle.compiling import makes_cuda_graphs
 from treadle.cuda_graph import shape_of
 from treadle.data.cursor import Group
 from treadle.errors import ConfigError
@@ -65,6 +66,11 @@ def steps_of(engine: Engine) -> Steps:
         return engine.train_step
     reason = _why_not(engine)
     if reason is None:
+        if makes_cuda_graphs(engine.model):
+            engine.logger.warning(
+                "capture=%r: a part of the model is compiled with mode='reduce-overhead', which makes CUDA graphs of "
+                "its own inside the captured one; compile it with the default mode", engine.capture,
+            )  # fmt: skip
         return CapturedSteps(engine)
     _refuse(engine, reason)
     return engine.train_step

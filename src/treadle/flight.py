@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle import distributed
+from treadle.compiling import is_compiled
 from treadle.gradients import total_norm
 from treadle.nested import flatten_nested_dict
 from treadle.optim import parameter_names
@@ -263,7 +264,7 @@ def _watched(model: nn.Module, finding: Finding) -> Iterator[None]:
 
 def _eagerly(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Runs a compiled model without its compiler inside the block: compiled code calls no hook."""
-    if not any(hasattr(module, "_orig_mod") for module in model.modules()):
+    if not any(is_compiled(module) for module in model.modules()):
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 

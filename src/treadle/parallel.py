@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from treadle import distributed
+from treadle.compiling import repeated_blocks
 from treadle.errors import ConfigError, refuse_unknown
 
 ParallelName = Literal["ddp", "fsdp"]
@@ -271,7 +272,7 @@ def _blocks(model: nn.Module, asked: Sequence[Block] | None) -> list[nn.Module]:
         ConfigError: a block is no part of the model, or there is none of a class.
     """
     if asked is None:
-        return [block for block in _list_items(model) if any(True for _ in block.parameters())]
+        return repeated_blocks(model)
     found: dict[nn.Module, None] = {}
     for block in asked:
         kind: Any = block if isinstance(block, type) else ()
@@ -281,13 +282,6 @@ def _blocks(model: nn.Module, asked: Sequence[Block] | None) -> list[nn.Module]:
             raise ConfigError(f"blocks: the model has no {name} inside; its parts are {_kinds(model)}")
         found.update(dict.fromkeys(part for part in some if part is not model))
     return [part for part in reversed(list(model.modules())) if part in found]
-
-
-def _list_items(module: nn.Module) -> list[nn.Module]:
-    """Returns the items of the outermost ModuleLists."""
-    if isinstance(module, nn.ModuleList):
-        return list(module)
-    return [item for child in module.children() for item in _list_items(child)]
 
 
 def _kinds(model: nn.Module) -> str:

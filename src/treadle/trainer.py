@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from treadle.capture import Capture
+from treadle.compiling import Compile, check_compile, compile_model
 from treadle.distributed import unwrap
 from treadle.engine import Engine
 from treadle.errors import ConfigError
@@ -50,6 +51,7 @@ class BaseTrainer(Engine):
         logger: by default ``treadle.trainer``.
         scheduler_interval: ``"step"`` or ``"epoch"``.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
+        compile: True compiles what ``build_model`` returns, in place; ``"blocks"`` each of its repeated blocks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
 
     Raises:
@@ -92,6 +94,7 @@ class BaseTrainer(Engine):
         scheduler_interval: Literal["step", "epoch"] = "step",
         trackers: str | Sequence[TrackerChoice] = (),
         capture: Capture = False,
+        compile: Compile = False,
     ):
         if not isinstance(max_steps, int) or max_steps < 0:
             raise ConfigError(f"max_steps={max_steps!r}: must be a whole number of optimizer steps, >= 0")
@@ -108,6 +111,7 @@ class BaseTrainer(Engine):
         )
         self.max_steps = max_steps
         self.trackers = trackers
+        self.compile_setting = check_compile(compile)
         with_trackers([], trackers)  # a wrong name is told here
         # Absolute, so that a hook given `trainer.workspace / "checkpoints"` does not put it below itself once more.
         self.workspace = None if workspace is None else Path(workspace).absolute()
@@ -126,6 +130,7 @@ class BaseTrainer(Engine):
             "gradient_accumulation_steps": self.accumulation_steps,
             "scheduler_interval": scheduler_interval,
             "capture": capture,
+            "compile": compile,
         }
 
     def train(self) -> None:
@@ -183,7 +188,7 @@ class BaseTrainer(Engine):
         if self.hooks is None:
             announce_building(self)
             self.data_loader = self.build_data_loader()
-            self.model = self.build_model()
+            self.model = compile_model(self.build_model(), self.compile_setting)
             self.optimizer = self.build_optimizer()
             self.lr_scheduler = self.build_lr_scheduler()
             self.grad_scaler = self.build_grad_scaler()

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from treadle import config as config_files
 from treadle.astro.loss_inputs import LossConfig
 from treadle.astro.vocab import FIRST_SPECTRUM_TYPE, SPECTRUM_GROUPS
+from treadle.compiling import check_compile
 from treadle.config.sections import from_nested
 from treadle.errors import ConfigError
 from treadle.parallel import as_parallel
@@ -142,6 +143,8 @@ class TrainingConfig:
     """The expected-value terms."""
     parallel: str | None = None
     """``ddp`` or ``fsdp`` spreads the model over the ranks that torchrun started; null leaves it as it is."""
+    compile: bool | str = False
+    """True compiles what runs the model, ``blocks`` each of its layers."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "grad_accum_steps", "prefetch_factor", "total_steps"):
@@ -153,6 +156,7 @@ class TrainingConfig:
             value = getattr(self, name)
             _require(value is None or value >= 0, f"training.{name}", value, "must be at least 0")
         as_parallel(self.parallel)
+        check_compile(self.compile, name="training.compile")
         _require(self.learning_rate > 0, "training.learning_rate", self.learning_rate, "must be above 0")
         _require(0 <= self.min_lr_ratio <= 1, "training.min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
 

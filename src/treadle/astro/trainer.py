@@ -34,6 +34,8 @@ from treadle.astro.vocab import VocabSpec
 from treadle.best import BestRule
 from treadle.capture import Capture
 from treadle.checkpoint.store import load_checkpoint
+from treadle.compiling import Compile, check_compile
+from treadle.compiling import compile_model as compile_in_place
 from treadle.device import get_device
 from treadle.engine import Engine
 from treadle.errors import ConfigError
@@ -70,7 +72,8 @@ class AstroTrainer:
         output_dir: folder of checkpoints and history; None writes nothing.
         use_amp: autocast; None: on for CUDA.
         use_ce: whether the cross-entropy is part of the loss.
-        compile_model: compiles what runs the model.
+        compile_model: True compiles what runs the model, ``"blocks"`` each of its layers in place; wins over
+            ``config.compile``.
         amp_dtype: ``"fp16"`` (with a gradient scaler) or ``"bf16"``.
         optimizer: None builds AdamW with betas (0.9, 0.95); matrices decay, embeddings, norms and biases do not.
         scheduler: None builds the warm-up and cosine of `cosine_schedule_with_warmup`.
@@ -117,7 +120,7 @@ class AstroTrainer:
         output_dir: str | Path | None = None,
         use_amp: bool | None = None,
         use_ce: bool = True,
-        compile_model: bool = False,
+        compile_model: Compile = False,
         *,
         amp_dtype: Literal["fp16", "bf16"] = "fp16",
         optimizer: Optimizer | None = None,
@@ -137,7 +140,8 @@ class AstroTrainer:
         codebooks = codebooks_of(vocab, given, loss_config, use_ce=use_ce, device=self.device)
         check_model(model, vocab)
         precision = precision_of(use_amp, amp_dtype, self.device)
-        self.model = model.to(self.device)
+        compiled = check_compile(compile_model or self.config.compile)
+        self.model = compile_in_place(model.to(self.device), "blocks" if compiled == "blocks" else False)
         self.optimizer = default_optimizer(self.model, self.config) if optimizer is None else optimizer
         self.model = spread(self.model, self.config.parallel, self.optimizer)
         move_optimizer_state(self.optimizer)
@@ -145,7 +149,7 @@ class AstroTrainer:
         overridden = type(self).compute_loss is not AstroTrainer.compute_loss
         self._task = AstroTask(
             self.device, vocab, codebooks=codebooks, config=loss_config, use_ce=use_ce, draw_seed=self._draw_seed,
-            own_loss=self.compute_loss if overridden else None, compiled=compile_model,
+            own_loss=self.compute_loss if overridden else None, compiled=compiled is True,
         )  # fmt: skip
         all_hooks = [*self._own_hooks(output_dir, hooks), *with_trackers(hooks, trackers)]
         self._engine = self._build_engine(
@@ -154,7 +158,7 @@ class AstroTrainer:
         self._engine.config = {
             **layout_of(vocab), "loss_config": dataclasses.asdict(loss_config),
             "training": dataclasses.asdict(self.config), "use_ce": use_ce, "precision": precision,
-            "compile_model": compile_model, "scheduler_interval": scheduler_interval, "eval_seed": eval_seed,
+            "compile_model": compiled, "scheduler_interval": scheduler_interval, "eval_seed": eval_seed,
         }  # fmt: skip
         self._epochs = AstroEpochs(self._engine, self._task.term_weights)
         self._folder = AstroFolder(self._engine, vocab)

@@ -23,7 +23,7 @@ FREE = (
     "threads", "mixed_precision", "training.epochs", "training.warmup_steps", "training.total_steps",
     "training.min_lr_ratio", "training.grad_clip", "training.max_non_finite_grad_retries", "training.num_workers",
     "training.pin_memory", "training.persistent_workers", "training.prefetch_factor", "training.save_every_steps",
-    "training.parallel",
+    "training.parallel", "training.compile",
 )  # fmt: skip
 """What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
 

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from treadle.capture import check_capture
 from treadle.cli.graphs_config import GraphsConfig, given
 from treadle.cli.ranks import shared_batches
+from treadle.compiling import check_compile
 from treadle.errors import ConfigError, refuse_unknown
 from treadle.graphs import (
     GraphDataset,
@@ -183,6 +184,7 @@ def build_trainer(
         hooks=hooks,
         parallel=parallel,
         capture=check_capture(training.capture),
+        compile=check_compile(training.compile),
     )
     trainer.config |= {"run": config.to_dict(), "threads": torch.get_num_threads()}
     return trainer

@@ -11,6 +11,7 @@ from typing import Any
 from treadle.capture import check_capture
 from treadle.cli.overrides import from_mapping, refuse_unknown_setting
 from treadle.cli.settings import flat
+from treadle.compiling import check_compile
 from treadle.errors import ConfigError, nearest, refuse_unknown
 from treadle.parallel import as_parallel
 
@@ -28,6 +29,7 @@ FLAGS = {
 FREE = (
     "threads", "log_every", "training.epochs", "training.num_workers", "training.grad_clip",
     "training.mixed_precision", "training.early_stopping", "training.parallel", "training.capture", "training.buckets",
+    "training.compile",
     "training.scheduler.warmup_epochs", "training.scheduler.min_lr", "dataset.root", "dataset.pe_cache_dir",
     "dataset.use_preprocessed_pe", "dataset.num_workers",
 )  # fmt: skip
@@ -55,6 +57,7 @@ class TrainingConfig:
     early_stopping: int | None
     parallel: str | None
     capture: bool | str
+    compile: bool | str
     buckets: int | None
     optimizer: dict[str, Any]
     scheduler: dict[str, Any]
@@ -69,6 +72,7 @@ class TrainingConfig:
         refuse_unknown("training.loss", self.loss, _TASKS)
         as_parallel(self.parallel)
         check_capture(self.capture)
+        check_compile(self.compile, name="training.compile")
 
     @property
     def num_buckets(self) -> int | None:
@@ -108,7 +112,8 @@ class GraphsConfig:
         Raises:
             ConfigError: a key is unknown or missing, or a value is wrong.
         """
-        added = {"parallel": None, "capture": False, "buckets": None}  # of runs of before they were settings
+        # Of runs of before they were settings.
+        added = {"parallel": None, "capture": False, "buckets": None, "compile": False}
         section = {**added, **_section(values, "training")}
         training = from_mapping(TrainingConfig, section, where="training")
         return from_mapping(cls, {**values, "training": training}, where="settings")

@@ -31,7 +31,9 @@ def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, 
     """Returns ``dotted key -> (before, now)`` of every setting that differs; both are nested settings."""
     before, now = flat(stored), flat(current)
     keys = [*now, *(key for key in before if key not in now)]
-    return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
+    # Of runs from before a setting was there: switched off is what they had.
+    known = [key for key in keys if key in before or now[key] not in (None, False)]
+    return {key: (before.get(key), now.get(key)) for key in known if before.get(key) != now.get(key)}
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:

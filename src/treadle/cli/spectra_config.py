@@ -21,7 +21,8 @@ FLAGS = {"trainer.out_dir": "--out", "trainer.device": "--device", "trainer.resu
 _FREE = (
     "epochs", "threads", "schedule.warmup_epochs", "schedule.min_lr_scale", "trainer.amp", "trainer.amp_dtype",
     "trainer.enable_tf32", "trainer.grad_clip", "trainer.early_stop_patience", "trainer.early_stop_start_ratio",
-    "trainer.early_stop_min_delta", "trainer.max_non_finite_grad_retries", "trainer.parallel",
+    "trainer.early_stop_min_delta", "trainer.max_non_finite_grad_retries", "trainer.parallel", "trainer.capture",
+    "trainer.compile",
 )  # fmt: skip
 """What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from treadle.cli.settings import at_least
+from treadle.compiling import check_compile
 from treadle.errors import ConfigError
 from treadle.parallel import as_parallel
 
@@ -18,7 +19,10 @@ _LORA = ("lora.r", "lora.alpha", "lora.dropout", "lora.lr", "lora.val_fraction")
 _LATE = (
     "samples.prompt", "samples.count", "samples.num_tokens", "samples.temperature", "samples.top_k", "samples.seed",
 )  # fmt: skip
-FREE = ("threads", "training.checkpoint_interval", "training.parallel", "lora.epochs", *_SCHEDULE, *_LORA, *_LATE)
+FREE = (
+    "threads", "training.checkpoint_interval", "training.parallel", "training.compile", "lora.epochs", *_SCHEDULE,
+    *_LORA, *_LATE,
+)  # fmt: skip
 """What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
 
 
@@ -105,9 +109,12 @@ class TrainingConfig:
     parallel: str | None = None
     """How the ranks that torchrun started share the first training: ddp, fsdp, or None for ddp where there are several.
     The fine-tuning runs on the first rank alone."""
+    compile: bool | str = False
+    """True compiles the model in place, blocks each of its blocks; the fine-tuning is not compiled."""
 
     def __post_init__(self) -> None:
         as_parallel(self.parallel)
+        check_compile(self.compile, name="training.compile")
         at_least(
             1, training__accumulation_steps=self.accumulation_steps,
             training__checkpoint_interval=self.checkpoint_interval,

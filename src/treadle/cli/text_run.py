@@ -22,6 +22,7 @@ from treadle.cli.text_config import TextConfig
 from treadle.cli.text_data import Part, TextData, check_same_on_ranks, prepare_data
 from treadle.cli.text_folder import BEST, open_folder, start_line
 from treadle.cli.text_report import Tuned, draw_samples, finish_run, print_results, print_start, score
+from treadle.compiling import check_compile, compile_model
 from treadle.data import steps_per_epoch
 from treadle.device import get_device
 from treadle.functional import Trainer
@@ -151,6 +152,7 @@ def build_base(run: TextRun, *, parallel: str | None = None) -> tuple[Any, Train
         scheduler = build_warmup_cosine(
             optimizer, warmup_steps=schedule.warmup_steps, total_steps=steps, min_lr_scale=schedule.min_lr_scale
         )
+    compile_model(model, check_compile(config.training.compile))
     return model, _build_trainer(model, optimizer, scheduler=scheduler, run=run, parallel=parallel)
 
 

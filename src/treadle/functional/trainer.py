@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from treadle.best import Mode
 from treadle.capture import Capture
 from treadle.checkpoint.store import load_checkpoint
+from treadle.compiling import Compile, compile_model
 from treadle.device import get_device, to_device
 from treadle.engine import Engine
 from treadle.functional.batches import split_batch
@@ -66,6 +67,7 @@ class Trainer:
         metrics: torchmetrics objects, a collection or a dict of them; reported as ``eval_<name>``.
         parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
+        compile: True compiles the model in place, ``"blocks"`` each of its repeated blocks; see ``compile_model``.
 
     Raises:
         ConfigError: a setting is unknown or out of range, or a device is not available.
@@ -94,6 +96,7 @@ class Trainer:
         metrics: Any = None,
         parallel: ParallelConfig | str | None = None,
         capture: Capture = False,
+        compile: Compile = False,
     ):
         self.config = config
         self.settings = read_settings(config)
@@ -101,7 +104,7 @@ class Trainer:
         self.model = model.to(self.device)
         self.loss_fn = loss_fn.to(self.device) if isinstance(loss_fn, nn.Module) else loss_fn
         self.optimizer = optimizer_for(self.model, optimizer, settings=self.settings)
-        self.model = spread(self.model, parallel, self.optimizer)
+        self.model = spread(compile_model(self.model, compile), parallel, self.optimizer)
         self.scheduler = scheduler
         check_scheduler(scheduler, self.optimizer)
         check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"))

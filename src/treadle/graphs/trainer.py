@@ -17,6 +17,7 @@ from treadle.capture import Capture
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, save_checkpoint
+from treadle.compiling import Compile, compile_model
 from treadle.device import get_device
 from treadle.distributed import unwrap
 from treadle.engine import Engine
@@ -80,6 +81,8 @@ class GraphTrainer:
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
         pad_to: how many buckets to choose from the training data, or the buckets themselves: each batch that is
             trained on is padded into the smallest that holds it. Training only; None: as the loader makes them.
+        compile: True compiles the model in place, ``"blocks"`` each of its repeated blocks; see
+            ``treadle.compile_model``.
 
     Attributes:
         config: plain values stored in every checkpoint; more may be added before training.
@@ -127,9 +130,10 @@ class GraphTrainer:
         parallel: ParallelConfig | str | None = None,
         capture: Capture = False,
         pad_to: PadTo = None,
+        compile: Compile = False,
     ):
         self.device = get_device(device)
-        self.model = spread(model.to(self.device), parallel, optimizer)
+        self.model = spread(compile_model(model.to(self.device), compile), parallel, optimizer)
         move_optimizer_state(optimizer)
         check_scheduler(scheduler, optimizer)
         check_log_every(log_every)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.capture import check_capture
+from treadle.compiling import check_compile
 from treadle.errors import ConfigError, refuse_unknown
 from treadle.parallel import as_parallel
 
@@ -81,12 +82,15 @@ class TrainerConfig:
     """``"ddp"`` or ``"fsdp"`` spreads the model over the ranks that torchrun started; None leaves it as it is."""
     capture: bool | str = False
     """Whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses."""
+    compile: bool | str = False
+    """True compiles the model in place, ``"blocks"`` each of its repeated blocks; see ``treadle.compile_model``."""
 
     def __post_init__(self) -> None:
         for field, allowed in _ALLOWED.items():
             check_allowed("TrainerConfig", field, getattr(self, field), allowed)
         as_parallel(self.parallel)
         check_capture(self.capture)
+        check_compile(self.compile, name="TrainerConfig.compile")
         self._check(self.grad_clip is None or self.grad_clip >= 0, "grad_clip", "must be None or >= 0")
         self._check(0 <= self.ema_decay <= 1, "ema_decay", "must lie in [0, 1]")
         patience = self.early_stop_patience

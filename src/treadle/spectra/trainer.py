@@ -20,6 +20,7 @@ from treadle.checkpoint.rank_writer import RankWriter
 from treadle.checkpoint.ranks import on_rank_0, open_on_ranks
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import find_latest, load_checkpoint, save_checkpoint
+from treadle.compiling import check_compile, compile_model
 from treadle.device import get_device
 from treadle.ema import Ema
 from treadle.engine import Engine
@@ -84,7 +85,8 @@ class SpectraTrainer:
         self.cfg = TrainerConfig() if cfg is None else dataclasses.replace(cfg)
         self._device_asked = self.cfg.device if device is None else device
         self.device = _one_device(device, self.cfg.device)
-        self.model = spread(model.to(self.device), self.cfg.parallel, optimizer)
+        compiled = compile_model(model.to(self.device), check_compile(self.cfg.compile))
+        self.model = spread(compiled, self.cfg.parallel, optimizer)
         move_optimizer_state(optimizer)
         self.optimizer = optimizer
         self.scheduler = scheduler
