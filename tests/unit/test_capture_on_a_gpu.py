@@ -363,3 +363,43 @@ def test_the_step_face_has_the_bits_of_eager_steps():
     eager, captured = fit(False), fit(True)
     assert captured.steps._steps
     assert equal(dict(eager.model.state_dict()), dict(captured.model.state_dict()))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_labels_that_do_not_count_are_counted_on_the_host_and_no_step_waits(accumulation):
+    from treadle import Trainer
+
+    class Watch(Losses):
+        state_key = "watch"
+
+        def on_before_step(self, trainer):
+            torch.cuda.set_sync_debug_mode("error" if trainer.step > 4 else "default")
+
+        def on_after_step(self, trainer):
+            torch.cuda.set_sync_debug_mode("default")
+
+    draw = torch.Generator().manual_seed(2)
+    x, labels = rows()[0], torch.randint(0, 4, (200,), generator=draw)
+    labels[torch.rand(200, generator=draw) < 0.3] = -100
+    data = torch.utils.data.TensorDataset(x, labels)
+
+    def fit(capture, hooks):
+        torch.manual_seed(0)
+        model = Net().cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
+        training = {"gradient_accumulation_steps": accumulation, "log_interval": None}
+        settings = {"training": training}
+        trainer = Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), settings, device="cuda", hooks=hooks, capture=capture
+        )
+        loader = torch.utils.data.DataLoader(data, batch_size=20, pin_memory=True)
+        try:
+            return trainer, trainer.train(loader, 3)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    (eager, one), (captured, other) = fit(False, []), fit(True, [Watch()])
+    assert len(captured._engine.steps._steps) == 1  # also where the weights of two micro-batches vary
+    assert one["train_loss"] == other["train_loss"]
+    assert equal(dict(eager.model.state_dict()), dict(captured.model.state_dict()))

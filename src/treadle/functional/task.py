@@ -34,6 +34,7 @@ class TrainerTask:
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
+        self._gave_own_loss: dict[tuple[bool, bool], bool] = {}
 
     def step(
         self,
@@ -52,10 +53,26 @@ class TrainerTask:
         else:
             counted_inputs, counted_targets = inputs, targets
         weight = trainer._loss_weight(counted_inputs, outputs, counted_targets)
+        self._gave_own_loss[_kind(inputs, targets)] = model_loss(outputs) is not None
         kept, samples = self.kept_for_metrics(inputs, outputs, targets), num_samples(inputs)
         if _adds_up(trainer, outputs):
             return StepOutput(loss, reduction="sum", outputs=kept, num_samples=samples)
         return StepOutput(without_empty(loss, weight), weight=weight, outputs=kept, num_samples=samples)
+
+    def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
+        """Counts what the loss of a batch is a mean over, where the host can do so before the model runs.
+
+        Whether it is the model's own loss is known from an earlier batch of the kind.
+        """
+        if not self.trainer._counts_on_host:
+            return batch, None
+        inputs, targets = split_batch(batch)
+        own = self._gave_own_loss.get(_kind(inputs, targets))
+        outputs = {"loss": 0.0} if own else None
+        if own is None or _adds_up(self.trainer, outputs):
+            return batch, None
+        weight = self.trainer._loss_weight(inputs, outputs, targets)
+        return batch, None if isinstance(weight, Tensor) else weight
 
     def kept_for_metrics(self, inputs: Any, outputs: Any, targets: Any) -> tuple[Any, Any] | None:
         """Returns ``(prediction, target)`` where there are metrics; training has none."""
@@ -150,6 +167,11 @@ def _watched(trainer: Trainer) -> Iterator[dict[str, Any]]:
         for name in notes:
             del vars(trainer)[name]
         vars(trainer).update(own)
+
+
+def _kind(inputs: Any, targets: Any) -> tuple[bool, bool]:
+    """Returns what a model that computes its loss for some batches and not for others goes by."""
+    return targets is None, isinstance(inputs, Mapping) and "labels" in inputs
 
 
 def _adds_up(trainer: Trainer, outputs: Any) -> bool:
