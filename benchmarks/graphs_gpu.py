@@ -10,9 +10,11 @@ batches, which lie on the device already, the same loss and the same AdamW. Ways
 
     peer      torch_geometric's GPSConv, eager
     eager     get_model("gps"), on the same batches
-    padded    the same model on padded batches of two fixed shapes
-    captured  the padded step (forward, backward, update) as one CUDA graph for each shape
+    padded    the same model on padded batches of a few fixed shapes
+    captured  GraphTrainer(capture=True) on those batches: one CUDA graph for each shape, the losses, outputs and
+              metrics of its epochs included; its batches lie in pinned memory and are copied in each step
     compiled  the same, through torch.compile first
+    by hand   the padded step as one CUDA graph for each shape, written out, without a trainer
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from machine import describe
@@ -33,10 +35,11 @@ from molecules import ATOM_TYPES, BOND_TYPES, WALK, load, made_up
 from peer_gps import WALK_WIDTH, PeerGPS
 from torch import Tensor, nn
 
-from treadle.graphs import PaddedGraphBatch, get_model, pad_batch, plan_buckets
+from treadle.graphs import GraphTrainer, PaddedGraphBatch, get_loss_fn, get_model, pad_batch, plan_buckets
 
 WIDTH, HEADS, LAYERS, ATTENTION_DROPOUT = 64, 4, 10, 0.5
 Step = Callable[[Any], Tensor]
+Pass = Callable[[], Any]  # trains on all batches once and returns the loss of the last, a trainer the mean of all
 
 
 def peer_model(layers: int) -> nn.Module:
@@ -115,52 +118,73 @@ def _shape(batch: PaddedGraphBatch) -> tuple[int, ...]:
     return (*batch.x.shape, batch.row_length, batch.edge_index.shape[1])
 
 
-def graphs_per_second(
-    step: Step, batches: Sequence[Any], size: int, device: torch.device, seconds: float
-) -> tuple[float, float]:
-    """Runs whole passes over the batches for about so many seconds; returns the rate and the last loss."""
+def pass_of(step: Step, batches: Sequence[Any]) -> Pass:
+    def once() -> Tensor:
+        for batch in batches:
+            loss = step(batch)
+        return loss
+
+    return once
+
+
+def trainer_pass(model: nn.Module, batches: Sequence[PaddedGraphBatch], device: torch.device) -> Pass:
+    """Returns an epoch of a trainer that captures its steps; on a CPU it says that it does not."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    trainer = GraphTrainer(
+        model, optimizer, loss_fn=get_loss_fn("regression", "mae"), device=device, log_every=None,
+        capture=True if device.type == "cuda" else "auto",
+    )  # fmt: skip
+    return lambda: trainer.train_epoch(batches)["loss"]
+
+
+def graphs_per_second(once: Pass, count: int, device: torch.device, seconds: float) -> tuple[float, float]:
+    """Runs whole passes for about so many seconds; returns the rate and the last loss."""
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    for batch in batches[: max(3, len(batches) // 4)]:
-        step(batch)
+    once()
     wait()
     done, start = 0, time.perf_counter()
     while True:
-        for batch in batches:
-            loss = step(batch)
-        done += size * len(batches)
+        loss = once()
+        done += count
         wait()
         if time.perf_counter() - start > seconds:
-            return done / (time.perf_counter() - start), loss.item()
+            return done / (time.perf_counter() - start), float(loss)
 
 
 def ways(
     batches: Sequence[Any], padded: Sequence[PaddedGraphBatch], layers: int, device: torch.device
-) -> dict[str, Callable[[], tuple[Step, Sequence[Any]]]]:
-    """Returns, for each way, a function that builds its step and names its batches."""
+) -> dict[str, Callable[[], Pass]]:
+    """Returns, for each way, a function that builds its pass; the padded batches lie on the host."""
 
-    def ours(compiled: bool = False) -> Step:
+    def seeded(make: Callable[[int], nn.Module] = our_model) -> nn.Module:
         torch.manual_seed(0)
-        model = our_model(layers).to(device)
-        return make_step(torch.compile(model, dynamic=False) if compiled else model, model, device)
+        return make(layers).to(device)
 
-    def peer() -> Step:
-        torch.manual_seed(0)
-        model = peer_model(layers).to(device)
-        return make_step(model, model, device)
+    def stepped(model: nn.Module, inputs: Sequence[Any]) -> Pass:
+        return pass_of(make_step(model, model, device), inputs)
 
-    one_of_each = list({_shape(batch): batch for batch in padded}.values())
-    found = {
-        "peer": lambda: (peer(), batches),
-        "eager": lambda: (ours(), batches),
-        "padded": lambda: (ours(), padded),
+    def by_hand() -> Pass:
+        model = seeded()
+        one_of_each = list({_shape(batch): batch for batch in there}.values())
+        return pass_of(Captured(make_step(model, model, device), one_of_each), there)
+
+    there = [batch.to(device) for batch in padded]
+    pinned = [batch.pin_memory() if device.type == "cuda" else batch for batch in padded]
+    found: dict[str, Callable[[], Pass]] = {
+        "peer": lambda: stepped(seeded(peer_model), batches),
+        "eager": lambda: stepped(seeded(), batches),
+        "padded": lambda: stepped(seeded(), there),
+        "captured": lambda: trainer_pass(seeded(), pinned, device),
     }
     if device.type == "cuda":
-        found["captured"] = lambda: (Captured(ours(), one_of_each), padded)
-        found["compiled"] = lambda: (Captured(ours(compiled=True), one_of_each), padded)
+        found["compiled"] = lambda: trainer_pass(
+            cast(nn.Module, torch.compile(seeded(), dynamic=False)), pinned, device
+        )
+        found["by hand"] = by_hand
     return found
 
 
@@ -176,34 +200,36 @@ def measure(arguments: argparse.Namespace, graphs: Sequence[Any], size: int, dev
     draw = random.Random(0)
     order = draw.sample(range(len(graphs)), min(len(graphs), arguments.graphs))
     plain = [collate([graphs[i] for i in order[at : at + size]]) for at in range(0, len(order) - size + 1, size)]
-    buckets = plan_buckets([SimpleNamespace(**graph) for graph in graphs], size)
+    buckets = plan_buckets([SimpleNamespace(**graph) for graph in graphs], size, num_buckets=arguments.buckets)
     batches = [to_device(batch, device) for batch in plain]
-    padded = [pad_batch(batch, buckets).to(device) for batch in plain]
+    padded = [pad_batch(batch, buckets) for batch in plain]
     result: dict[str, Any] = {
         "batch": size,
         "batches": len(plain),
         "buckets": [vars(bucket) for bucket in buckets],
         "slots per node": sum(len(batch.x) for batch in padded) / sum(len(batch.x) for batch in plain),
-        "largest difference of padded outputs": check_same_numbers(batches[0], padded[0], arguments.layers, device),
+        "largest difference of padded outputs": check_same_numbers(
+            batches[0], padded[0].to(device), arguments.layers, device
+        ),
         "rates": {}, "losses": {}, "failed": {},
     }  # fmt: skip
-    steps: dict[str, tuple[Step, Sequence[Any]]] = {}
+    passes: dict[str, Pass] = {}
     for name, build in ways(batches, padded, arguments.layers, device).items():
         if arguments.ways and name not in arguments.ways:
             continue
         try:
-            steps[name] = build()
-            steps[name][0](steps[name][1][0])
+            passes[name] = build()
+            passes[name]()
         except Exception as error:  # noqa: BLE001 a way that does not work here is a line of the result
-            steps.pop(name, None)
+            passes.pop(name, None)
             result["failed"][name] = f"{type(error).__name__}: {error}"[:2000]
     # Every round runs every way, so that what else the machine does falls on all of them.
     for _ in range(arguments.rounds):
-        for name, (step, inputs) in steps.items():
+        for name, once in passes.items():
             if name in result["failed"]:
                 continue
             try:
-                rate, loss = graphs_per_second(step, inputs, size, device, arguments.seconds)
+                rate, loss = graphs_per_second(once, size * len(plain), device, arguments.seconds)
             except Exception as error:  # noqa: BLE001 the other ways still count
                 result["failed"][name] = f"{type(error).__name__}: {error}"[:2000]
                 continue
@@ -217,8 +243,9 @@ def table(results: Sequence[dict[str, Any]], what: str, parameters: dict[str, in
     lines = [
         "# Graphs per second of training, ten GPS layers of 64 channels", "",
         f"{what}; {', '.join(f'{name}: {count:,} parameters' for name, count in parameters.items())}. Median of the "
-        "rounds (least – most). The batches lie on the device.", "",
-        "| batch | way | graphs/s | times the peer | ms a step | last loss |", "|---|---|---|---|---|---|",
+        "rounds (least – most). The batches lie on the device, those of captured and compiled in pinned memory; the "
+        "loss of these two is the mean of a pass, not that of its last batch.", "",
+        "| batch | way | graphs/s | times the peer | ms a step | loss |", "|---|---|---|---|---|---|",
     ]  # fmt: skip
     for result in results:
         base = median(result["rates"].get("peer", [float("nan")]))
@@ -247,6 +274,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--graphs", type=int, default=4096, help="graphs of one pass")
     parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--buckets", type=int, default=2, help="shapes of padded batches, at most")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each way in each round, at least one pass")
     parser.add_argument("--ways", nargs="+", help="only these")
