@@ -1,7 +1,7 @@
 """How long training stands still for a checkpoint: ``torch.save`` beside treadle's saves, in one run on one machine.
 
     python benchmarks/checkpoint.py            # writes results/checkpoint.md and .json
-    python benchmarks/checkpoint.py --sizes 1 --rounds 3 --out /tmp
+    python benchmarks/checkpoint.py --tiny     # a trial, writes no result
 
 A state is a third weights and two thirds optimizer moments, as with AdamW. In each round every way saves once, so that
 what else the machine does falls on all of them.
@@ -10,7 +10,6 @@ what else the machine does falls on all of them.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -20,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from machine import describe
+from machine import describe, write_result
 from torch import nn
 
 from treadle.checkpoint import save_checkpoint, verify_checkpoint
@@ -110,7 +109,7 @@ def steps_beside_a_write(mebibytes: int, folder: Path) -> dict[str, float]:
     for _ in range(4):
         alone += [seconds(step) for _ in range(100)]
         save(writer, tree, folder / "background.pt")
-        while not writer.landed:
+        while writer.writing:
             beside.append(seconds(step))
         writer.wait()
     return {"alone": median(alone), "beside": median(beside), "mean_alone": mean(alone), "mean_beside": mean(beside)}
@@ -120,60 +119,60 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def table(result: dict[str, Any]) -> str:
-    """Returns the result as a page of Markdown."""
-    sizes = result["seconds"]
-    lines = [
-        "# How long training stands still for a checkpoint", "",
-        f"Machine: {', '.join(f'{key} {value}' for key, value in result['machine'].items())}. The cores are shared "
-        f"with other work: load {result['load'][0]:.1f} before and {result['load'][1]:.1f} after. Milliseconds, median "
-        f"(least – most) of {result['rounds']} rounds; in each round every way saves once.", "",
-        "| | " + " | ".join(f"{size} MiB" for size in sizes) + " |",
-        "|---|" + "---|" * len(sizes),
-    ]  # fmt: skip
+def rows_of(seconds: dict[int, dict[str, list[float]]]) -> list[dict[str, str]]:
+    """Returns a row for each way, and then for ratios of medians; a column for each size."""
+    rows = []
     for way, words in WAYS.items():
-        cells = [
-            f"{1e3 * median(found[way]):.1f} ({1e3 * min(found[way]):.1f} – {1e3 * max(found[way]):.1f})"
-            for found in sizes.values()
-        ]
-        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+        row = {"ms": words}
+        for size, found in seconds.items():
+            least, middle, most = (
+                f"{1e3 * value:.1f}" for value in (min(found[way]), median(found[way]), max(found[way]))
+            )
+            row[f"{size} MiB"] = f"{middle} ({least} – {most})"
+        rows.append(row)
     for above, below in (("stall", "plain"), ("stall", "fsync"), ("stall", "sync"), ("sync", "fsync")):
-        ratios = [f"{median(found[above]) / median(found[below]):.2f}" for found in sizes.values()]
-        lines.append(f"| ratio: {WAYS[above]} / {WAYS[below]} | " + " | ".join(ratios) + " |")
-    steps = result["step"]
-    lines += [
-        "",
+        ratios = {size: median(found[above]) / median(found[below]) for size, found in seconds.items()}
+        words = f"ratio: {WAYS[above]} / {WAYS[below]}"
+        rows.append({"ms": words} | {f"{size} MiB": f"{ratio:.2f}" for size, ratio in ratios.items()})
+    return rows
+
+
+def notes_of(mebibytes: int, steps: dict[str, float], rounds: int) -> list[str]:
+    return [
+        f"Milliseconds, median (least – most) of {rounds} rounds; in each round every way saves once.",
         f"A small training step takes {1e3 * steps['alone']:.2f} ms alone and {1e3 * steps['beside']:.2f} ms (median; "
-        f"mean {1e3 * steps['mean_alone']:.2f} and {1e3 * steps['mean_beside']:.2f}) while a state of "
-        f"{steps['mebibytes']} MiB is written beside it.",
-        "",
+        f"mean {1e3 * steps['mean_alone']:.2f} and {1e3 * steps['mean_beside']:.2f}) while a state of {mebibytes} MiB "
+        "is written beside it.",
         "A foreground save looks for values that are not finite, writes, flushes, reads the file back and checks its "
-        "CRC-32s, renames it and flushes the folder; before a background save training waits for one copy of the "
-        "state and no more. "
-        "`torch.save` alone does none of this but the writing, and returns before the disk has the bytes.",
-    ]  # fmt: skip
-    return "\n".join(lines) + "\n"
+        "CRC-32s, renames it and flushes the folder; before a background save training waits for one copy of the state "
+        "and no more. `torch.save` alone does none of this but the writing, and returns before the disk has the bytes.",
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 64, 256], help="MiB")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--folder", type=Path, help="where the files are written and removed; a temporary folder")
-    arguments = parser.parse_args()
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    result: dict[str, Any] = {"machine": describe(), "rounds": arguments.rounds, "load": [os.getloadavg()[0]]}
-    result["seconds"] = {}
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        for size in arguments.sizes:
-            result["seconds"][size] = measure(size, arguments.rounds, Path(name))
-            print(size, {way: round(1e3 * median(v), 1) for way, v in result["seconds"][size].items()}, flush=True)
-        result["step"] = {"mebibytes": max(arguments.sizes), **steps_beside_a_write(max(arguments.sizes), Path(name))}
-    result["load"].append(os.getloadavg()[0])
-    (arguments.out / "checkpoint.json").write_text(json.dumps(result, indent=1) + "\n")
-    (arguments.out / "checkpoint.md").write_text(table(result))
-    print(table(result))
+    if options.tiny:
+        options.sizes, options.rounds = [1], 1
+    before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        seconds = {size: measure(size, options.rounds, Path(name)) for size in options.sizes}
+        steps = steps_beside_a_write(max(options.sizes), Path(name))
+    rows, notes = rows_of(seconds), notes_of(max(options.sizes), steps, options.rounds)
+    if options.tiny:
+        print(*rows, *notes, sep="\n")
+        return
+    machine = describe() | {
+        "load": f"{before:.1f} before and {os.getloadavg()[0]:.1f} after, with other work on the cores"
+    }
+    write_result(
+        "checkpoint", "How long training stands still for a checkpoint", list(rows[0]), rows, machine, notes=notes
+    )
 
 
 if __name__ == "__main__":

@@ -45,14 +45,17 @@ def write_result(
     columns: Sequence[str],
     rows: Sequence[Mapping[str, Any]],
     machine: Mapping[str, str],
+    *,
+    notes: Sequence[str] = (),
 ) -> None:
-    """Writes a table as Markdown and JSON into ``benchmarks/results`` and prints it."""
+    """Writes a table, and paragraphs below it, as Markdown and JSON into ``benchmarks/results`` and prints it."""
     head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
     body = "".join(f"| {' | '.join(str(row.get(column, '')) for column in columns)} |\n" for row in rows)
     where = ", ".join(f"{key} {value}" for key, value in machine.items())
-    text = f"# {title}\n\n{head}{body}\nMachine: {where}.\n"
+    text = f"# {title}\n\n{head}{body}\nMachine: {where}.\n" + "".join(f"\n{note}\n" for note in notes)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
     data = {"title": title, "machine": dict(machine), "rows": [dict(row) for row in rows]}
+    data |= {"notes": list(notes)} if notes else {}
     (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     print(text)

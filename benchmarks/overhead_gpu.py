@@ -92,14 +92,14 @@ class Case:
 
 def cases(device: torch.device) -> dict[str, Case]:
     return {
-        "mlp": Case("MLP 64-64-1, batch 32, fp32", Workload(Net, (32, 64), device), 400),
+        "mlp": Case("MLP 64-64-1, batch 32, fp32", Workload(Net, (32, 64), device, fused=True), 400),
         "d128": Case(
             "transformer d128 x4 on 32 positions, batch 64, bf16",
-            Workload(Encoder, (64, 32, 64), device, bf16=True), 120,
+            Workload(Encoder, (64, 32, 64), device, bf16=True, fused=True), 120,
         ),
         "d256": Case(
             "transformer d256 x16 on 32 positions, batch 256, bf16",
-            Workload(lambda: Encoder(256, 16), (256, 32, 64), device, bf16=True), 60, with_peers=False,
+            Workload(lambda: Encoder(256, 16), (256, 32, 64), device, bf16=True, fused=True), 60, with_peers=False,
         ),
     }  # fmt: skip
 
