@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from treadle.capture import check_capture
 from treadle.cli.settings import at_least
 from treadle.compiling import check_compile
 from treadle.errors import ConfigError
@@ -20,8 +21,8 @@ _LATE = (
     "samples.prompt", "samples.count", "samples.num_tokens", "samples.temperature", "samples.top_k", "samples.seed",
 )  # fmt: skip
 FREE = (
-    "threads", "training.checkpoint_interval", "training.parallel", "training.compile", "lora.epochs", *_SCHEDULE,
-    *_LORA, *_LATE,
+    "threads", "training.checkpoint_interval", "training.parallel", "training.compile", "training.capture",
+    "lora.epochs", *_SCHEDULE, *_LORA, *_LATE,
 )  # fmt: skip
 """What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
 
@@ -111,10 +112,15 @@ class TrainingConfig:
     The fine-tuning runs on the first rank alone."""
     compile: bool | str = False
     """True compiles the model in place, blocks each of its blocks; the fine-tuning is not compiled."""
+    capture: bool | str = False
+    """True runs each step as one CUDA graph and refuses where it cannot; auto does so where it can.
+
+    The fine-tuning takes auto for True: a refusal would come after the training."""
 
     def __post_init__(self) -> None:
         as_parallel(self.parallel)
         check_compile(self.compile, name="training.compile")
+        check_capture(self.capture)
         at_least(
             1, training__accumulation_steps=self.accumulation_steps,
             training__checkpoint_interval=self.checkpoint_interval,

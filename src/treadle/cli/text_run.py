@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from treadle.capture import Capture, check_capture
 from treadle.checkpoint.store import load_weights
 from treadle.cli.console import as_settings
 from treadle.cli.overrides import apply_overrides
@@ -153,7 +154,8 @@ def build_base(run: TextRun, *, parallel: str | None = None) -> tuple[Any, Train
             optimizer, warmup_steps=schedule.warmup_steps, total_steps=steps, min_lr_scale=schedule.min_lr_scale
         )
     compile_model(model, check_compile(config.training.compile))
-    return model, _build_trainer(model, optimizer, scheduler=scheduler, run=run, parallel=parallel)
+    capture = check_capture(config.training.capture)
+    return model, _build_trainer(model, optimizer, scheduler=scheduler, run=run, parallel=parallel, capture=capture)
 
 
 def build_lora(model: Any, run: TextRun) -> Trainer:
@@ -171,14 +173,17 @@ def build_lora(model: Any, run: TextRun) -> Trainer:
     scheduler = build_warmup_cosine(
         optimizer, warmup_steps=0, total_steps=steps, min_lr_scale=config.schedule.min_lr_scale
     )
-    return _build_trainer(adapted, optimizer, scheduler=scheduler, run=run)
+    capture: Capture = "auto" if config.training.capture else False  # a refusal here would come after the training
+    return _build_trainer(adapted, optimizer, scheduler=scheduler, run=run, capture=capture)
 
 
 def _steps_per_epoch(part: Part, config: TextConfig) -> int:
     return steps_per_epoch(part.loader(config.batch_size), config.training.accumulation_steps)
 
 
-def _build_trainer(model: Any, optimizer: Any, *, scheduler: Any, run: TextRun, parallel: str | None = None) -> Trainer:
+def _build_trainer(
+    model: Any, optimizer: Any, *, scheduler: Any, run: TextRun, capture: Capture, parallel: str | None = None
+) -> Trainer:
     training = run.config.training
     trainer = Trainer(
         model,
@@ -200,6 +205,7 @@ def _build_trainer(model: Any, optimizer: Any, *, scheduler: Any, run: TextRun, 
             CheckpointingHook(training.checkpoint_interval, exit_signals=(signal.SIGTERM, signal.SIGINT)),
         ],
         parallel=parallel,
+        capture=capture,
     )
     return trainer
 

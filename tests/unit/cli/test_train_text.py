@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 from helpers import differences
-from treadle import load_weights
+from treadle import ConfigError, TensorLoader, load_weights
 from treadle.checkpoint import load_checkpoint
 from treadle.cli import text_data, text_report, text_run
 from treadle.cli.main import main
@@ -455,3 +457,22 @@ def test_verify_says_exact(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["verdict"] == "EXACT"
+
+
+@pytest.mark.parametrize(("setting", "first", "second"), [("true", True, "auto"), ("auto", "auto", "auto")])
+def test_capture_reaches_both_trainings(tmp_path: Path, setting: str, first: object, second: object) -> None:
+    config = text_run.read_settings([*TINY, f"training.capture={setting}"], "cpu")
+    no_data = SimpleNamespace(train=Rows(), lora_train=Rows())
+    base = text_run.TextRun(config, no_data, tmp_path, torch.device("cpu"), Console(quiet=True))
+    model, trainer = text_run.build_base(base)
+    assert trainer._engine.capture == first
+    assert text_run.build_lora(model, base)._engine.capture == second
+    with pytest.raises(ConfigError, match="capture='often'"):
+        text_run.read_settings(["training.capture=often"], "cpu")
+
+
+class Rows:
+    """A part with 16 blocks."""
+
+    def loader(self, batch_size: int) -> TensorLoader:
+        return TensorLoader(torch.zeros(16, 2), batch_size=batch_size)
