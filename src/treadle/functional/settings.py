@@ -74,6 +74,16 @@ class TrainingSettings:
         if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
             raise ConfigError(f"{_WHERE}.{name}={value!r}: must be {math_name} >= {least}, or None")
 
+    def engine_arguments(self) -> dict[str, Any]:
+        """Returns what the engine takes of them, by its own names."""
+        return {
+            "scheduler_interval": "step" if self.scheduler_step_per_batch else "epoch",
+            "precision": self.precision,
+            "grad_clip": self.max_grad_norm,
+            "accumulation_steps": self.gradient_accumulation_steps,
+            "max_non_finite_grad_retries": self.max_non_finite_grad_retries,
+        }
+
     @property
     def precision(self) -> PrecisionName | None:
         """The name of the autocast type, or None."""

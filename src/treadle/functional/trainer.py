@@ -34,13 +34,11 @@ from treadle.functional.files import HistoryFile, as_columns, in_order, log_epoc
 from treadle.functional.folder import NumberedFolder
 from treadle.functional.losses import loss_weight, missing_loss, model_loss
 from treadle.functional.metrics import EpochMetrics
+from treadle.functional.own_hooks import own_hooks
 from treadle.functional.own_step import OwnStepEngine, numbers_of
 from treadle.functional.settings import read_settings
 from treadle.functional.task import EvalTask, OverriddenEvalTask, TrainerTask
-from treadle.hooks.bar import ProgressBarHook
 from treadle.hooks.base import BaseHook
-from treadle.hooks.ema import EmaHook
-from treadle.hooks.progress import ProgressHook
 from treadle.optim import check_scheduler
 from treadle.parallel import ParallelConfig, spread
 from treadle.precision import in_full_precision
@@ -124,25 +122,17 @@ class Trainer:
         make: Callable[..., Engine] = Engine
         if self._overrides("train_step"):
             make = partial(OwnStepEngine, own_step=self.train_step)
-        own: list[BaseHook] = [] if settings.ema_decay is None else [EmaHook(settings.ema_decay)]
-        own.append(self._history_file)
-        if settings.log_interval and not any(isinstance(hook, (ProgressHook, ProgressBarHook)) for hook in hooks):
-            own.append(ProgressHook(settings.log_interval))
         engine = make(
             self.model,
             self.optimizer,
             TrainerTask(self),
             scheduler=self.scheduler,
-            scheduler_interval="step" if settings.scheduler_step_per_batch else "epoch",
             device=device,
-            precision=settings.precision,
-            grad_clip=settings.max_grad_norm,
-            accumulation_steps=settings.gradient_accumulation_steps,
-            max_non_finite_grad_retries=settings.max_non_finite_grad_retries,
-            hooks=[*own, *hooks],
+            hooks=[*own_hooks(settings, self._history_file, given=hooks), *hooks],
             eval_seed=eval_seed,
             capture=capture,
             logger=_log,
+            **settings.engine_arguments(),
         )
         engine.face = "functional"
         engine.config = dataclasses.asdict(settings)

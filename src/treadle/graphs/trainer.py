@@ -147,21 +147,11 @@ class GraphTrainer:
         self._outputs, self._log_hooks = TrainOutputsHook(task), LogHooks(log_every)
         self._padding_hook = PaddingHook(padding)
         self._engine = Engine(
-            self.model,
-            optimizer,
-            task,
-            scheduler=scheduler,
-            scheduler_interval=scheduler_interval,
-            device=device,
-            precision=precision_named(mixed_precision),
-            grad_clip=grad_clip,
-            accumulation_steps=accumulation_steps,
-            max_non_finite_grad_retries=max_non_finite_grad_retries,
+            self.model, optimizer, task, scheduler=scheduler, scheduler_interval=scheduler_interval, device=device,
+            precision=precision_named(mixed_precision), grad_clip=grad_clip, accumulation_steps=accumulation_steps,
+            max_non_finite_grad_retries=max_non_finite_grad_retries, eval_seed=eval_seed, capture=capture, logger=_log,
             hooks=[*self._own_hooks(checkpoint_dir, log_every, hooks), *with_trackers(hooks, trackers)],
-            eval_seed=eval_seed,
-            capture=capture,
-            logger=_log,
-        )
+        )  # fmt: skip
         self._engine.face = "graphs"
         self._engine.config = self.config = {
             "experiment_name": experiment_name, "task_type": task_type, "num_classes": self.num_classes,
