@@ -92,7 +92,7 @@ def measure(mebibytes: int, rounds: int, folder: Path) -> dict[str, list[float]]
     return {way: [entry[way] for entry in found] for way in WAYS}
 
 
-def steps_beside_a_write(mebibytes: int, folder: Path) -> dict[str, float]:
+def steps_beside_a_write(mebibytes: int, folder: Path, *, rounds: int) -> dict[str, float]:
     """Times small training steps alone and while a state is written beside them."""
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -106,7 +106,7 @@ def steps_beside_a_write(mebibytes: int, folder: Path) -> dict[str, float]:
     tree, writer = state(mebibytes), CheckpointWriter()
     alone: list[float] = []
     beside: list[float] = []
-    for _ in range(4):
+    for _ in range(rounds):
         alone += [seconds(step) for _ in range(100)]
         save(writer, tree, folder / "background.pt")
         while writer.writing:
@@ -162,7 +162,7 @@ def main() -> None:
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         seconds = {size: measure(size, options.rounds, Path(name)) for size in options.sizes}
-        steps = steps_beside_a_write(max(options.sizes), Path(name))
+        steps = steps_beside_a_write(max(options.sizes), Path(name), rounds=min(4, options.rounds))
     rows, notes = rows_of(seconds), notes_of(max(options.sizes), steps, options.rounds)
     if options.tiny:
         print(*rows, *notes, sep="\n")

@@ -1,0 +1,81 @@
+"""The benchmarks' trials run, write nothing, and capture what they say is captured."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from capture_kit import Rerun, capture_on_the_cpu
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def trial(monkeypatch, tmp_path, capsys):
+    """Runs a benchmark with arguments; returns its module and what it printed."""
+    level = logging.getLogger("treadle").level
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(importlib.import_module("machine"), "RESULTS", tmp_path / "results")
+
+    def run(name, *arguments):
+        module = importlib.import_module(name)
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        module.main()
+        assert not (tmp_path / "results").exists()
+        return module, capsys.readouterr().out
+
+    yield run
+    logging.getLogger("treadle").setLevel(level)
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(FOLDER)):
+            del sys.modules[name]
+
+
+def test_the_overhead_benchmark_has_a_row_for_each_way_and_workload(trial):
+    ways = ["hand loop", "treadle Engine", "treadle BaseTrainer"]
+    _, out = trial("overhead", "--tiny", "--ways", *ways)
+    assert [out.count(f"'way': '{way}'") for way in ways] == [3, 3, 3]
+
+
+def test_the_overhead_benchmark_of_a_gpu_captures_what_it_says(trial, monkeypatch):
+    capture_on_the_cpu(monkeypatch)
+    module, out = trial("overhead_gpu", "--tiny")
+    assert all(out.count(f"'way': '{way}'") == 1 for way in module.OURS)
+    assert Rerun.made == sum("treadle" in way and "captured" in way for way in module.OURS)
+
+
+def test_the_clock_of_a_gpu_counts_from_the_warm_up_on(trial, monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = importlib.import_module("overhead_gpu")
+    seconds = iter([1.0, 4.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(seconds))
+    watch = module.Watch(warm_up=2, steps=5)
+    for _ in range(5):
+        watch.tick()
+    assert watch.per_step().wall == pytest.approx(1e6)
+
+
+def test_the_benchmark_of_spectra_trains_alike_eagerly_and_captured(trial, monkeypatch):
+    capture_on_the_cpu(monkeypatch)
+    _, out = trial("spectra", "--tiny")
+    assert out.count("eager and captured losses equal: True") == 2
+    assert Rerun.made == 2
+
+
+def test_the_benchmark_of_tokens_has_its_ways(trial, monkeypatch):
+    capture_on_the_cpu(monkeypatch)
+    _, out = trial("tokens", "--tiny")
+    ways = ("hand loop", "hand loop, full logits", "treadle Engine", "treadle Engine, captured", "AstroTrainer")
+    assert [out.count(f"'way': '{way}'") for way in ways] == [2, 1, 1, 1, 1]
+    assert Rerun.made == 1
+
+
+def test_the_benchmarks_of_losses_checkpoints_and_long_runs_have_trials(trial):
+    assert "combined, treadle from hidden states" in trial("token_losses", "--tiny", "--dry", "--repeats", "1")[1]
+    assert "900 to 1,000" in trial("scale", "--tiny")[1]
+    assert "treadle, foreground" in trial("checkpoint", "--tiny")[1]
