@@ -21,6 +21,7 @@ from treadle.astro.vocab import VocabSpec
 from treadle.distributed import replicated, unwrap
 from treadle.errors import ConfigError
 from treadle.task import StepOutput
+from treadle.weights import as_count
 
 ComputeLoss = Callable[[Tensor, Tensor], tuple[Tensor, Mapping[str, Any]]]
 _PARTS = ("tokens", "types", "attn_mask")
@@ -72,6 +73,13 @@ class AstroTask:
             return None
         return self._counts(_parts_of(batch)[0][:, 1:])
 
+    def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
+        """Counts what a loss of the user's own is weighted by, where the batch lies on the host."""
+        if self._own_loss is None:
+            return batch, None
+        count = self._num_targets(_parts_of(batch)[0][:, 1:])
+        return batch, None if isinstance(count, Tensor) else count
+
     def step(
         self,
         model: nn.Module,
@@ -117,8 +125,11 @@ class AstroTask:
             loss, stats = self._own_loss(self._run(model, inputs, hidden=False), moved)
         finally:
             self._targets = None
-        weight = float((targets != self.vocab.pad_id).sum().cpu().numpy())
+        weight = self._num_targets(targets)
         return StepOutput(loss, records_of_stats(stats), weight=weight, num_samples=len(targets))
+
+    def _num_targets(self, targets: Tensor) -> float | Tensor:
+        return as_count((targets != self.vocab.pad_id).sum())
 
     def _run(self, model: nn.Module, inputs: list[Tensor], *, hidden: bool) -> Tensor:
         """Runs the model, compiled once where that was asked for; names of weights do not change by it."""
