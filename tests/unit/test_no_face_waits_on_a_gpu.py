@@ -1,0 +1,118 @@
+"""Between log points no face makes the host wait for the device: counted by torch itself, on one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import treadle
+from treadle.hooks import BaseHook
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
+
+
+class Strict(BaseHook):
+    """From the third step on, a wait inside a step is an error."""
+
+    watched = 0
+
+    def on_before_step(self, trainer):
+        if trainer.step > 2:
+            self.watched += 1
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_after_step(self, trainer):
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def strict():
+    yield Strict()
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def pinned(data, **options):
+    return DataLoader(data, pin_memory=True, **options)
+
+
+def test_the_step_face(strict):
+    x = torch.randn(64, 4)
+
+    class Fit(treadle.BaseTrainer):
+        def build_data_loader(self):
+            return pinned(TensorDataset(x), batch_size=8)
+
+        def build_model(self):
+            return torch.nn.Linear(4, 1).to(self.device)
+
+        def build_optimizer(self):
+            return torch.optim.AdamW(self.model.parameters(), fused=True)
+
+        def build_hooks(self):
+            return [treadle.EmaHook(0.9), strict]
+
+        def forward(self, input):
+            gap = self.model(input[0].to(self.device, non_blocking=True)).square().mean()
+            return gap, {"gap": gap}, len(input[0])
+
+    Fit(8, grad_clip=1.0, device="cuda").train()
+    assert strict.watched == 6
+
+
+def test_ready_parts(strict):
+    import functional_kit as kit
+
+    treadle.set_seed(0)
+    model = kit.net()
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    settings = {"training": {"max_grad_norm": 1.0, "ema_decay": 0.9, "log_interval": None}}
+    trainer = treadle.Trainer(model, optimizer, torch.nn.MSELoss(), settings, "cuda", hooks=[strict])
+    trainer.train(pinned(kit.loader(64).dataset, batch_size=8), num_epochs=1)
+    assert strict.watched == 6
+
+
+def test_labels_of_which_some_do_not_count(strict):
+    treadle.set_seed(0)
+    model = torch.nn.Linear(4, 3)
+    labels = torch.randint(-1, 3, (64,))
+    labels[labels < 0] = -100
+    data = TensorDataset(torch.randn(64, 4), labels)
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    settings = {"training": {"log_interval": None}}
+    trainer = treadle.Trainer(model, optimizer, torch.nn.CrossEntropyLoss(), settings, "cuda", hooks=[strict])
+    trainer.train(pinned(data, batch_size=8), num_epochs=1)
+    assert strict.watched == 6
+
+
+@pytest.mark.parametrize("reduction", ["mean", "batch_mean", "sum"])
+def test_spectra(strict, tmp_path, reduction):
+    import spectra_kit as kit
+
+    trainer = kit.make(
+        tmp_path, device="cuda", data=kit.spectra(60), hooks=[strict], val=False, selection="last", epochs=2,
+        reduction=reduction,
+    )  # fmt: skip
+    trainer.fit(2)
+    assert strict.watched == 6
+
+
+def test_graphs(strict, tmp_path):
+    import graph_kit as kit
+
+    trainer = kit.make(tmp_path, device="cuda", hooks=[strict], grad_clip=1.0, kind="adamw")
+    trainer.fit(pinned(kit.graphs(32), batch_size=4, collate_fn=kit.collate), kit.loader(kit.graphs(4)), epochs=1)
+    assert strict.watched == 6
+
+
+def test_astronomy(strict):
+    import astro_trainer_kit as kit
+
+    train = pinned(kit.sequences(32), batch_size=4, collate_fn=kit.collate_sequences)
+    trainer = kit.make(train=train, hooks=[strict], device="cuda", use_amp=False)
+    trainer.train(1)
+    assert strict.watched == 6
