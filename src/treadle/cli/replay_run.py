@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import runpy
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 
 from treadle.checkpoint.nearest import nearest_state
 from treadle.cli.config_target import train_from
+from treadle.cli.user_run import run_as_main
 from treadle.engine import Engine
 from treadle.errors import ConfigError, NonFiniteError
 from treadle.flight import batch_as_plain, ids_as_plain, layer_norms
@@ -227,15 +227,11 @@ def replay_script(run: Path, step: int, *, script: Path, arguments: Sequence[str
     if not run.is_dir():
         raise ConfigError(f"RUN={str(run)!r}: no such folder; give the workspace of the run")
     witness = Witness(checkpoints_of(run), step, debug=debug)
-    argv, path = sys.argv, list(sys.path)
-    with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch:
-        try:
-            sys.argv = [str(script), *arguments]
-            sys.path.insert(0, str(script.parent.resolve()))
-            with observing(Stage(witness, Path(scratch), only_mini=True)):
-                run_to_step(lambda: runpy.run_path(str(script), run_name="__main__"), witness)
-        finally:
-            sys.argv, sys.path[:] = argv, path
+    with (
+        tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch,
+        observing(Stage(witness, Path(scratch), only_mini=True)),
+    ):
+        run_to_step(lambda: run_as_main(script, arguments), witness)
     return witness.seen
 
 

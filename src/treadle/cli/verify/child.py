@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import random
-import runpy
 import signal
 import sys
 import threading
@@ -19,14 +18,13 @@ import numpy as np
 
 from treadle.cli.config_target import PackRun, pack_commands, resolve, train_from
 from treadle.cli.console import message_console, result_console
+from treadle.cli.user_run import move_files, run_as_main
 from treadle.cli.verify.evidence import SeedWatch
 from treadle.cli.verify.jobs import Job, RecordFile
 from treadle.cli.verify.recorder import Looker, Recorder
 from treadle.engine import Engine
 from treadle.errors import ConfigError
-from treadle.hooks import CheckpointingHook, MlflowHook, TrackioHook, WandbHook
-from treadle.hooks.base import BaseHook
-from treadle.hooks.own_tracker import OwnTrackerHook
+from treadle.hooks import CheckpointingHook
 from treadle.observers import observing
 
 
@@ -73,32 +71,14 @@ class Arrangement:
 
     def _arrange_files(self, engine: Engine) -> None:
         home = self._homes.get(id(engine), engine.workspace)
-        engine.workspace = self.job.workspace
-        for hook in engine.hooks:
-            self._move(hook, home)
-        for hook in [hook for hook in engine.hooks if isinstance(hook, _SENDING)]:
-            engine.hooks.remove(hook)
-            self._note(f"{hook.state_key} left out: it would send these runs away")
+        for left_out in move_files(engine, home, self.job.workspace):
+            self._note(f"{left_out} left out: it would send these runs away")
         if not any(isinstance(hook, CheckpointingHook) for hook in engine.hooks):
             self._note(f"a CheckpointingHook added: there is none (every {self.job.interval} steps, and SIGTERM)")
             engine.hooks = [*engine.hooks, CheckpointingHook(self.job.interval, exit_signals=signal.SIGTERM)]
 
-    def _move(self, hook: BaseHook, home: Path | None) -> None:
-        path = getattr(hook, "path", None)
-        own = any(base.__module__.startswith("treadle.hooks.") for base in type(hook).__mro__ if base is not BaseHook)
-        if not own or not isinstance(path, Path):
-            return
-        if path.is_absolute():
-            inside = home is not None and path.is_relative_to(home)
-            path = path.relative_to(home) if inside and home is not None else Path(path.name)
-        hook.path = self.job.workspace / path  # type: ignore[attr-defined]
-
     def _note(self, text: str) -> None:
         self.file.write("arranged", text=text)
-
-
-_SENDING = (WandbHook, MlflowHook, TrackioHook, OwnTrackerHook)
-"""Trackers that reach beyond the workspace, or may."""
 
 
 class _WarningFile(logging.Handler):
@@ -175,6 +155,4 @@ def _run_target(job: Job, arrangement: Arrangement) -> None:
     elif found is not None:
         train_from(found, path.parent)
     else:
-        sys.argv = [job.target, *job.arguments]
-        sys.path[0] = str(path.absolute().parent)  # where `python script.py` looks first
-        runpy.run_path(job.target, run_name="__main__")
+        run_as_main(path, job.arguments)

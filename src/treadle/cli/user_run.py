@@ -1,0 +1,57 @@
+"""The user's own run inside a command: a script started as ``__main__``, and what it writes moved out of the way."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from treadle.engine import Engine
+from treadle.hooks import MlflowHook, TrackioHook, WandbHook
+from treadle.hooks.base import BaseHook
+from treadle.hooks.own_tracker import OwnTrackerHook
+
+_SENDING = (WandbHook, MlflowHook, TrackioHook, OwnTrackerHook)
+"""Trackers that reach beyond the workspace, or may."""
+
+
+def run_as_main(script: Path, arguments: Sequence[str]) -> None:
+    """Runs a script as ``python SCRIPT ARGUMENTS`` would, in this process; arguments and import path come back."""
+    argv, path = sys.argv, list(sys.path)
+    try:
+        sys.argv = [str(script), *arguments]
+        sys.path.insert(0, str(script.parent.resolve()))  # where `python script.py` looks first
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def move_files(engine: Engine, home: Path | None, workspace: Path) -> list[str]:
+    """Moves what the hooks of a run write into another workspace, and takes out those that send elsewhere.
+
+    Args:
+        engine: built, and not running.
+        home: the workspace that the run was given.
+        workspace: where the files go instead.
+
+    Returns:
+        The state keys of the hooks that were taken out.
+    """
+    engine.workspace = workspace
+    for hook in engine.hooks:
+        _move(hook, home, workspace)
+    sending = [hook for hook in engine.hooks if isinstance(hook, _SENDING)]
+    engine.hooks = [hook for hook in engine.hooks if hook not in sending]
+    return [hook.state_key for hook in sending]
+
+
+def _move(hook: BaseHook, home: Path | None, workspace: Path) -> None:
+    path = getattr(hook, "path", None)
+    own = any(base.__module__.startswith("treadle.hooks.") for base in type(hook).__mro__ if base is not BaseHook)
+    if not own or not isinstance(path, Path):
+        return
+    if path.is_absolute():
+        inside = home is not None and path.is_relative_to(home)
+        path = path.relative_to(home) if inside and home is not None else Path(path.name)
+    hook.path = workspace / path  # type: ignore[attr-defined]
