@@ -1,6 +1,7 @@
 """Masked autoencoders on the SpeX spectra: samples a second of treadle's trainer and of chemomae's, in one run.
 
-    python benchmarks/spectra.py               # on a GPU, in bf16; writes results/spectra.md and .json
+    python benchmarks/spectra.py               # on a GPU, in bf16; writes results/spectra_gpu.md and .json
+    python benchmarks/spectra.py               # on the CPU, in fp32 and less of it; writes results/spectra.md and .json
     python benchmarks/spectra.py --tiny        # a trial on the CPU, nothing is captured or written
 
 The peer is pure Python and needs no installation: ``pip download --no-deps chemomae==0.2.4``, then
@@ -15,7 +16,8 @@ average of the weights; treadle's runs have a fused optimizer, and chemomae's wh
 An epoch has the training spectra several times over, so that its end does not count for much; nothing is evaluated or
 written in it. Every round trains an epoch of every way, in another order each time, after an epoch that does not count.
 Eager and captured runs of a model draw the same masks: their validation losses at the end should be the same number,
-and a row says whether they are.
+and a row says whether they are. On the CPU, where nothing is captured, the seconds are those of the processor, since
+others use it too.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from treadle import TensorLoader
 from treadle.datasets import load_spex
 from treadle.datasets.splits import object_groups, split_by_group
 from treadle.spectra import ChemoMAE, SNVScaler, SpectraTrainer, TrainerConfig
+from treadle.spectra.encoder import pack_visible
 
 LENGTH, PATCHES, MASKED, LATENT, RATE = 256, 16, 4, 16, 1.5e-4
 PEER = "chemomae's trainer"
@@ -52,12 +55,14 @@ COLUMNS = ("batch", "model", "way", "samples/s", f"of {PEER}", "validation loss"
 
 @dataclass(frozen=True)
 class Sizes:
-    """What differs between a trial and the benchmark: the models, and how often an epoch has the spectra."""
+    """What differs between a trial, the CPU and a GPU: the models, and how often an epoch has the spectra."""
 
     device: torch.device
     width: int = 256
     num_layers: int = 4
     repeats: int = 8
+    models: tuple[str, ...] = ("patches", "channels")
+    modes: tuple[str, ...] = ("SpectraTrainer", "SpectraTrainer, captured")
 
 
 class PatchMAE(ChemoMAE):
@@ -98,7 +103,7 @@ class PatchEncoder(nn.Module):
 
     def forward(self, x: Tensor, visible_mask: Tensor, num_seen: int) -> Tensor:
         seen = visible_mask.view(len(x), PATCHES, -1)[:, :, 0]
-        order = seen.int().argsort(dim=1, descending=True, stable=True)[:, :num_seen, None]
+        order = pack_visible(seen, visible_count=num_seen)[0][:, :, None]
         tokens = self.patch_proj(x.view(len(x), PATCHES, -1)) + self.pos_embed[:, 1:]
         tokens = tokens.gather(1, order.expand(-1, -1, tokens.shape[-1]))
         start = (self.cls_token + self.pos_embed[:, :1]).expand(len(x), -1, -1).to(tokens.dtype)
@@ -176,9 +181,9 @@ def trainers(batch_size: int, folder: Path, sizes: Sizes) -> dict[tuple[str, str
         for loader in ("DataLoader", "TensorLoader"):
             found["chemomae's", f"{PEER}, {loader}"] = theirs(loader, batch_size, folder / loader, sizes)
         found["chemomae's", "SpectraTrainer"] = ours("chemomae's", batch_size, folder / "same", sizes, captured=False)
-    for model in ("patches", "channels"):
-        for captured in (False, True):
-            way = "SpectraTrainer, captured" if captured else "SpectraTrainer"
+    for model in sizes.models:
+        for way in sizes.modes:
+            captured = way.endswith("captured")
             found[model, way] = ours(model, batch_size, folder / f"{model}{captured}", sizes, captured=captured)
     return found
 
@@ -197,14 +202,16 @@ def check_alike(sizes: Sizes) -> None:
 
 
 def seconds(train_one_epoch: Callable[[], object], seed: int, device: torch.device) -> float:
-    """Returns those of an epoch, the device's work included; its masks depend on the seed alone."""
+    """Returns those of an epoch, whose masks depend on the seed alone: by the clock, or on the CPU of the processor."""
     torch.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    if device.type == "cpu":
+        start = time.process_time()
+        train_one_epoch()
+        return time.process_time() - start
+    torch.cuda.synchronize()
     start = time.perf_counter()
     train_one_epoch()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
@@ -228,8 +235,8 @@ def rows_of(batch_size: int, sizes: Sizes, *, rounds: int) -> list[dict[str, str
         loss = f"{losses[model, way]:.9g}" if (model, way) in losses else ""
         rate = f"{median(each):,.0f} ({min(each):,.0f} – {max(each):,.0f})"
         rows.append(dict(zip(COLUMNS, (str(batch_size), model, way, rate, ratio, loss), strict=True)))
-    for model in ("patches", "channels"):
-        same = losses[model, "SpectraTrainer"] == losses[model, "SpectraTrainer, captured"]
+    for model in sizes.models if len(sizes.modes) == 2 else ():
+        same = len({losses[model, way] for way in sizes.modes}) == 1
         rows.append({"batch": str(batch_size), "model": model, "way": f"eager and captured losses equal: {same}"})
     return rows
 
@@ -256,12 +263,15 @@ def main() -> None:
         sizes = Sizes(torch.device("cpu"), width=16, num_layers=1, repeats=1)
         print(*rows_of(256, sizes, rounds=1), sep="\n")
         return
-    if not torch.cuda.is_available():
-        parser.error("there is no GPU here; --tiny is a trial on the CPU")
+    on_gpu = torch.cuda.is_available()
     sizes = Sizes(torch.device("cuda"))
+    if not on_gpu:
+        torch.set_num_threads(1)
+        sizes = Sizes(torch.device("cpu"), repeats=1, models=("patches",), modes=("SpectraTrainer",))
     rows = [row for size in options.batch_sizes for row in rows_of(size, sizes, rounds=options.rounds)]
-    title = "Training masked autoencoders of width 256 and 4 layers on the SpeX spectra, bf16"
-    write_result("spectra", title, COLUMNS, rows, describe())
+    kind = "bf16 on a GPU" if on_gpu else "fp32 on the CPU, processor time"
+    title = f"Training masked autoencoders of width 256 and 4 layers on the SpeX spectra, {kind}"
+    write_result("spectra_gpu" if on_gpu else "spectra", title, COLUMNS, rows, describe())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Tokens a second of a training step of token models: a hand-written loop, treadle eager, captured and compiled.
 
-    python benchmarks/tokens.py                    # on a GPU, in bf16; writes results/tokens.md and .json
-    python benchmarks/tokens.py --models astro     # one of small, gpt2 and astro
+    python benchmarks/tokens.py                    # on a GPU, in bf16; writes results/tokens_gpu.md and .json
+    python benchmarks/tokens.py --models small     # on the CPU, in fp32; writes results/tokens.md and .json
     python benchmarks/tokens.py --tiny             # a trial on the CPU, nothing is captured, compiled or written
 
-*small* and *gpt2* are decoders with a next-token loss, on random tokens that are on the GPU; their loss is torch's
+*small* and *gpt2* are decoders with a next-token loss, on random tokens that are on the device; their loss is torch's
 linear cross-entropy from hidden states where torch has it, and ``full logits`` is the loop without it. *astro* is the
 model of the astronomy pack with its combined loss from hidden states, on batches in host memory, as its trainer has
 them; the terms of this loss are counted on the host, so its step cannot be captured. ``token_losses.py`` has the losses
@@ -12,12 +12,14 @@ alone. Compiled means each layer by itself.
 
 All have a fused AdamW and clipping, and nothing is logged or written. Every way is built once and warmed up, in which
 time it is compiled or captured; then every round runs every way, in another order each time, the GPU's work included.
-A way that fails is named on standard error.
+On the CPU, where nothing is compiled or captured, the seconds are those of the processor, since others use it too. A
+way that fails is named on standard error.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import logging
 import random
@@ -162,7 +164,7 @@ def decoder_engine(size: Size, device: torch.device, *, fused: bool, compiled: b
     return lambda steps: engine.run(loader, max_steps=engine.step + steps)
 
 
-def decoder_ways(size: Size, device: torch.device) -> dict[str, Callable[[], Run]]:
+def decoder_ways(size: Size, device: torch.device, *, captured: bool) -> dict[str, Callable[[], Run]]:
     """Returns what builds each way, by name."""
     fused = hasattr(F, "linear_cross_entropy")
     make_loop = functools.partial(decoder_loop, size, device)
@@ -171,7 +173,8 @@ def decoder_ways(size: Size, device: torch.device) -> dict[str, Callable[[], Run
     if fused:
         ways[f"{LOOP}, full logits"] = lambda: make_loop(fused=False)
     ways["treadle Engine"] = lambda: make_engine(compiled=False, capture=False)
-    ways["treadle Engine, captured"] = lambda: make_engine(compiled=False, capture=True)
+    if captured:
+        ways["treadle Engine, captured"] = lambda: make_engine(compiled=False, capture=True)
     if device.type == "cuda":
         ways[f"{LOOP}, compiled"] = lambda: make_loop(fused=fused, compiled=True)
         ways["treadle Engine, compiled"] = lambda: make_engine(compiled=True, capture=False)
@@ -262,14 +265,16 @@ def astro_ways(size: Size, survey: Survey, device: torch.device) -> dict[str, Ca
 # -- rounds and table ---------------------------------------------------------------------------------------------
 
 
-def seconds(run: Run, steps: int) -> float:
-    """Returns those of so many steps, the device's work included."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def seconds(run: Run, steps: int, device: torch.device) -> float:
+    """Returns those of so many steps: by the clock, with the GPU's work, or of the processor where there is no GPU."""
+    if device.type == "cpu":
+        start = time.process_time()
+        run(steps)
+        return time.process_time() - start
+    torch.cuda.synchronize()
     start = time.perf_counter()
     run(steps)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
@@ -287,10 +292,10 @@ def warmed_up(ways: dict[str, Callable[[], Run]], steps: int) -> dict[str, Run]:
     return runs
 
 
-def rows_of(size: Size, device: torch.device, *, rounds: int) -> list[dict[str, str]]:
+def rows_of(size: Size, device: torch.device, *, rounds: int, captured: bool = True) -> list[dict[str, str]]:
     """Measures all ways of a model and returns a row for each."""
     if size.vocab_size:
-        ways, tokens = decoder_ways(size, device), size.batch_size * size.length
+        ways, tokens = decoder_ways(size, device, captured=captured), size.batch_size * size.length
     else:
         survey = Survey(size, device)
         ways, tokens = astro_ways(size, survey, device), survey.tokens
@@ -299,7 +304,7 @@ def rows_of(size: Size, device: torch.device, *, rounds: int) -> list[dict[str, 
     draw = random.Random(0)
     for _ in range(rounds):
         for way in draw.sample(list(runs), len(runs)):
-            taken[way].append(seconds(runs[way], size.steps) / size.steps)
+            taken[way].append(seconds(runs[way], size.steps, device) / size.steps)
     rows = []
     for way, each in taken.items():
         slow, middle, fast = (f"{tokens / value:,.0f}" for value in (max(each), median(each), min(each)))
@@ -319,10 +324,16 @@ def main() -> None:
     if options.tiny:
         print(*(row for size in TINY.values() for row in rows_of(size, torch.device("cpu"), rounds=1)), sep="\n")
         return
-    if not torch.cuda.is_available():
-        parser.error("there is no GPU here; --tiny is a trial on the CPU")
-    rows = [row for name in options.models for row in rows_of(SIZES[name], torch.device("cuda"), rounds=options.rounds)]
-    write_result("tokens", "Tokens a second of training, bf16", COLUMNS, rows, describe())
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    if not on_gpu:
+        torch.set_num_threads(1)
+    rows = []
+    for name in options.models:
+        size = SIZES[name] if on_gpu else dataclasses.replace(SIZES[name], steps=40)
+        rows += rows_of(size, device, rounds=options.rounds, captured=on_gpu)
+    title = f"Tokens a second of training, {'bf16 on a GPU' if on_gpu else 'fp32 on the CPU, processor time'}"
+    write_result("tokens_gpu" if on_gpu else "tokens", title, COLUMNS, rows, describe())
 
 
 if __name__ == "__main__":
