@@ -18,7 +18,7 @@ from treadle.guard import Place
 from treadle.nested import map_nested_tensor
 from treadle.session import leave_after_step, notices
 from treadle.task import StepOutput, add_output
-from treadle.weights import GroupWeights
+from treadle.weights import GivenWeights, GroupWeights
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -50,7 +50,7 @@ def begin_step(engine: Engine) -> None:
     engine.emit("on_before_step")
 
 
-def start_attempt(engine: Engine, group: Group) -> tuple[dict[str, Any], GroupWeights]:
+def start_attempt(engine: Engine, group: Group) -> tuple[dict[str, Any], GroupWeights | GivenWeights]:
     """Clears the gradients and drops what is known of a refused attempt.
 
     Returns:
@@ -59,6 +59,8 @@ def start_attempt(engine: Engine, group: Group) -> tuple[dict[str, Any], GroupWe
     clear_gradients(engine)
     begin_attempt(engine, group)
     engine.term_totals = _sum_term_counts(engine, group.batches)
+    if engine.guard.weights is not None:
+        return engine.step_info, engine.guard.weights
     weights = GroupWeights(
         len(group.batches), device=engine.device, undivided=engine.term_totals is not None,
         largest=engine.accumulation_steps, num_ranks=engine.num_ranks, notices=lambda: notices(engine),

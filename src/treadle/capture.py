@@ -178,19 +178,17 @@ class CapturedSteps:
                 "dicts or dataclasses (graphs: pad them, see pad_to of GraphTrainer)"
             )
             return None
-        key = tuple(shapes), self._settings()
-        # One micro-batch's weight changes no gradient. Those of several scale their losses; a graph has them inside,
-        # computed from the data or as they were when it was recorded.
-        scales = tuple(weights) if len(weights) > 1 else None
-        step = self._steps.get((key, None)) or self._steps.get((key, scales))
+        known = None if None in weights else [weight for weight in weights if weight is not None]
+        key = tuple(shapes), known is None, self._settings()
+        step = self._steps.get(key)
         if step is not None or not self._is_time_for(key):
             return step
         if len(self._steps) >= _MAX_GRAPHS:
-            self._give_up(_TOO_MANY, known=True)
+            self._give_up(f"there are more than {_MAX_GRAPHS} shapes of data; pad it into a few", known=True)
             return None
-        step = self._capture(group, knows_weight=weights[0] is not None)
+        step = self._capture(group, known)
         if step is not None:
-            self._steps[key, None if step.weighs_on_device else scales] = step
+            self._steps[key] = step
             shown = "" if len(self._steps) == 1 else f" for a further shape of data ({len(self._steps)})"
             self._engine.logger.info("step %d: captured as one CUDA graph%s", self._engine.step, shown)
         return step
@@ -219,9 +217,13 @@ class CapturedSteps:
         else:
             _refuse(self._engine, reason)
 
-    def _capture(self, group: Group, *, knows_weight: bool) -> CapturedStep | None:
+    def _capture(self, group: Group, weights: list[float] | None) -> CapturedStep | None:
         """Records the step for groups of this shape and checks it against an eager one; leaves the state as it was."""
         engine = self._engine
+        reason = _why_not(engine)  # hooks may have come
+        if reason is not None:
+            self._give_up(reason)
+            return None
         if counts_terms(engine, group.batches[0]):
             self._give_up("the terms of the loss are counted on the host in each step")
             return None
@@ -229,7 +231,7 @@ class CapturedSteps:
         kept = KeptState(engine)
         try:
             share = next(iter(self._steps.values()), None)
-            step = CapturedStep(engine, group, self._flags, share=share, knows_weight=knows_weight)
+            step = CapturedStep(engine, group, self._flags, share=share, weights=weights)
             if kept.grew():
                 kept.restore()
                 return None  # a parameter got its first gradient: another eager step makes the rest of the state
@@ -250,10 +252,6 @@ class CapturedSteps:
         return step
 
 
-_TOO_MANY = (
-    f"there are more than {_MAX_GRAPHS} shapes of data, or combinations of weights that a task computes on the host "
-    "for the micro-batches of a step; pad the data into a few shapes"
-)
 _HINT = (
     "A captured step reads nothing from the device (no .item(), .cpu(), printing or branching on a tensor) and keeps "
     "its shapes"

@@ -25,6 +25,7 @@ from treadle.data.cursor import Group
 from treadle.guard import FiniteGuard, Place, ReplayFlags, Verdict, step_unless
 from treadle.nested import map_nested_tensor
 from treadle.task import StepOutput
+from treadle.weights import GivenWeights
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -38,10 +39,7 @@ class CapturedStep:
         group: micro-batches of the shape.
         flags: where a step leaves word of a refusal; None where the host reads that of each step.
         share: another step whose graph's memory is used too.
-        knows_weight: whether the host knows the weight of each group, which is above 0.
-
-    Attributes:
-        weighs_on_device: whether the graph computes the weights of all micro-batches from their data.
+        weights: of the micro-batches where the host knows them, each above 0; None where the step tells.
     """
 
     def __init__(
@@ -51,17 +49,19 @@ class CapturedStep:
         flags: ReplayFlags | None,
         *,
         share: CapturedStep | None,
-        knows_weight: bool,
+        weights: Sequence[float] | None,
     ):
         self._engine = engine
         self._flags = flags
         in_place = getattr(engine.cursor.loader, "num_buffers", None) == 1 and len(group.batches) == 1
         self._inputs = [FixedBatch(batch, engine.device, in_place=in_place) for batch in group.batches]
-        self._guard = _RecordingGuard(flags, knows_weight=knows_weight)
+        self._guard = _RecordingGuard(flags, knows_weight=weights is not None)
+        if weights is not None and len(weights) > 1:  # the weight of a single one changes no gradient
+            self._guard.weights = GivenWeights(len(weights), device=engine.device)
+            self._guard.weights.give(weights)
         self._graph: CudaGraph = CudaGraph(share=None if share is None else share._graph)
         with aside(engine, self._guard):
             self._left: _Left = self._graph.record(self._recorded, prepare=lambda: clear_gradients(engine))
-        self.weighs_on_device = self._left.has_weights
         self._decided = self._guard.flags  # where replays leave them; an eager step makes others
         self._reads = flags is None or self._guard.weight_on_device
         clear_gradients(engine)
@@ -74,6 +74,8 @@ class CapturedStep:
 
     def _train(self) -> None:
         batches = [inputs.batch for inputs in self._inputs]
+        if self._guard.weights is not None:
+            self._guard.weights.begin()
         if self._engine.train_step(Group(batches, [0.0] * len(batches))) != "applied":
             raise RuntimeError("a micro-batch had no loss, which only the host can decide")
 
@@ -94,6 +96,8 @@ class CapturedStep:
         """Runs one step and notes what it gave, as an eager one does."""
         engine = self._engine
         begin_attempt(engine, group)
+        if self._guard.weights is not None:
+            self._guard.weights.give([weight for weight in weights if weight is not None])
         engine.step_info["grad_norm"], outputs = norm, _ = self.replay(group)
         takes: Callable[[Any, StepOutput], StepOutput] | None = getattr(engine.task, "replayed", None)
         for batch, output, weight in zip(group.batches, outputs, weights, strict=True):
@@ -115,9 +119,6 @@ class _Left:
         outputs: of its micro-batches.
         norm: of its gradient.
         device: what lies elsewhere is a constant.
-
-    Attributes:
-        has_weights: whether all weights are computed on the device.
     """
 
     def __init__(self, outputs: list[StepOutput], norm: Tensor, *, device: torch.device):
@@ -133,7 +134,6 @@ class _Left:
             tensors = [tensor for tensor in tensors_of((output.records, output.outputs)) if is_left(tensor)]
             self._places.append((loss, weight, bool(tensors)))
             self._tensors += tensors
-        self.has_weights = all(weight is not None for _, weight, _ in self._places)
         self._device = device
         self._results = Results(self._tensors)
 

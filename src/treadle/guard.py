@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from treadle import distributed
+from treadle.weights import GivenWeights
 
 _MARK = 8  # steps
 _NUMPY = (torch.float32, torch.float64)
@@ -124,6 +125,7 @@ class FiniteGuard:
     """
 
     recording = False  # whether steps are being recorded, so that nothing they seem to do has happened
+    weights: GivenWeights | None = None  # of a recorded step's micro-batches
 
     def __init__(self, *, deferred: bool = False, plan: RefusalPlan | None = None, agreed: bool = False):
         self.agreed = agreed

@@ -168,6 +168,72 @@ class GroupWeights:
         return None if not isinstance(divisor, Tensor) and divisor == 1.0 else divisor
 
 
+class GivenWeights:
+    """Scales the losses of a recorded step as :class:`GroupWeights` does, by numbers that the host gives later.
+
+    Args:
+        size: micro-batches in the group.
+        device: where the losses are.
+
+    Attributes:
+        total: above 0.
+        heard: nothing: there is one rank.
+
+    Example:
+        >>> weights = GivenWeights(2, device=torch.device("cpu"))
+        >>> weights.give([3.0, 6.0]); weights.begin()
+        >>> [weights.scaled(StepOutput(torch.tensor(3.0))).item() for _ in range(2)], weights.divisor()
+        ([1.5, 3.0], tensor(1.5000))
+    """
+
+    def __init__(self, size: int, *, device: torch.device):
+        self.total = 1.0
+        self.heard: list[list[float]] = []
+        self._size = size
+        self._factors = torch.ones(size + 1, device=device)
+        self._on_cuda = device.type == "cuda"
+        self._seen = 0
+        self._undivided = False
+
+    def give(self, weights: Sequence[float]) -> None:
+        """Takes the weights of the micro-batches of the next step, each above 0."""
+        reference, total = weights[0], sum(weights)
+        scales = torch.tensor([self._size * reference / weight for weight in weights])
+        # Of a number, CUDA multiplies by the inverse, in float32, and the CPU divides.
+        factors = 1.0 / scales if self._on_cuda else scales
+        divisor = torch.tensor([total / (self._size * reference)])
+        self._factors.copy_(torch.cat([factors, divisor]), non_blocking=True)
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self._seen = 0
+
+    def scaled(self, output: StepOutput) -> Tensor | None:
+        """Returns the loss to backpropagate.
+
+        Raises:
+            RuntimeError: the loss is not float32, so that its scale would be rounded otherwise.
+        """
+        if output.loss is None:
+            return None
+        self._undivided |= output.reduction == "sum"
+        factor = self._factors[self._seen]
+        self._seen += 1
+        if self._undivided:
+            return output.loss
+        if output.loss.dtype != torch.float32:
+            raise RuntimeError(f"the loss of accumulated micro-batches is {output.loss.dtype}, it must be float32")
+        return output.loss * factor if self._on_cuda else output.loss / factor
+
+    def any_loss(self) -> bool:
+        """Returns whether every micro-batch had a loss."""
+        return self._seen == self._size
+
+    def divisor(self) -> Tensor | None:
+        """Returns what the gradients must be divided by."""
+        return None if self._undivided else self._factors[-1]
+
+
 def _mixed(reduction: str, other: str) -> ConfigError:
     return ConfigError(
         f"reduction={reduction!r}: {other} in this step; a step either averages its losses or adds them up"

@@ -79,11 +79,15 @@ def test_a_stop_in_one_mode_goes_on_in_the_other(on_the_cpu, first, cut):
     assert same(run(False), run(not first, state=state))
 
 
-def test_the_host_part_of_a_task_stays_outside_and_its_weight_is_that_of_each_step(on_the_cpu):
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_host_part_of_a_task_stays_outside_and_its_weights_are_those_of_each_step(on_the_cpu, accumulation):
     class Masked(Fit):
+        def __init__(self):
+            self.draw = torch.Generator().manual_seed(5)  # the graph's own draws are on a device
+
         def prepare_batch(self, model, batch):
             x, y = batch
-            mask = torch.rand(len(x)) < 0.5
+            mask = torch.rand(len(x), generator=self.draw) < 0.5
             return {"x": x, "y": y, "mask": mask}, float(mask.sum())
 
         def step(self, model, batch, totals=None, generator=None):
@@ -92,9 +96,10 @@ def test_the_host_part_of_a_task_stays_outside_and_its_weight_is_that_of_each_st
             count = given["mask"].sum()
             return StepOutput(gaps.mul(given["mask"]).sum() / count, weight=float(count))
 
-    one, other = run(False, task=Masked()), run(True, task=Masked())
+    one, other = (run(capture, task=Masked(), accumulation_steps=accumulation) for capture in (False, True))
     assert same(one, other)
     assert one.train_means() == other.train_means()
+    assert Rerun.made == 2  # although the weights are others in each step
 
 
 def test_a_layer_that_is_frozen_and_a_number_as_learning_rate_are_noticed(on_the_cpu):
