@@ -36,7 +36,22 @@ def make_graphs(sizes: tuple[int, ...] = SIZES, seed: int = 0) -> list[SimpleNam
     return [make_graph(size, seed + index) for index, size in enumerate(sizes)]
 
 
-def collate(graphs: list[Any]) -> SimpleNamespace:
+class GraphBatch(SimpleNamespace):
+    """Moves its tensors as a batch of torch_geometric does."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> GraphBatch:
+        return GraphBatch(**{
+            name: value.to(device, non_blocking=non_blocking) if isinstance(value, torch.Tensor) else value
+            for name, value in vars(self).items()
+        })  # fmt: skip
+
+    def pin_memory(self) -> GraphBatch:
+        return GraphBatch(**{
+            name: value.pin_memory() if isinstance(value, torch.Tensor) else value for name, value in vars(self).items()
+        })  # fmt: skip
+
+
+def collate(graphs: list[Any]) -> GraphBatch:
     """Joins graphs as torch_geometric does: names with "index" are shifted and joined along columns."""
     names = list(vars(graphs[0]))
     starts = [0]
@@ -50,7 +65,7 @@ def collate(graphs: list[Any]) -> SimpleNamespace:
         else:
             joined[name] = torch.cat([getattr(graph, name) for graph in graphs])
     owner = torch.cat([torch.full((len(graph.x),), index) for index, graph in enumerate(graphs)])
-    return SimpleNamespace(**joined, batch=owner, num_graphs=len(graphs))
+    return GraphBatch(**joined, batch=owner, num_graphs=len(graphs))
 
 
 def renumber(graph: SimpleNamespace, new_number: torch.Tensor) -> SimpleNamespace:
