@@ -14,6 +14,7 @@ a hook could look at.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -229,14 +230,16 @@ class CapturedSteps:
             return None
         settle(engine)
         kept = KeptState(engine)
+        here = torch.cuda.device(engine.device) if engine.device.type == "cuda" else contextlib.nullcontext()
         try:
-            share = next(iter(self._steps.values()), None)
-            step = CapturedStep(engine, group, self._flags, share=share, weights=weights)
-            if kept.grew():
+            with here:
+                share = next(iter(self._steps.values()), None)
+                step = CapturedStep(engine, group, self._flags, share=share, weights=weights)
+                if kept.grew():
+                    kept.restore()
+                    return None  # a parameter got its first gradient: another eager step makes the rest of the state
                 kept.restore()
-                return None  # a parameter got its first gradient: another eager step makes the rest of the state
-            kept.restore()
-            problem = what_differs(engine, step, group, kept)
+                problem = what_differs(engine, step, group, kept)
             if self._flags is not None:
                 self._flags.refused.zero_()  # of a trial
         except RuntimeError as error:
