@@ -119,8 +119,6 @@ def captured_run(capture, kind, *, epochs=4, state=None, **settings):
     model = model_of(outputs, task=data_settings.get("level", "graph"), dropout=0.2).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
     given = {"metrics": Nothing(), **settings} if task != "regression" else settings
-    if kind == "edge":
-        given["metrics"].from_logits = True
     trainer = make(
         model=model, optimizer=optimizer, task_type=task, num_classes=outputs, device="cuda", capture=capture,
         pad_to=3, grad_clip=1.0, **given,
