@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from treadle.cli.bench.command import bench
 from treadle.cli.evaluate import evaluate
 from treadle.cli.export import export
 from treadle.cli.inspect import inspect
@@ -52,6 +53,7 @@ app.command()(runs)
 app.command()(report)
 app.command()(replay)
 app.command()(verify)
+app.command()(bench)
 app.command()(inspect)
 app.command()(export)
 app.command()(new)
@@ -85,5 +87,6 @@ def _root(
       treadle report runs/spectra runs/short
       treadle replay runs/spectra --step 120
       treadle verify train.py
+      treadle bench train.py
       treadle export runs/spectra --to safetensors
     """

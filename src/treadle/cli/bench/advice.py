@@ -1,0 +1,97 @@
+"""From figures to what to do: rules over parts, reads and trials, with no measurement of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from treadle.cli.bench.timing import DATA, HOOK
+from treadle.cli.bench.trials import Trial
+
+_GAIN = 0.03  # of a step: less is within what a busy machine varies
+_SHARE = 0.05  # of a step, from which on a part is worth a word
+Kind = Literal["switch on", "look at", "no gain", "not tried"]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One line of advice.
+
+    Attributes:
+        kind: what to do with it.
+        text: the line, with its figures.
+    """
+
+    kind: Kind
+    text: str
+
+
+def advise(
+    parts: Mapping[str, float], host_reads: Mapping[str, float], trials: Sequence[Trial], *, on_cuda: bool
+) -> list[Advice]:
+    """Returns the advice: what gains most first, then what takes time, then what was tried in vain or not at all.
+
+    Args:
+        parts: seconds of each part of a step.
+        host_reads: line of code -> reads for each step.
+        trials: settings that were tried.
+        on_cuda: whether a read of the device waits for it.
+
+    Example:
+        >>> trial = Trial("bf16", 'precision="bf16"', seconds=0.5, present=1.0)
+        >>> advise({"forward": 1.0}, {}, [trial], on_cuda=False)[0].text
+        'bf16: 1000.0 ms -> 500.0 ms a step (2.00 x as fast): precision="bf16"'
+    """
+    measured = [trial for trial in trials if trial.seconds is not None]
+    gains = sorted([trial for trial in measured if _gain(trial) >= _GAIN], key=_gain, reverse=True)
+    lines = [Advice("switch on", _figures(trial) + _how(trial)) for trial in gains]
+    lines += _parts_to_look_at(parts)
+    if host_reads and on_cuda:
+        reads, most = sum(host_reads.values()), max(host_reads, key=lambda line: host_reads[line])
+        lines.append(
+            Advice("look at", f"host reads: the host waits for the GPU {reads:.2g} times a step, most at {most}")
+        )
+    lines += [Advice("no gain", _figures(trial)) for trial in measured if _gain(trial) < _GAIN]
+    return lines + [Advice("not tried", f"{trial.name}: {trial.note}") for trial in trials if trial.seconds is None]
+
+
+def _parts_to_look_at(parts: Mapping[str, float]) -> list[Advice]:
+    whole = sum(parts.values())
+    lines = []
+    for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
+        if seconds < _SHARE * whole:
+            continue
+        if part == DATA:
+            lines.append(Advice("look at", f"data: the step waits {seconds / whole:.0%} of its time for the loader"))
+        elif part.startswith(HOOK):
+            name = part.removeprefix(HOOK)
+            lines.append(Advice("look at", f"{name}: takes {seconds / whole:.0%} of a step; give it a longer interval"))
+    return lines
+
+
+def _gain(trial: Trial) -> float:
+    if trial.seconds is None or not trial.present:
+        return 0.0
+    return 1.0 - trial.seconds / trial.present
+
+
+def _figures(trial: Trial) -> str:
+    present, seconds = trial.present or 0.0, trial.seconds or 0.0
+    factor = present / seconds if seconds else 0.0
+    note = f" [{trial.note}]" if trial.note else ""
+    return f"{trial.name}: {in_words(present)} -> {in_words(seconds)} a step ({factor:.2f} x as fast){note}"
+
+
+def _how(trial: Trial) -> str:
+    return f": {trial.how}" if trial.how else ""
+
+
+def in_words(seconds: float) -> str:
+    """Returns a time with its unit.
+
+    Example:
+        >>> in_words(0.0000123), in_words(0.0123)
+        ('12 µs', '12.3 ms')
+    """
+    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"

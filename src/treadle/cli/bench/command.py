@@ -1,0 +1,64 @@
+"""The command ``treadle bench``."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Optional
+
+import typer
+
+from treadle.cli.console import errors_as_one_line, message_console, result_console
+
+
+def bench(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="A script, a configuration (.yaml, .py), or a pack: spectra, text, graphs or astro.",
+        ),
+    ],
+    arguments: Annotated[
+        Optional[list[str]],  # noqa: UP045  (typer on Python 3.10 reads this form)
+        typer.Argument(
+            metavar="[KEY=VALUE]... | -- ARGUMENTS",
+            show_default=False,
+            help="Settings of a pack or of a configuration; for a script its own arguments, after --.",
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps to measure.")] = 30,
+    compiles: Annotated[
+        bool, typer.Option("--compile", help="Also try compiled blocks, which can take minutes.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say where the time of a step goes, what the floor would be, and what to switch on.
+
+    The target runs for some dozens of steps and is then ended. Its parts are timed: waiting for data, forward,
+    backward, the update, each hook. Operator calls, kernel launches and reads of the device by the host are counted.
+    The floor is the step's operations and bytes over what this machine reaches in the same run. Then settings that may
+    help are tried on the run's own steps, each beside the present step.
+
+    A script runs as `python TARGET` does, a configuration as `treadle train TARGET`, up to its first training; its
+    trainer writes to a temporary folder. What your code itself writes elsewhere is not held back.
+
+    Exit code: 0 measured, 2 a wrong setting or nothing to measure, 1 the target failed.
+
+    \b
+    Examples:
+      treadle bench train.py
+      treadle bench digits.yaml model.width=256
+      treadle bench spectra batch_size=64 --steps 50
+      treadle bench text --compile
+    """
+    with errors_as_one_line(message_console()):
+        from treadle.cli.bench.target import check_target, run_bench
+
+        check_target(target, arguments or [], steps)
+        result = run_bench(target, arguments or [], steps=steps, compiles=compiles)
+        if as_json:
+            typer.echo(json.dumps(result.to_dict(), indent=2))
+            return
+        from treadle.cli.bench.report import print_report
+
+        print_report(result, result_console())

@@ -1,0 +1,128 @@
+"""What a step asks of torch: operator calls, reads of the device by the host and where, operations, kernel launches."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import treadle.data
+
+_PASSED_OVER = (Path(torch.__file__).parent, Path(__file__).parent, Path(contextlib.__file__).parent / "contextlib.py")
+_ON_THE_CPU_ALWAYS = (Path(torch.__file__).parent / "optim", Path(treadle.data.__file__).parent)
+_READS = ("_local_scalar_dense", "is_nonzero", "equal")
+_SIZES = ("nonzero", "masked_select", "_unique2", "unique_dim", "repeat_interleave")  # their result's size is asked for
+_LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
+
+
+class CallCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operator calls inside the block, and reads of the device by the host with the lines that made them.
+
+    A read is what waits for the device on a GPU: the value of a tensor there, a copy to the CPU, a result whose size
+    depends on the data. In a run on the CPU the first kind is counted, which would wait on a GPU too; what torch's
+    optimizers and the loading of data read stays on the CPU everywhere.
+
+    Args:
+        device: of the run.
+
+    Attributes:
+        num_calls: operators called.
+        reads: line of code -> how often.
+
+    Example:
+        >>> with CallCounter(torch.device("cpu")) as counter:
+        ...     value = (torch.ones(2) + 1).sum().item()
+        >>> counter.num_calls, sum(counter.reads.values())
+        (4, 1)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.num_calls = 0
+        self.reads: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Counts one call and makes it."""
+        result = func(*args, **(kwargs or {}))
+        self.num_calls += 1
+        name = func.__name__.partition(".")[0]
+        if self._reads(name, args, result):
+            self.reads[place_of_call()] += 1
+        return result
+
+    def _reads(self, name: str, args: Any, result: Any) -> bool:
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        if not any(value.device.type == self.device.type for value in tensors):
+            return False
+        if self.device.type != "cuda":
+            return name in _READS and not _inside(_ON_THE_CPU_ALWAYS)
+        if name in _READS or name in _SIZES:
+            return True
+        if name == "copy_":  # into pinned memory nothing waits
+            into, rest = tensors[0], args[2:]
+            return into.device.type == "cpu" and not (into.is_pinned() and rest and rest[0])
+        return name == "_to_copy" and isinstance(result, Tensor) and result.device.type == "cpu"
+
+
+def _inside(folders: Sequence[Path]) -> bool:
+    """Returns whether a file of these folders is on the way to here."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if any(path.is_relative_to(folder) for folder in folders):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def place_of_call() -> str:
+    """Returns the line of code that called torch, as ``folder/file.py:12 in function``; this package is passed over."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if not str(path).startswith("<") and not any(path.is_relative_to(folder) for folder in _PASSED_OVER):
+            short = Path(*path.parts[-2:]).as_posix().removeprefix("/")
+            return f"{short}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "unknown"
+
+
+def count_flops(step: Callable[[], Any]) -> int:
+    """Returns the floating-point operations of the products, convolutions and attentions of a step.
+
+    Example:
+        >>> count_flops(lambda: torch.ones(2, 3) @ torch.ones(3, 5))
+        60
+    """
+    with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as counter:
+        step()
+    return int(counter.get_total_flops())
+
+
+@contextlib.contextmanager
+def counting_launches(found: dict[str, int]) -> Iterator[None]:
+    """Counts the kernel launches inside the block on a CUDA device, under ``"launches"``."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        yield
+        torch.cuda.synchronize()
+    found["launches"] = launches_in({event.key: event.count for event in profiler.key_averages()})
+
+
+def launches_in(counts: Mapping[str, int]) -> int:
+    """Returns the kernel launches among a profiler's events; the launch of a whole graph is one.
+
+    Example:
+        >>> launches_in({"cudaLaunchKernel": 7, "cudaGraphLaunch": 1, "aten::add": 9})
+        8
+    """
+    return sum(counts.get(name, 0) for name in _LAUNCHES)

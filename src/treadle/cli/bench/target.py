@@ -1,0 +1,121 @@
+"""Runs a target with the bench inside: a script, a configuration or a pack, its files in a temporary folder."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from treadle.cli.bench.result import BenchResult
+from treadle.cli.bench.session import Arrived, BenchHook
+from treadle.cli.config_target import PACKS, PackRun, is_named_like_config, pack_commands, resolve, train_from
+from treadle.cli.user_run import move_files, run_as_main
+from treadle.engine import Engine
+from treadle.errors import ConfigError, nearest
+from treadle.observers import observing
+
+
+class Stage:
+    """Observes the first trainer of a target: moves its files and adds the hook.
+
+    Args:
+        hook: measures.
+        workspace: where the files go.
+        pack: whether the target is a pack, whose command puts its files where it is told to.
+    """
+
+    def __init__(self, hook: BenchHook, workspace: Path, *, pack: bool):
+        self.hook, self.workspace, self.pack = hook, workspace, pack
+        self.met = False
+        self._homes: dict[int, Path | None] = {}
+
+    def before_building(self, engine: Engine) -> None:
+        """Moves the workspace before anything asks for it."""
+        self._homes[id(engine)] = engine.workspace
+        engine.workspace = self.workspace
+
+    def before_running(self, engine: Engine) -> None:
+        """Moves the files of hooks and adds the one that measures, behind them.
+
+        Raises:
+            ConfigError: the target is of a face that writes files which cannot be moved.
+        """
+        if not self.pack:
+            if engine.face not in ("mini", "engine"):
+                raise ConfigError(
+                    f"TARGET={self.hook.result.target}: makes a trainer of the {engine.face} face, whose files cannot "
+                    "be moved out of the way; bench runs scripts and configurations with a BaseTrainer, and the packs "
+                    "by their name, such as `treadle bench spectra`"
+                )
+            home = self._homes.get(id(engine), engine.workspace)
+            self.hook.result.left_out = move_files(engine, home, self.workspace)
+        if not self.met:
+            engine.hooks = [*engine.hooks, self.hook]
+        self.met = True
+
+
+def run_bench(target: str, arguments: Sequence[str], *, steps: int, compiles: bool) -> BenchResult:
+    """Runs a target until its steps are measured; what it prints goes to standard error.
+
+    Args:
+        target: path of a script or a configuration, or the name of a pack.
+        arguments: of the script, or settings.
+        steps: to measure.
+        compiles: whether compiled blocks are tried.
+
+    Raises:
+        ConfigError: the target makes no trainer, or one that cannot be measured.
+    """
+    found = resolve(target, arguments)
+    hook = BenchHook(BenchResult(target), steps=steps, compiles=compiles)
+    with tempfile.TemporaryDirectory(prefix="treadle-bench-") as scratch, contextlib.redirect_stdout(sys.stderr):
+        stage = Stage(hook, Path(scratch), pack=isinstance(found, PackRun))
+        with observing(stage), contextlib.suppress(Arrived):
+            _start(target, arguments, found, workspace=Path(scratch))
+    if not stage.met:
+        raise ConfigError(
+            f"TARGET={target}: ended without training; it must make a BaseTrainer (or an Engine) and call train(), as "
+            f"a script does with `python {target}`"
+        )
+    if not hook.result.parts:
+        raise ConfigError(f"TARGET={target}: its run ended before {steps} steps were measured; use fewer --steps")
+    return hook.result
+
+
+def _start(target: str, arguments: Sequence[str], found: object, *, workspace: Path) -> None:
+    if isinstance(found, PackRun):
+        nowhere = Console(quiet=True)
+        pack_commands(found.face).run(
+            found.settings, out=workspace / "run", device=found.device, resume=False, results=nowhere, messages=nowhere
+        )
+    elif isinstance(found, dict):
+        train_from(found, Path(target).parent)
+    else:
+        run_as_main(Path(target), arguments)
+
+
+def check_target(target: str, arguments: Sequence[str], steps: int) -> None:
+    """Refuses what cannot work before anything is started.
+
+    Raises:
+        ConfigError: a value is out of range, there is no such script, or a setting is wrong.
+
+    Example:
+        >>> check_target("spectra", ["epochs=3"], 30)
+    """
+    if steps < 3:
+        raise ConfigError(f"--steps {steps}: must be at least 3, so that there is a typical one")
+    found = resolve(target, arguments)
+    if isinstance(found, PackRun):
+        pack_commands(found.face).check(found.settings, found.device)
+    elif found is None and not (is_named_like_config(target) and Path(target).is_file()):
+        near = nearest(target, PACKS)
+        meant = f"; {near}" if near.startswith("did you mean") else ""
+        raise ConfigError(
+            f"TARGET={target}: must be a script that exists, such as train.py, a configuration, or a pack: "
+            f"{' or '.join(PACKS)}{meant}"
+        )

@@ -1,0 +1,207 @@
+"""Where the time of a step goes, measured from outside: calls of a run are wrapped while it is measured.
+
+At any moment the run is in exactly one part, so the parts of a step add up to the step. On a GPU the marks between the
+parts are events in its stream: nothing waits while it is measured, and what is read later is the time of the GPU's own
+timeline, in which it also waits for the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+
+LOOP, DATA, FORWARD, BACKWARD, UPDATE = "loop", "data", "forward", "backward", "clip and optimizer"
+AVERAGES, SCHEDULE, REPLAY, WRITES = "averages", "schedule", "captured step", "files"
+HOOK = "hook "
+
+
+class Clock(Protocol):
+    """Marks moments; the time between two is asked for when all is over."""
+
+    def mark(self) -> Any:
+        """Returns a mark of the present moment; waits for nothing."""
+        ...
+
+    def seconds(self, first: Any, second: Any) -> float:
+        """Returns the time between two marks."""
+        ...
+
+    def finish(self) -> None:
+        """Waits until every mark has been passed."""
+        ...
+
+
+class HostClock:
+    """The clock of the CPU."""
+
+    def mark(self) -> float:
+        """Returns the present moment, in seconds."""
+        return time.perf_counter()
+
+    def seconds(self, first: float, second: float) -> float:
+        """Returns the time between two marks."""
+        return second - first
+
+    def finish(self) -> None:
+        """Waits for nothing."""
+
+
+class StreamClock:
+    """The timeline of a CUDA stream.
+
+    Args:
+        device: whose present stream.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def mark(self) -> torch.cuda.Event:
+        """Puts an event into the stream."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+        """Returns the time between two events that have passed."""
+        return float(first.elapsed_time(second)) / 1000
+
+    def finish(self) -> None:
+        """Waits for the device."""
+        torch.cuda.synchronize(self.device)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Returns the clock that fits a device.
+
+    Example:
+        >>> type(clock_of(torch.device("cpu"))).__name__
+        'HostClock'
+    """
+    return StreamClock(device) if device.type == "cuda" else HostClock()
+
+
+class Timeline:
+    """Which part of a step the run was in, from when to when.
+
+    Args:
+        clock: marks the moments.
+
+    Example:
+        >>> ticks = iter(range(9))
+        >>> clock = HostClock(); clock.mark = lambda: next(ticks)
+        >>> line = Timeline(clock)
+        >>> line.begin_step("data"); line.switch("loop"); line.begin_step("data")
+        >>> line.seconds()
+        [{'data': 1.0, 'loop': 1.0}]
+    """
+
+    def __init__(self, clock: Clock):
+        self.clock = clock
+        self.part = LOOP
+        self._records: list[list[tuple[str, Any]]] = []
+        self._running: list[tuple[str, Any]] | None = None
+
+    def begin_step(self, part: str) -> None:
+        """Ends a step, if one runs, and begins the next."""
+        self.end_step()
+        self._running = []
+        self.switch(part)
+
+    def end_step(self) -> None:
+        """Ends the running step."""
+        if self._running:
+            self._running.append(("", self.clock.mark()))
+            self._records.append(self._running)
+        self._running = None
+
+    def clear(self) -> None:
+        """Forgets all steps, the running one included."""
+        self._records, self._running = [], None
+
+    def drop_step(self) -> None:
+        """Forgets the running step, in which something else happened, such as an evaluation."""
+        self._running = None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were measured to their end."""
+        return len(self._records)
+
+    def switch(self, part: str) -> None:
+        """Says in which part the run is from here on."""
+        self.part = part
+        if self._running is not None:
+            self._running.append((part, self.clock.mark()))
+
+    def inside(self, call: Callable[..., Any], part: str, *, after: str | None = None) -> Callable[..., Any]:
+        """Wraps a call: it is the part ``part``, and behind it comes ``after``, or what was before it."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            before = self.part
+            self.switch(part)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.switch(after or before)
+
+        return timed
+
+    def seconds(self) -> list[dict[str, float]]:
+        """Returns the seconds of every part, a mapping for each step; waits for the device."""
+        self.clock.finish()
+        steps = []
+        for record in self._records:
+            parts: dict[str, float] = {}
+            for (part, start), (_, end) in pairwise(record):
+                parts[part] = parts.get(part, 0.0) + self.clock.seconds(start, end)
+            steps.append(parts)
+        return steps
+
+
+def typical(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Returns the parts of a typical step: the median of each, 0 where most steps have it not.
+
+    The step is then their sum. On a machine with other work every few steps are interrupted, each in another part.
+
+    Example:
+        >>> typical([{"data": 1.0}, {"data": 2.0, "loop": 1.0}, {"data": 90.0, "loop": 2.0}])
+        {'data': 2.0, 'loop': 1.0}
+    """
+    names = dict.fromkeys(name for parts in steps for name in parts)
+    return {name: median(parts.get(name, 0.0) for parts in steps) for name in names}
+
+
+def mean_parts(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Returns the mean of each part over some steps; a part that a step has not counts as 0.
+
+    Example:
+        >>> mean_parts([{"data": 1.0}, {"data": 2.0, "loop": 1.0}])
+        {'data': 1.5, 'loop': 0.5}
+    """
+    names = dict.fromkeys(name for parts in steps for name in parts)
+    return {name: sum(parts.get(name, 0.0) for parts in steps) / len(steps) for name in names}
+
+
+def step_seconds(step: Callable[[Any], Any], groups: Sequence[Any], *, count: int, clock: Clock, block: int) -> float:
+    """Returns the median time of a step, over ``count`` steps on the given groups in turn.
+
+    Args:
+        step: runs one step on a group.
+        groups: at least one.
+        count: steps.
+        clock: marks the moments.
+        block: steps between two marks; more than one where a mark by mark measurement would change the pace.
+    """
+    marks = [clock.mark()]
+    for number in range(count):
+        step(groups[number % len(groups)])
+        if (number + 1) % block == 0:
+            marks.append(clock.mark())
+    clock.finish()
+    return median(clock.seconds(first, second) / block for first, second in pairwise(marks))

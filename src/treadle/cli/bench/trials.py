@@ -1,0 +1,206 @@
+"""Settings that may make a step faster, each tried on the run at hand and taken back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from treadle.capture import steps_of
+from treadle.cli.bench.timing import Clock, step_seconds
+from treadle.compiling import compile_model, is_compiled
+from treadle.data.cursor import Group
+from treadle.engine import Engine
+from treadle.errors import TreadleError
+from treadle.optim import can_be_fused
+from treadle.precision import Precision
+from treadle.session import finite_guard
+
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_WARM_UP = 3
+Step = Callable[[Group], Any]
+
+
+class NotTried(Exception):
+    """Says in words why a trial makes no sense here."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one setting did to the step.
+
+    Attributes:
+        name: the setting, in words.
+        how: what to write to have it.
+        seconds: of a step with it; None where it was not tried.
+        present: of a step without it, measured around the trial.
+        note: what else it changes, or why it was not tried.
+    """
+
+    name: str
+    how: str
+    seconds: float | None = None
+    present: float | None = None
+    note: str = ""
+
+
+class Bench:
+    """Tries settings on an engine and the groups of some of its steps.
+
+    Args:
+        engine: the run, which is thrown away afterwards: its weights move on in every trial.
+        groups: of some steps.
+        clock: fits the device.
+        count: steps of a measurement.
+    """
+
+    def __init__(self, engine: Engine, groups: Sequence[Group], *, clock: Clock, count: int):
+        self.engine, self.groups, self.clock, self.count = engine, groups, clock, count
+        self.block = 5 if engine.device.type == "cuda" else 1
+
+    def seconds(self, step: Step, groups: Sequence[Group]) -> float:
+        """Returns the median time of a step, after some that do not count."""
+        for number in range(_WARM_UP):
+            step(groups[number % len(groups)])
+        return step_seconds(step, groups, count=self.count, clock=self.clock, block=self.block)
+
+    def run(self, name: str, how: str, change: Callable[[], AbstractContextManager[Step]], note: str = "") -> Trial:
+        """Measures the step without, with, and again without a change."""
+        before = self.seconds(self.engine.steps, self.groups)
+        try:
+            with change() as step:
+                changed = self.seconds(step, self.groups)
+        except NotTried as reason:
+            return Trial(name, how, note=str(reason))
+        except (RuntimeError, TypeError, ValueError, TreadleError) as error:  # the user's code may not take the change
+            first = (str(error).strip().splitlines() or [""])[0][:200]
+            return Trial(name, how, note=f"failed: {type(error).__name__}: {first}")
+        after = self.seconds(self.engine.steps, self.groups)
+        return Trial(name, how, changed, (before + after) / 2, note)
+
+
+@contextlib.contextmanager
+def fused_optimizer(engine: Engine) -> Iterator[Step]:
+    """Steps with a fused optimizer in the place of the present one."""
+    present = engine.optimizer
+    if all(group.get("fused") for group in present.param_groups):
+        raise NotTried("the optimizer is fused already")
+    if type(present) not in _FUSED:
+        raise NotTried(f"torch has no fused {type(present).__name__}")
+    if not can_be_fused([p for group in present.param_groups for p in group["params"]]):
+        raise NotTried("torch does not fuse on this device or for these parameters")
+    guard, kind = engine.guard, cast(Any, type(present))
+    groups = [{**group, "fused": True, "foreach": None} for group in present.param_groups]
+    engine.optimizer = kind(groups)
+    engine.guard = finite_guard(engine)
+    try:
+        yield engine.train_step
+    finally:
+        engine.optimizer, engine.guard = present, guard
+
+
+@contextlib.contextmanager
+def in_bf16(engine: Engine) -> Iterator[Step]:
+    """Steps in mixed precision."""
+    present = engine.precision
+    if present.name is not None:
+        raise NotTried(f"the run is in {present.name} already")
+    engine.precision = Precision("bf16", engine.device)
+    try:
+        yield engine.train_step
+    finally:
+        engine.precision = present
+
+
+@contextlib.contextmanager
+def captured(engine: Engine) -> Iterator[Step]:
+    """Steps replayed as one CUDA graph, with a fused optimizer."""
+    if engine.device.type != "cuda":
+        raise NotTried("CUDA graphs need a CUDA device")
+    if engine.capture is not False:
+        raise NotTried("capture is on already")
+    is_fused = all(group.get("fused") for group in engine.optimizer.param_groups)
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    with contextlib.nullcontext() if is_fused else fused_optimizer(engine):
+        engine.capture = True
+        try:
+            yield steps_of(engine)
+        finally:
+            engine.capture = False
+            engine.guard.replays = None
+            for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+
+@contextlib.contextmanager
+def compiled_blocks(engine: Engine, *, cold: dict[str, float]) -> Iterator[Step]:
+    """Steps with compiled blocks; the seconds of the first steps go into ``cold``."""
+    before = {module for module in engine.model.modules() if is_compiled(module)}
+    if before:
+        raise NotTried("the model is compiled already")
+    started = time.perf_counter()
+    compile_model(engine.model, "blocks")
+    try:
+
+        def step(group: Group) -> Any:
+            outcome = engine.train_step(group)
+            cold.setdefault("seconds", time.perf_counter() - started)
+            return outcome
+
+        yield step
+    finally:
+        for module in engine.model.modules():
+            module._compiled_call_impl = None
+
+
+@contextlib.contextmanager
+def num_threads(engine: Engine, count: int) -> Iterator[Step]:
+    """Steps with another number of threads on the CPU."""
+    present = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield engine.train_step
+    finally:
+        torch.set_num_threads(present)
+
+
+@contextlib.contextmanager
+def doubled_batch(engine: Engine) -> Iterator[Step]:
+    """Steps on twice the samples, each counted as two."""
+
+    def step(group: Group) -> Any:
+        batches = [doubled(batch) for batch in group.batches]
+        return engine.train_step(Group(batches, group.data_time, group.sample_ids))
+
+    yield step
+
+
+def doubled(batch: Any) -> Any:
+    """Returns a batch that has every sample twice.
+
+    Raises:
+        NotTried: the batch is not a nesting of tensors that all have the same first size.
+
+    Example:
+        >>> doubled((torch.zeros(2, 3), torch.ones(2)))[1].tolist()
+        [1.0, 1.0, 1.0, 1.0]
+    """
+    leaves, spec = tree_flatten(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    if not tensors or len(tensors) < len(leaves) or len({len(tensor) for tensor in tensors}) > 1:
+        raise NotTried("the batches are not tensors that all have the same first size")
+    return tree_unflatten([torch.cat([tensor, tensor]) for tensor in tensors], spec)
+
+
+def thread_counts() -> list[int]:
+    """Returns the numbers of threads to try: one, and one for each core, without the present one."""
+    cores = os.cpu_count() or 1
+    return [count for count in dict.fromkeys((1, cores)) if count != torch.get_num_threads()]

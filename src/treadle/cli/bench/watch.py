@@ -1,0 +1,136 @@
+"""Which calls of a run are wrapped for the time of a measurement, and put back after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from treadle.cli.bench.timing import (
+    AVERAGES,
+    BACKWARD,
+    DATA,
+    FORWARD,
+    HOOK,
+    LOOP,
+    REPLAY,
+    SCHEDULE,
+    UPDATE,
+    WRITES,
+    Timeline,
+)
+from treadle.ema import Ema
+from treadle.engine import Engine
+from treadle.hooks.base import STEP_EVENTS, BaseHook, listeners
+
+_ABSENT = object()
+
+
+class Replaced:
+    """Attributes that were replaced, to be put back.
+
+    Example:
+        >>> class Owner: value = 1
+        >>> replaced = Replaced()
+        >>> replaced.set(Owner, "value", 2); replaced.put_back(); Owner.value
+        1
+    """
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replaces an attribute of an object or a class."""
+        self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    def put_back(self) -> None:
+        """Puts everything back, the last first."""
+        for owner, name, value in reversed(self._before):
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+        self._before.clear()
+
+
+class Watch:
+    """Wraps the parts of an engine's steps.
+
+    Args:
+        engine: prepared, and not in a step.
+        timeline: is told in which part the run is.
+        left_out: a hook that is not looked at.
+
+    Attributes:
+        loader: the loader of the run, once an epoch was opened.
+    """
+
+    def __init__(self, engine: Engine, timeline: Timeline, *, left_out: BaseHook):
+        self.loader: Any = None
+        self._engine, self._timeline = engine, timeline
+        self._replaced = Replaced()
+        self._wrap_loop()
+        self._wrap_step()
+        self._wrap_hooks([hook for hook in engine.hooks if hook is not left_out])
+
+    def remove(self) -> None:
+        """Puts every call back."""
+        self._replaced.put_back()
+
+    def _wrap(self, owner: Any, name: str, part: str, *, after: str | None = None) -> None:
+        self._replaced.set(owner, name, self._timeline.inside(getattr(owner, name), part, after=after))
+
+    def _wrap_loop(self) -> None:
+        engine, line = self._engine, self._timeline
+        cursor, take, opened = engine.cursor, engine.cursor.take, engine.cursor.open
+
+        def take_timed(count: int) -> Any:
+            line.begin_step(DATA)
+            try:
+                return take(count)
+            finally:
+                line.switch(LOOP)
+
+        def open_noted(loader: Any) -> None:
+            self.loader = loader
+            line.drop_step()  # an epoch ended before, with its evaluation
+            opened(loader)
+
+        self._replaced.set(cursor, "take", take_timed)
+        self._replaced.set(cursor, "open", open_noted)
+        self._wrap(engine, "write_requested", WRITES)
+
+    def _wrap_step(self) -> None:
+        engine = self._engine
+        if getattr(engine.steps, "__func__", None) is not type(engine).train_step:
+            self._wrap(engine, "steps", REPLAY)
+        self._wrap(engine, "forward", FORWARD, after=LOOP)
+        # Behind the last backward pass come the norm, the verdict, clipping and the optimizer, up to the guard's end.
+        self._wrap(Tensor, "backward", BACKWARD, after=UPDATE)
+        self._wrap(engine.guard, "apply", UPDATE, after=LOOP)
+        self._wrap(Ema, "update", AVERAGES)
+        if engine.lr_scheduler is not None:
+            # Of the class: what lies in the scheduler itself is part of its state.
+            self._wrap(type(engine.lr_scheduler), "step", SCHEDULE)
+
+    def _wrap_hooks(self, hooks: list[BaseHook]) -> None:
+        for event in STEP_EVENTS:
+            for hook in listeners(hooks, event):
+                self._wrap(hook, event, f"{HOOK}{hook.state_key}")
+
+
+def parts_in_order(parts: dict[str, float]) -> dict[str, float]:
+    """Returns the parts as a step goes through them, those that were not met left out.
+
+    Example:
+        >>> list(parts_in_order({"hook A": 1.0, "loop": 1.0, "forward": 1.0}))
+        ['forward', 'hook A', 'loop']
+    """
+    known = [DATA, REPLAY, FORWARD, BACKWARD, UPDATE, SCHEDULE, AVERAGES]
+    hooks = sorted(name for name in parts if name.startswith(HOOK))
+    return {name: parts[name] for name in [*known, *hooks, WRITES, LOOP] if name in parts}
+
+
+Step = Callable[[Any], Any]
