@@ -270,7 +270,8 @@ def main() -> None:
         case = cases(torch.device("cuda"))[name]
         rows = rows_of(measure(case, rounds=options.rounds, steps=case.steps))
         title = f"Microseconds of an optimizer step on a GPU, gradients clipped: {case.title}"
-        write_result(f"overhead_gpu_{name}", title, COLUMNS, rows, describe() | (versions() if case.with_peers else {}))
+        machine = describe() | {"rounds": str(options.rounds)} | (versions() if case.with_peers else {})
+        write_result(f"overhead_gpu_{name}", title, COLUMNS, rows, machine)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import importlib.util
 import logging
 import random
@@ -188,6 +189,11 @@ def trainers(batch_size: int, folder: Path, sizes: Sizes) -> dict[tuple[str, str
     return found
 
 
+def peer_version() -> dict[str, str]:
+    there = importlib.util.find_spec("chemomae")
+    return {"chemomae": importlib.metadata.version("chemomae")} if there else {}
+
+
 @torch.no_grad()
 def check_alike(sizes: Sizes) -> None:
     """Raises AssertionError unless *patches* computes what chemomae's model does with the same weights and masks."""
@@ -271,7 +277,13 @@ def main() -> None:
     rows = [row for size in options.batch_sizes for row in rows_of(size, sizes, rounds=options.rounds)]
     kind = "bf16 on a GPU" if on_gpu else "fp32 on the CPU, processor time"
     title = f"Training masked autoencoders of width 256 and 4 layers on the SpeX spectra, {kind}"
-    write_result("spectra_gpu" if on_gpu else "spectra", title, COLUMNS, rows, describe())
+    write_result(
+        "spectra_gpu" if on_gpu else "spectra",
+        title,
+        COLUMNS,
+        rows,
+        describe() | {"rounds": str(options.rounds)} | peer_version(),
+    )
 
 
 if __name__ == "__main__":

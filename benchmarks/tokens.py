@@ -333,7 +333,9 @@ def main() -> None:
         size = SIZES[name] if on_gpu else dataclasses.replace(SIZES[name], steps=40)
         rows += rows_of(size, device, rounds=options.rounds, captured=on_gpu)
     title = f"Tokens a second of training, {'bf16 on a GPU' if on_gpu else 'fp32 on the CPU, processor time'}"
-    write_result("tokens_gpu" if on_gpu else "tokens", title, COLUMNS, rows, describe())
+    write_result(
+        "tokens_gpu" if on_gpu else "tokens", title, COLUMNS, rows, describe() | {"rounds": str(options.rounds)}
+    )
 
 
 if __name__ == "__main__":
