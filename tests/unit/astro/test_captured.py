@@ -9,7 +9,7 @@ from torch import nn
 from astro_trainer_kit import VOCAB, codebooks, model, sequences
 from capture_kit import Rerun, capture_on_the_cpu
 from helpers import differences
-from treadle import ConfigError
+from treadle import ConfigError, ReproducibilityContext
 from treadle.astro import AstroTrainer, collate_sequences
 
 
@@ -29,12 +29,20 @@ def of_one_length(count=12, length=24):
     return batches
 
 
-def trained(cls, capture, **settings):
-    network = model()
+def trained(cls, capture, *, device="cpu", **settings):
+    network = model().to(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=torch.tensor(0.01), fused=True)
     config = {"warmup_steps": 2, "total_steps": 20, "log_every": 0, **settings}
     trainer = cls(
-        network, VOCAB, of_one_length(), config, **codebooks(), device="cpu", optimizer=optimizer, capture=capture
+        network,
+        VOCAB,
+        of_one_length(),
+        config,
+        **codebooks(),
+        device=device,
+        use_amp=False,
+        optimizer=optimizer,
+        capture=capture,
     )
     trainer.train(num_epochs=4)
     return trainer
@@ -49,6 +57,16 @@ def test_a_loss_of_ones_own_is_captured_with_the_numbers_of_eager_steps(monkeypa
     assert [key for key in ("model", "optimizer", "rng", "progress") if differences(a[key], b[key])] == []
     losses = [[record["train_loss_total"] for record in trainer.history] for trainer in (eager, captured)]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_loss_of_ones_own_is_one_cuda_graph():
+    with ReproducibilityContext(0, deterministic=True):
+        eager, captured = (trained(NextToken, capture, device="cuda") for capture in (False, True))
+        assert len(captured._engine.steps._steps) == 1
+        a, b = (trainer._engine.state_dict() for trainer in (eager, captured))
+        assert [key for key in ("model", "optimizer", "rng", "progress") if differences(a[key], b[key])] == []
 
 
 def test_its_weight_is_known_to_the_host():
