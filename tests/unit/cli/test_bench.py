@@ -149,7 +149,9 @@ def test_parts_of_no_time_of_the_clock_are_there_too():
     engine = engine_of(hooks=[EmaHook(0.9), Watching(line)])
     engine.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(engine.optimizer)
     engine.run([torch.ones(2, 1)] * 3, max_steps=2)
-    assert {"backward", "clip and optimizer", "averages", "schedule", "files", "loop"} <= set(line.seconds()[0])
+    assert {"backward", "clip and optimizer", "averages", "schedule", "files", "rest of the loop"} <= set(
+        line.seconds()[0]
+    )
 
 
 def test_a_step_with_an_evaluation_behind_it_counts_without_it():
@@ -285,19 +287,22 @@ def test_no_other_loader_is_tried_where_it_cannot_help(share, loader, words):
 
 def test_advice_has_the_largest_gain_first_and_says_what_was_tried_in_vain():
     found = advise(
-        {"data": 4.0, "forward": 5.0, "hook Slow": 1.0, "loop": 0.01}, {"a.py:1": 1.0, "b.py:2": 3.0},
+        {"data": 4.0, "forward": 5.0, "hook Slow": 1.0, "files": 0.9, "rest of the loop": 0.01},
+        {"a.py:1": 1.0, "b.py:2": 3.0},
         [
             Trial("small", "x=1", 0.9, 1.0), Trial("large", "y=1", 0.5, 1.0, "rounds"), Trial("none", "z", 0.99, 1.0),
             Trial("worse", "w", 2.0, 1.0), Trial("left", "v", note="no device"),
+            Trial("larger", "b", 0.1, 1.0, other_training=True),
         ],
         on_cuda=True,
     )  # fmt: skip
     assert [(line.kind, line.text.split(":")[0]) for line in found] == [
-        ("switch on", "large"), ("switch on", "small"), ("look at", "data"), ("look at", "Slow"),
+        ("switch on", "large"), ("switch on", "small"), ("look at", "larger"),
+        ("look at", "data"), ("look at", "Slow"), ("look at", "files"),
         ("look at", "host reads"), ("no gain", "none"), ("no gain", "worse"), ("not tried", "left"),
     ]  # fmt: skip
-    assert found[0].text == "large: 1000.0 ms -> 500.0 ms a step (2.00 x as fast) [rounds]: y=1"
-    assert "4 times a step, most at b.py:2" in found[4].text
+    assert found[0].text == "large: 1000.0 ms -> 500.0 ms a step (2.00 x as fast): y=1 [rounds]"
+    assert "4 times a step, most at b.py:2" in found[6].text
     assert advise({"loop": 1.0}, {"a": 1.0}, [], on_cuda=False) == []
 
 

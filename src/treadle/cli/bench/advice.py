@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from treadle.cli.bench.timing import DATA, HOOK
+from treadle.cli.bench.timing import DATA, HOOK, WRITES
 from treadle.cli.bench.trials import Trial
 
 _GAIN = 0.03  # of a step: less is within what a busy machine varies
@@ -33,7 +33,7 @@ def advise(
     """Returns the advice: what gains most first, then what takes time, then what was tried in vain or not at all.
 
     Args:
-        parts: seconds of each part of a step.
+        parts: seconds of each part of a step, the mean of all steps.
         host_reads: line of code -> reads for each step.
         trials: settings that were tried.
         on_cuda: whether a read of the device waits for it.
@@ -45,7 +45,8 @@ def advise(
     """
     measured = [trial for trial in trials if trial.seconds is not None]
     gains = sorted([trial for trial in measured if _gain(trial) >= _GAIN], key=_gain, reverse=True)
-    lines = [Advice("switch on", _figures(trial) + _how(trial)) for trial in gains]
+    lines = [Advice("switch on", _figures(trial, how=True)) for trial in gains if not trial.other_training]
+    lines += [Advice("look at", _figures(trial, how=True)) for trial in gains if trial.other_training]
     lines += _parts_to_look_at(parts)
     if host_reads and on_cuda:
         reads, most = sum(host_reads.values()), max(host_reads, key=lambda line: host_reads[line])
@@ -64,6 +65,9 @@ def _parts_to_look_at(parts: Mapping[str, float]) -> list[Advice]:
             continue
         if part == DATA:
             lines.append(Advice("look at", f"data: the step waits {seconds / whole:.0%} of its time for the loader"))
+        elif part == WRITES:
+            how = "save less often, or with CheckpointingHook(background=True)"
+            lines.append(Advice("look at", f"files: writing takes {seconds / whole:.0%} of the time; {how}"))
         elif part.startswith(HOOK):
             name = part.removeprefix(HOOK)
             lines.append(Advice("look at", f"{name}: takes {seconds / whole:.0%} of a step; give it a longer interval"))
@@ -76,15 +80,12 @@ def _gain(trial: Trial) -> float:
     return 1.0 - trial.seconds / trial.present
 
 
-def _figures(trial: Trial) -> str:
+def _figures(trial: Trial, *, how: bool = False) -> str:
     present, seconds = trial.present or 0.0, trial.seconds or 0.0
     factor = present / seconds if seconds else 0.0
+    written = f": {trial.how}" if how and trial.how else ""
     note = f" [{trial.note}]" if trial.note else ""
-    return f"{trial.name}: {in_words(present)} -> {in_words(seconds)} a step ({factor:.2f} x as fast){note}"
-
-
-def _how(trial: Trial) -> str:
-    return f": {trial.how}" if trial.how else ""
+    return f"{trial.name}: {in_words(present)} -> {in_words(seconds)} a step ({factor:.2f} x as fast){written}{note}"
 
 
 def in_words(seconds: float) -> str:

@@ -192,4 +192,4 @@ class BenchHook(BaseHook):
         if trial.seconds is None:
             return trial
         note = "time for as many samples as before; another batch size is another training"
-        return Trial(trial.name, "a larger batch_size", trial.seconds / 2, trial.present, note)
+        return Trial(trial.name, "a larger batch_size", trial.seconds / 2, trial.present, note, other_training=True)

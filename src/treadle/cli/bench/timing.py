@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-LOOP, DATA, FORWARD, BACKWARD, UPDATE = "loop", "data", "forward", "backward", "clip and optimizer"
+LOOP, DATA, FORWARD, BACKWARD, UPDATE = "rest of the loop", "data", "forward", "backward", "clip and optimizer"
 AVERAGES, SCHEDULE, REPLAY, WRITES = "averages", "schedule", "captured step", "files"
 HOOK = "hook "
 

@@ -43,6 +43,7 @@ class Trial:
         seconds: of a step with it; None where it was not tried.
         present: of a step without it, measured around the trial.
         note: what else it changes, or why it was not tried.
+        other_training: whether what is trained is another thing with it.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Trial:
     seconds: float | None = None
     present: float | None = None
     note: str = ""
+    other_training: bool = False
 
 
 class Bench:

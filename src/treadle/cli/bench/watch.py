@@ -122,11 +122,11 @@ class Watch:
 
 
 def parts_in_order(parts: dict[str, float]) -> dict[str, float]:
-    """Returns the parts as a step goes through them, those that were not met left out.
+    """Returns the parts as a step goes through them; those that were not met are left out.
 
     Example:
-        >>> list(parts_in_order({"hook A": 1.0, "loop": 1.0, "forward": 1.0}))
-        ['forward', 'hook A', 'loop']
+        >>> list(parts_in_order({"hook A": 1.0, "files": 1.0, "forward": 1.0}))
+        ['forward', 'hook A', 'files']
     """
     known = [DATA, REPLAY, FORWARD, BACKWARD, UPDATE, SCHEDULE, AVERAGES]
     hooks = sorted(name for name in parts if name.startswith(HOOK))

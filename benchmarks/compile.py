@@ -1,0 +1,141 @@
+"""What compiling costs and gives: the first step with an empty cache and with a full one, and the steps after it.
+
+    python benchmarks/compile.py           # writes results/compile.md and .json; takes some minutes
+    python benchmarks/compile.py --tiny    # a trial without a compiler, writes nothing
+
+Two models of the packs are trained by an engine: the masked autoencoder of ``treadle train spectra`` and a GPT-2 as in
+``treadle train text``, with more layers. Each way runs in two new processes that share a cache folder: in the first it
+is empty (cold), in the second it has what the first left there (warm), as when a stopped run goes on. torch keeps the
+cache in the folder that TORCHINDUCTOR_CACHE_DIR names, else in the folder for temporary files.
+
+The first step includes compiling; the loss of step 20 shows whether the course is the plain one's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from machine import describe, write_result
+from torch import nn
+
+from treadle import BaseHook, Engine, StepOutput, compile_model, set_seed
+from treadle.spectra import ChemoMAE
+from treadle.spectra.task import SpectraTask
+from treadle.text.model import build_gpt2
+
+WAYS = ("plain", "model", "blocks")
+COLUMNS = ("model", "way", "cache", "first step, s", "ms a step", "loss of the last step")
+STEPS = 20
+
+
+class GptTask:
+    """The model's own loss."""
+
+    def step(self, model: nn.Module, batch: Any, totals: Any = None, generator: Any = None) -> StepOutput:
+        """Returns the loss of a batch of token ids (B, L)."""
+        return StepOutput(model(input_ids=batch, labels=batch).loss)
+
+
+class Clock(BaseHook):
+    """The seconds of each step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_before_step(self, trainer: Engine) -> None:
+        """Starts the clock."""
+        self.started = time.perf_counter()
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Waits for the step to be over and stops the clock."""
+        self.loss = float(trainer.step_info["loss"][0])
+        self.seconds.append(time.perf_counter() - self.started)
+
+
+def spectra_parts(device: torch.device, *, tiny: bool) -> tuple[nn.Module, Any, Any]:
+    """Returns model, task and batch of the spectra."""
+    model = ChemoMAE(
+        seq_len=64 if tiny else 256, d_model=64, nhead=4, num_layers=2, dim_feedforward=128, latent_dim=64,
+        use_learnable_pos=False, dropout=0.0, n_blocks=32, n_mask=24,
+    )  # fmt: skip
+    return model, SpectraTask(device, loss_type="mse", reduction="mean"), torch.randn(32, 64 if tiny else 256)
+
+
+def text_parts(device: torch.device, *, tiny: bool) -> tuple[nn.Module, Any, Any]:
+    """Returns model, task and batch of the text; without dropout, so that losses can be compared."""
+    layers, length = (2, 8) if tiny else (6, 64)
+    model = build_gpt2(512, n_positions=length, n_layer=layers, dropout=0.0)
+    return model, GptTask(), torch.randint(512, (8, length), device=device)
+
+
+PARTS = {"spectra": spectra_parts, "text": text_parts}
+
+
+def measure(name: str, way: str, *, tiny: bool) -> dict[str, Any]:
+    """Trains some steps in this process."""
+    device = torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu")
+    set_seed(0)
+    model, task, batch = PARTS[name](device, tiny=tiny)
+    model.to(device)
+    backend = "eager" if tiny else "inductor"
+    if way != "plain":
+        compile_model(model, True if way == "model" else "blocks", backend=backend)
+    clock = Clock()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    steps = 3 if tiny else STEPS
+    Engine(model, optimizer, task, device=device, grad_clip=1.0, hooks=[clock]).run([batch] * steps, epochs=1)
+    return {"first": clock.seconds[0], "step": median(clock.seconds[steps // 2 :]), "loss": clock.loss}
+
+
+def in_new_process(name: str, way: str, cache: str) -> dict[str, Any]:
+    """Returns what :func:`measure` finds in a new interpreter that compiles into a cache folder."""
+    command = [sys.executable, str(Path(__file__)), "--one", name, way]
+    done = subprocess.run(
+        command, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}, capture_output=True, text=True, check=True
+    )
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def row(name: str, way: str, cache: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row of the table."""
+    values = (name, way, cache, f"{found['first']:.1f}", f"{found['step'] * 1e3:.1f}", f"{found['loss']:.5f}")
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def main() -> None:
+    """Runs all ways and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(*arguments.one, tiny=False)))
+        return
+    rows = []
+    for name in PARTS:
+        for way in WAYS:
+            if arguments.tiny:
+                print(row(name, way, "", measure(name, way, tiny=True)))
+                continue
+            with tempfile.TemporaryDirectory() as cache:
+                for state in ("",) if way == "plain" else ("cold", "warm"):
+                    rows.append(row(name, way, state, in_new_process(name, way, cache)))
+                    print(rows[-1], flush=True)
+    if not arguments.tiny:
+        name = "compile_gpu" if torch.cuda.is_available() else "compile"
+        write_result(name, "Compiling: first step and steps", COLUMNS, rows, describe())
+
+
+if __name__ == "__main__":
+    main()
