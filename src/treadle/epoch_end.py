@@ -26,8 +26,8 @@ def finish_epoch(engine: Engine) -> None:
     if engine.cursor.position == 0:
         raise DataExhaustedError(
             f"the loader gave no batch at step {engine.step}, epoch {engine.epoch + 1}, and the target is "
-            f"{engine.target}: it is empty, or a one-shot iterator that is used up; pass an iterable that can be "
-            "opened again"
+            f"{engine.target}: it is empty (a DataLoader with drop_last=True and fewer samples than batch_size "
+            "is), or a one-shot iterator that is used up; pass an iterable that can be opened again"
         )
     settle(engine)
     score_epoch, after_epoch = engine.target.score_epoch, engine.target.after_epoch

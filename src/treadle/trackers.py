@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Union
 
 from treadle.errors import ConfigError, nearest
 from treadle.hooks.base import BaseHook
+from treadle.hooks.given import check_hooks
 from treadle.hooks.jsonl import JsonlHook
 from treadle.hooks.logging import LoggingHook
 from treadle.hooks.mlflow import MlflowHook
@@ -43,17 +44,18 @@ def with_trackers(hooks: Sequence[BaseHook], trackers: str | Sequence[TrackerCho
             A text names one, or several with commas between.
 
     Raises:
-        ConfigError: there is no tracker of that name.
+        ConfigError: there is no tracker of that name, or ``hooks`` is no list of hooks.
 
     Example:
         >>> [hook.state_key for hook in with_trackers([], "tensorboard,jsonl")]
         ['LoggingHook', 'EpochRecordsHook', 'TensorBoardHook', 'JsonlHook']
     """
+    given = check_hooks(hooks)
     chosen = [_hook(tracker) for tracker in _listed(trackers)]
     if not chosen:
-        return list(hooks)
-    logging = [] if any(isinstance(hook, LoggingHook) for hook in hooks) else [LoggingHook(_INTERVAL)]
-    return [*hooks, *logging, EpochRecordsHook(), *chosen]
+        return given
+    logging = [] if any(isinstance(hook, LoggingHook) for hook in given) else [LoggingHook(_INTERVAL)]
+    return [*given, *logging, EpochRecordsHook(), *chosen]
 
 
 def _listed(trackers: str | Sequence[TrackerChoice]) -> list[TrackerChoice]:

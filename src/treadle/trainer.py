@@ -22,7 +22,7 @@ from treadle.hooks.base import BaseHook
 from treadle.observers import announce_building
 from treadle.precision import Precision
 from treadle.state_options import state_options
-from treadle.task import StepOutput, as_step_output
+from treadle.task import StepOutput, Task, as_step_output
 from treadle.trackers import TrackerChoice, with_trackers
 
 if TYPE_CHECKING:
@@ -139,6 +139,19 @@ class BaseTrainer(Engine):
             self.prepare()
         self.run(self.data_loader, max_steps=self.max_steps)
 
+    def evaluate(self, loader: Iterable[Any], task: Task | None = None) -> dict[str, Any]:
+        """Returns the weighted mean loss, records and epoch metrics over a loader; see :meth:`Engine.evaluate`.
+
+        Raises:
+            ConfigError: nothing is built yet.
+        """
+        if self.hooks is None:
+            raise ConfigError(
+                "evaluate() came before train(): there is no model yet; call train(), which only loads what a finished "
+                "run left, or prepare() to evaluate fresh weights"
+            )
+        return super().evaluate(loader, task)
+
     # -- to implement ---------------------------------------------------------------------------------------------
 
     def build_data_loader(self) -> Iterable[Any]:
@@ -187,14 +200,20 @@ class BaseTrainer(Engine):
         """Builds data loader, model, optimizer, scheduler, scaler and hooks, in this order, the first time."""
         if self.hooks is None:
             announce_building(self)
-            self.data_loader = self.build_data_loader()
-            self.model = compile_model(self.build_model(), self.compile_setting)
-            self.optimizer = self.build_optimizer()
+            self.data_loader = self._built("build_data_loader")
+            self.model = compile_model(self._built("build_model"), self.compile_setting)
+            self.optimizer = self._built("build_optimizer")
             self.lr_scheduler = self.build_lr_scheduler()
             self.grad_scaler = self.build_grad_scaler()
             self.precision = Precision(self.precision.name, self.device, scaler=self.grad_scaler)
-            self.hooks = with_trackers(self.build_hooks(), self.trackers)
+            self.hooks = with_trackers(self._built("build_hooks"), self.trackers)
         super().prepare()
+
+    def _built(self, method: str) -> Any:
+        part = getattr(self, method)()
+        if part is None:
+            raise ConfigError(f"{type(self).__name__}.{method}() returned None; return what it builds")
+        return part
 
     def _syncs(self, *, last: bool) -> bool:
         return last or not self.no_sync_accumulate

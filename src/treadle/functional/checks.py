@@ -25,10 +25,18 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
 
     A setting that differs from a given optimizer's is warned about; the optimizer stays as it is.
 
+    Raises:
+        ConfigError: it is no optimizer.
+
     Example:
         >>> optimizer_for(nn.Linear(1, 1), None, settings=TrainingSettings()).param_groups[0]["lr"]
         0.0001
     """
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer={optimizer!r}: must be an optimizer of torch, made for the model, such as "
+            "AdamW(model.parameters(), lr=1e-3), or None for one made from the config"
+        )
     if optimizer is None:
         lr = 1e-4 if settings.learning_rate is None else settings.learning_rate
         decay = 0.01 if settings.weight_decay is None else settings.weight_decay
@@ -49,12 +57,17 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
 
 
 def check_loss_fn(loss_fn: Any, *, own_loss: bool) -> None:
-    """Raises ConfigError for a loss that is not a scalar, and warns of one with parameters of its own.
+    """Raises ConfigError for a loss that is not a scalar or a class, and warns of one with parameters of its own.
 
     Args:
         loss_fn: the loss, or None.
         own_loss: whether a subclass computes the loss itself, and so may reduce it.
     """
+    if (isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module)) or not (loss_fn is None or callable(loss_fn)):
+        raise ConfigError(
+            f"loss_fn={loss_fn!r}: must be a function of (outputs, targets), such as nn.MSELoss() with its brackets, or "
+            "None where the model returns its loss"
+        )
     if getattr(loss_fn, "reduction", None) == "none" and not own_loss:
         raise ConfigError(
             f"loss_fn={loss_fn!r}: reduction='none' gives no scalar to train on; use 'mean' or 'sum', or override "

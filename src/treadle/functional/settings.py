@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -110,6 +111,8 @@ def read_settings(config: Any) -> TrainingSettings:
     part = config.get("training") if isinstance(config, Mapping) else getattr(config, "training", None)
     values = {} if part is None else _fields_of(part)
     known = [field.name for field in dataclasses.fields(TrainingSettings)]
+    if part is None and isinstance(config, Mapping):
+        _warn_of_misspelt_part(config)
     misplaced = [name for name in known if isinstance(config, Mapping) and name in config]
     if misplaced:
         _log.warning(
@@ -121,6 +124,13 @@ def read_settings(config: Any) -> TrainingSettings:
     # Where None means off it is kept; elsewhere it stands for the default.
     kept = {name: value for name, value in given.items() if value is not None or name == "log_interval"}
     return TrainingSettings(**kept)
+
+
+def _warn_of_misspelt_part(config: Mapping[Any, Any]) -> None:
+    """Warns of a key that is almost ``training``; a config may well hold other parts, which are not read."""
+    for key in difflib.get_close_matches("training", [key for key in config if isinstance(key, str)], n=1, cutoff=0.7):
+        if key != "training":
+            _log.warning("config: has no part 'training', and %r is not read; did you mean 'training'?", key)
 
 
 def _fields_of(part: Any) -> dict[str, Any]:

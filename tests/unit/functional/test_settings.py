@@ -231,3 +231,25 @@ def test_an_unavailable_device_and_equal_spellings():
         treadle.Trainer(net(), None, nn.MSELoss(), None, "cuda:99")
     for spelling in ("cpu", torch.device("cpu")):
         assert treadle.Trainer(net(), None, nn.MSELoss(), None, spelling).device == torch.device("cpu")
+
+
+def test_a_misspelt_training_part_is_a_warning_and_other_parts_are_not(caplog):
+    read_settings({"trainning": {"max_grad_norm": 1.0}})
+    assert "did you mean 'training'?" in caplog.text
+    caplog.clear()
+    read_settings({"model": {"width": 3}, "data": {}})
+    read_settings({"training": {"max_grad_norm": 1.0}, "trainings": 3})
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optimizer": torch.optim.SGD}, "optimizer=.*must be an optimizer of torch"),
+        ({"optimizer": None, "loss_fn": nn.MSELoss}, "loss_fn=.*with its brackets"),
+        ({"optimizer": None, "loss_fn": "mse"}, "loss_fn='mse': must be a function"),
+    ],
+)
+def test_a_class_in_place_of_an_object_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        treadle.Trainer(nn.Linear(1, 1), device="cpu", **{"loss_fn": nn.MSELoss(), **arguments})

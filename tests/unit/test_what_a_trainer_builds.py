@@ -1,0 +1,79 @@
+"""What a trainer's own methods and a list of hooks may give: the rest is refused by name before a step is made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from treadle import BaseHook, BaseTrainer, CheckpointingHook, Trainer
+from treadle.errors import ConfigError
+
+
+class Line(BaseTrainer):
+    forgets = ""
+    given_hooks: object = ()
+
+    def build_data_loader(self):
+        return None if self.forgets == "build_data_loader" else [(torch.ones(2, 1), torch.ones(2, 1))]
+
+    def build_model(self):
+        return None if self.forgets == "build_model" else nn.Linear(1, 1)
+
+    def build_optimizer(self):
+        return None if self.forgets == "build_optimizer" else torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def forward(self, input):
+        x, y = input
+        return nn.functional.mse_loss(self.model(x), y), {}
+
+    def build_hooks(self):
+        return None if self.forgets == "build_hooks" else self.given_hooks
+
+
+@pytest.mark.parametrize("method", ["build_data_loader", "build_model", "build_optimizer", "build_hooks"])
+def test_a_method_that_builds_nothing_is_named(method):
+    trainer = Line(2, device="cpu")
+    trainer.forgets = method
+    with pytest.raises(ConfigError, match=rf"Line\.{method}\(\) returned None"):
+        trainer.train()
+
+
+def test_an_evaluation_before_the_training_says_what_to_call():
+    trainer = Line(2, device="cpu")
+    with pytest.raises(ConfigError, match=r"evaluate\(\) came before train\(\)"):
+        trainer.evaluate([])
+    trainer.prepare()
+    assert trainer.evaluate(trainer.data_loader)["loss"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("hooks", "message"),
+    [
+        (CheckpointingHook(5), r"hooks: must be a list of hooks, and this is of type CheckpointingHook"),
+        ([CheckpointingHook], r"hooks\[0\]: must be a hook, and this is the class CheckpointingHook"),
+        ([BaseHook(), "jsonl"], r"hooks\[1\]: must be a hook, and this is of type str"),
+    ],
+)
+def test_what_is_no_list_of_hooks_is_refused(hooks, message):
+    trainer = Line(2, device="cpu")
+    trainer.given_hooks = hooks
+    with pytest.raises(ConfigError, match=message):
+        trainer.train()
+    with pytest.raises(ConfigError, match=message):
+        Trainer(nn.Linear(1, 1), None, nn.MSELoss(), device="cpu", hooks=hooks)
+
+
+def test_a_method_named_almost_as_an_event_is_a_warning(caplog):
+    class Misspelt(BaseHook):
+        def on_after_stp(self, trainer):
+            raise AssertionError("no event has this name")
+
+        def on_something_else(self):  # of its own, and far from every event
+            raise AssertionError("no event has this name")
+
+    trainer = Line(1, device="cpu")
+    trainer.given_hooks = [Misspelt()]
+    trainer.train()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ["Misspelt.on_after_stp: no event calls it; did you mean 'on_after_step'?"]
