@@ -181,3 +181,13 @@ class EpochTrainer:
 
 def _as_float(value: float | Tensor) -> float:
     return float(value)
+
+
+def numbers_of(record: Mapping[str, Any]) -> str:
+    """Returns the numbers of an epoch's record for a line of a log.
+
+    Example:
+        >>> numbers_of({"epoch": 1, "train_loss": 0.5, "lr": 1e-3})
+        'train_loss 0.5 lr 0.001'
+    """
+    return " ".join(f"{key} {value:.4g}" for key, value in record.items() if isinstance(value, float))

@@ -38,6 +38,7 @@ from treadle.compiling import Compile, check_compile
 from treadle.compiling import compile_model as compile_in_place
 from treadle.device import get_device
 from treadle.engine import Engine
+from treadle.epochs import numbers_of
 from treadle.errors import ConfigError
 from treadle.hooks.bar import ProgressBarHook
 from treadle.hooks.base import BaseHook
@@ -51,6 +52,7 @@ from treadle.seed import mix_seed
 from treadle.trackers import TrackerChoice, with_trackers
 
 _log = logging.getLogger("treadle.astro")
+_epoch_log = logging.getLogger("treadle.astro.epochs")
 
 
 class AstroTrainer:
@@ -322,9 +324,7 @@ class AstroTrainer:
     def _end_epoch(self, record: Mapping[str, Any]) -> None:
         self._folder.write_epoch(improved=self._epochs.improved)
         if distributed.rank() == 0:
-            numbers = {key: value for key, value in record.items() if isinstance(value, float)}
-            line = " ".join(f"{key} {value:.4g}" for key, value in numbers.items())
-            _log.info("epoch %d: %s", self.epoch, line)
+            _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record))
 
     def train_step(self, batch: Any) -> dict[str, Any]:
         """Runs one optimizer step on one micro-batch, with its hooks, and reads what it gave.

@@ -6,8 +6,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from treadle.checkpoint.store import load_weights, write_text
 from treadle.cli.astro_config import FLAGS, FREE, AstroRunConfig
 from treadle.cli.astro_data import TOKENIZERS, AstroData, prepare_data
 from treadle.cli.astro_report import finish_run, print_results, print_start
-from treadle.cli.console import as_settings
+from treadle.cli.console import as_settings, without_epoch_lines
 from treadle.cli.overrides import apply_overrides
 from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of
 from treadle.cli.run_folder import explain_changes, finished_metrics, readable, set_aside, stored_json, writable
@@ -185,7 +184,7 @@ def fit(trainer: AstroTrainer, config: AstroRunConfig, data: AstroData) -> None:
     """Trains to the number of epochs, from the newest checkpoint if there is one; at the end it does nothing."""
     started, done = time.perf_counter(), trainer.applied_steps
     try:
-        with _without_epoch_lines():
+        with without_epoch_lines("astro"):
             trainer.train(val_loader=data.loader("val", config), resume_from="auto")
     except SystemExit:
         _log.info("saved at step %d; the same command goes on from here", trainer.global_step)
@@ -193,21 +192,6 @@ def fit(trainer: AstroTrainer, config: AstroRunConfig, data: AstroData) -> None:
     if trainer.applied_steps > done:
         seconds = timedelta(seconds=round(time.perf_counter() - started))
         _log.info("trained in %s to the end of epoch %d; now the test and the pictures", seconds, trainer.epoch)
-
-
-@contextmanager
-def _without_epoch_lines() -> Iterator[None]:
-    """Leaves out what the trainer says of every epoch: the bar says the same."""
-
-    def passes(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith("epoch %d")
-
-    logger = logging.getLogger("treadle.astro")
-    logger.addFilter(passes)
-    try:
-        yield
-    finally:
-        logger.removeFilter(passes)
 
 
 # -- the run folder -----------------------------------------------------------------------------------------------

@@ -33,6 +33,18 @@ def _console(*, stderr: bool) -> Console:
     return Console(stderr=stderr, force_terminal=terminal, highlight=False, quiet=launched_rank() != 0)
 
 
+@contextlib.contextmanager
+def without_epoch_lines(pack: str) -> Iterator[None]:
+    """Leaves out what the trainer of a pack says of every epoch: the bar says the same."""
+    logger = logging.getLogger(f"treadle.{pack}.epochs")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def _audible(console: Console) -> Console:
     """Returns a console for errors, which every rank prints."""
     return Console(stderr=True, force_terminal=False, highlight=False) if console.quiet else console

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.console import Console
 from treadle.checkpoint.lock import check_free
 from treadle.checkpoint.ranks import open_on_ranks
 from treadle.checkpoint.store import find_latest, load_weights, write_text
+from treadle.cli.console import without_epoch_lines
 from treadle.cli.graphs_build import build_trainer, loader, prepare_data, train_loader
 from treadle.cli.graphs_config import FREE, GraphsConfig, read_settings
 from treadle.cli.graphs_idle import refuse_idle
@@ -168,7 +168,7 @@ def fit(trainer: GraphTrainer, config: GraphsConfig, data: GraphDataset) -> None
     training = config.training
     started, first_epoch = time.perf_counter(), trainer.epoch
     try:
-        with _without_epoch_lines():
+        with without_epoch_lines("graphs"):
             trainer.fit(
                 train_loader(config, data),
                 loader(data.val, training.batch_size, num_workers=training.num_workers),
@@ -184,18 +184,6 @@ def fit(trainer: GraphTrainer, config: GraphsConfig, data: GraphDataset) -> None
         seconds = timedelta(seconds=round(time.perf_counter() - started))
         early = "" if trainer.epoch == training.epochs else ", stopped early"
         _log.info("trained %d epochs in %s%s; now the test", trainer.epoch - first_epoch, seconds, early)
-
-
-@contextmanager
-def _without_epoch_lines() -> Iterator[None]:
-    """Leaves out what the trainer says of every epoch: the bar says the same."""
-    logger = logging.getLogger("treadle.graphs.epochs")
-    before = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 # -- the run folder -----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import nn
 from treadle.checkpoint.lock import check_free
 from treadle.checkpoint.ranks import open_on_ranks
 from treadle.checkpoint.store import find_latest, write_text
-from treadle.cli.console import as_settings
+from treadle.cli.console import as_settings, without_epoch_lines
 from treadle.cli.overrides import apply_overrides
 from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of, ranks_line
 from treadle.cli.run_folder import finished_metrics, readable, stored_json, writable
@@ -186,7 +186,8 @@ def _status(trainer: SpectraTrainer) -> str:
 
 def _fit(trainer: SpectraTrainer, epochs: int) -> None:
     try:
-        trainer.fit(epochs)
+        with without_epoch_lines("spectra"):
+            trainer.fit(epochs)
     except SystemExit:
         _log.info("saved at step %d; the same command goes on from here", trainer.step)
         raise

@@ -65,8 +65,8 @@ def check_loss_fn(loss_fn: Any, *, own_loss: bool) -> None:
     """
     if (isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module)) or not (loss_fn is None or callable(loss_fn)):
         raise ConfigError(
-            f"loss_fn={loss_fn!r}: must be a function of (outputs, targets), such as nn.MSELoss() with its brackets, or "
-            "None where the model returns its loss"
+            f"loss_fn={loss_fn!r}: must be a function of (outputs, targets), such as nn.MSELoss() with its brackets, "
+            "or None where the model returns its loss"
         )
     if getattr(loss_fn, "reduction", None) == "none" and not own_loss:
         raise ConfigError(

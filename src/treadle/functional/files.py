@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.checkpoint.store import write_text
+from treadle.epochs import numbers_of
 from treadle.hooks.files import to_json
 from treadle.hooks.history import HistoryHook
 
@@ -59,9 +60,8 @@ def as_columns(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 def log_epoch(epoch: int, record: Mapping[str, Any]) -> None:
     """Logs the numbers of an epoch in one line, on rank 0; ``epoch`` counts from 0, as callbacks are told it."""
-    numbers = {key: value for key, value in in_order(record).items() if isinstance(value, float)}
     if distributed.rank() == 0:
-        _log.info("Epoch %d: %s", epoch + 1, " ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
+        _log.info("Epoch %d: %s", epoch + 1, numbers_of(in_order(record)))
 
 
 class HistoryFile(HistoryHook):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from treadle import distributed
 from treadle.best import BestRule
 from treadle.capture import check_capture
 from treadle.checkpoint.rank_writer import RankWriter
@@ -24,7 +25,7 @@ from treadle.compiling import check_compile, compile_model
 from treadle.device import get_device
 from treadle.ema import Ema
 from treadle.engine import Engine
-from treadle.epochs import EpochTrainer
+from treadle.epochs import EpochTrainer, numbers_of
 from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks.background import BackgroundErrorHook
 from treadle.hooks.base import BaseHook
@@ -41,6 +42,7 @@ from treadle.spectra.task import Augmenter, SpectraTask
 from treadle.trackers import TrackerChoice, with_trackers
 
 _log = logging.getLogger("treadle.spectra")
+_epoch_log = logging.getLogger("treadle.spectra.epochs")
 
 
 class SpectraTrainer:
@@ -242,6 +244,8 @@ class SpectraTrainer:
             lambda tree: write_epoch(tree, out_dir, selection),
             background=self.cfg.background_saves,
         )
+        if distributed.rank() == 0:
+            _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record))
 
     def save_checkpoint(self, epoch: int, is_best: bool) -> None:
         """Writes ``checkpoints/last.pt``, and ``checkpoints/best.pt`` if ``is_best``.

@@ -237,3 +237,10 @@ def test_a_checkpoint_that_did_not_change_is_read_once(tmp_path, monkeypatch):
     torch.save({"global_step": 30, "more": torch.zeros(5)}, path)
     assert read_run(tmp_path).state.step == 30
     assert len(looks) == 2
+
+
+def test_exported_weights_are_no_run_of_their_own_but_a_run_may_be_called_so(tmp_path):
+    for name in ("a/run.json", "a/export/checkpoint_step_5.safetensors", "export/run.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("[]")
+    assert [path.relative_to(tmp_path).as_posix() for path in runs_below(tmp_path)] == ["a", "export"]

@@ -101,6 +101,7 @@ def test_more_epochs_go_on_from_the_checkpoint_and_say_so(copied: Path, capsys: 
     shown = capsys.readouterr()
     assert "epochs was 2 and is now 3" in shown.err
     assert "epoch 2 of 3" in shown.err
+    assert "epoch 3: train_loss" not in shown.err  # the bar says it
     history = json.loads((copied / "training_history.json").read_text())
     assert [record["epoch"] for record in history] == [1, 2, 3]
     assert json.loads((copied / "metrics.json").read_text())["config"]["epochs"] == 3

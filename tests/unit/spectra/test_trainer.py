@@ -21,9 +21,13 @@ def files(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_run_leaves_the_documented_files_and_result(tmp_path):
+def test_a_run_leaves_the_documented_files_and_result(tmp_path, caplog):
     trainer = make(tmp_path)
-    result = trainer.fit(4)
+    with caplog.at_level("INFO", logger="treadle.spectra"):
+        result = trainer.fit(4)
+    last = trainer.history[-1]
+    numbers = " ".join(f"{key} {last[key]:.4g}" for key in ("train_loss", "val_loss", "lr"))
+    assert [line for line in caplog.messages if line.startswith("epoch ")][3:] == [f"epoch 4: {numbers}"]
     assert result == {"best": trainer.best, "epochs": 4}
     assert set(result["best"]) == {"epoch", "val_loss"}
     assert files(tmp_path) == ["best_model.pt", "checkpoints/best.pt", "checkpoints/last.pt", "training_history.json"]

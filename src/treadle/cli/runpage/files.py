@@ -15,6 +15,7 @@ from treadle.config.yaml_files import parse
 from treadle.errors import ConfigError
 
 Row = dict[str, Any]
+EXPORTS = "export"
 STEPS, POINTS = "steps.jsonl", "metrics.jsonl"
 HISTORIES = ("training_history.json", "history.json")
 _RECORDS = (STEPS, SESSIONS, POINTS, *HISTORIES, "run.json", LOCK_NAME)
@@ -70,6 +71,7 @@ def runs_below(folder: Path) -> Iterator[Path]:
     for path, folders, _ in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in _INNER and not name.startswith("."))
         if is_run(Path(path)):
+            folders[:] = [name for name in folders if name != EXPORTS]  # weights for others, named as checkpoints are
             yield Path(path)
 
 
