@@ -76,7 +76,7 @@ def finish_run(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer, o
         "val": trainer.evaluate(data.loader("val", config)),
         "test": trainer.evaluate(data.loader("test", config)),
         "tokenizers": data.tokenizers.quality(data.test.values()),
-        "predictions": [_as_values(result) for result in results],
+        "predictions": [as_values(result) for result in results],
         "objects": {name: {part: len(of[name]) for part, of in data.parts.items()} for name in data.train},
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "device": str(trainer.device),
@@ -92,7 +92,8 @@ def _best_epoch(trainer: AstroTrainer) -> int:
     return int(min(trainer.history, key=lambda record: record["val_loss_total"])["epoch"])
 
 
-def _as_values(result: CrossResult) -> dict[str, Any]:
+def as_values(result: CrossResult) -> dict[str, Any]:
+    """Returns a question and the scores of its answers, as ``metrics.json`` has them."""
     question = result.question
     given = question.given if isinstance(question.given, str) else list(question.given)
     return {"survey": question.survey, "target": question.target, "given": given, **result.scores()}
@@ -106,14 +107,7 @@ def print_results(metrics: Mapping[str, Any], out: Path, console: Console) -> No
     console.print()
     console.print(_tokens_table(metrics["tokenizers"]))
     console.print()
-    console.print(_predictions_table(metrics["predictions"]))
-    for prediction in metrics["predictions"]:
-        if "balanced_accuracy" in prediction["model"]:
-            scores = ", ".join(
-                f"{method} {prediction[method]['balanced_accuracy']:.3f}" for method in ("model", "ridge", "mean")
-            )
-            name = question_name(prediction["target"], prediction["given"])
-            console.print(f"{name}, balanced accuracy of the classes: {scores}", soft_wrap=True)
+    print_predictions(metrics["predictions"], console)
     test = metrics["test"]
     console.print(f"\ncross-entropy of the test sequences {test['loss_ce']:.3f} nats per token, epoch "
                   f"{metrics['best_epoch']}. Files in {out}:", soft_wrap=True)  # fmt: skip
@@ -122,6 +116,18 @@ def print_results(metrics: Mapping[str, Any], out: Path, console: Console) -> No
         f"  pictures/  {'  '.join(sorted(path.name for path in (out / 'pictures').glob('*.png')))}",
     ):
         console.print(line, soft_wrap=True, markup=False)
+
+
+def print_predictions(predictions: Sequence[Mapping[str, Any]], console: Console, *, part: str = "test") -> None:
+    """Prints how well each question about a part was answered, from what ``metrics.json`` holds."""
+    console.print(_predictions_table(predictions, part))
+    for prediction in predictions:
+        if "balanced_accuracy" in prediction["model"]:
+            scores = ", ".join(
+                f"{method} {prediction[method]['balanced_accuracy']:.3f}" for method in ("model", "ridge", "mean")
+            )
+            name = question_name(prediction["target"], prediction["given"])
+            console.print(f"{name}, balanced accuracy of the classes: {scores}", soft_wrap=True)
 
 
 def _tokens_table(quality: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -147,8 +153,8 @@ def _tokens_table(quality: Mapping[str, Mapping[str, Any]]) -> Table:
     return table
 
 
-def _predictions_table(predictions: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="One modality from another, test objects", title_justify="left", box=None, pad_edge=False)
+def _predictions_table(predictions: Sequence[Mapping[str, Any]], part: str) -> Table:
+    table = Table(title=f"One modality from another, {part} objects", title_justify="left", box=None, pad_edge=False)
     table.add_column("variance explained, rmse", min_width=27)
     for name in ("objects", "model", "ridge", "true bin", "rmse", "ridge"):
         table.add_column(name, justify="right")

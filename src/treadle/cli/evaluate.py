@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -16,19 +17,36 @@ from treadle.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+
+_log = logging.getLogger("treadle.cli")
 
 _OF_FACES = {
     "graphs": "graphs_evaluate:evaluate_graphs",
     "spectra": "spectra_stored:evaluate_spectra",
+    "astro": "astro_stored:evaluate_astro",
+    "text": "text_stored:evaluate_text",
     "mini": "config_stored:evaluate_config",
 }
 """Face of a checkpoint -> who evaluates its runs, a module of this package and a function."""
 
 _BEST = ("checkpoints/best.pt", "best.pt", "best_model.pt", "checkpoints/last.pt", "checkpoints/checkpoint_latest.pt")
 _SPLITS = ("train", "val", "test")
+_SPLITS_OF_TEXT = ("train", "val", "lora_train", "lora_val")
+_LOADS_IN_PROCESSES = ("graphs", "astro")
+_REPORTS = {"equal_to_test_results": "test_results.json", "equal_to_metrics": "metrics.json"}
+_COUNTED = ("graphs", "spectra", "sequences", "tokens", "bytes")
+_MOST_COLUMNS = 8
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or one of its checkpoints.")]
-Split = Annotated[str, typer.Option(help="train, val or test.")]
+Split = Annotated[
+    Optional[str],  # noqa: UP045  (typer on Python 3.10 reads this form)
+    typer.Option(
+        show_default=False,
+        help="train, val or test; of text train, val, lora_train or lora_val.  [default: test; of text val, or "
+        "lora_val in the folder lora]",
+    ),
+]  # fmt: skip
 BatchSize = Annotated[
     Optional[int],  # noqa: UP045  (typer on Python 3.10 reads this form)
     typer.Option(help="By default that of the training, or of the pack's evaluations.", show_default=False),
@@ -38,23 +56,28 @@ AsJson = Annotated[bool, typer.Option("--json", help="Write the result as JSON."
 
 def evaluate(
     run: Run,
-    split: Split = "test",
+    split: Split = None,
     batch_size: BatchSize = None,
-    num_workers: Annotated[int, typer.Option(help="Processes that load batches; of graphs.")] = 0,
+    num_workers: Annotated[int, typer.Option(help="Processes that load batches; of graphs and astro.")] = 0,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate the best weights of a run; model and data are those that its folder says.
 
-    Of treadle train graphs and spectra, and of a configuration file whose trainer has build_eval_data_loader(), for
-    which --split has no meaning. Writes eval_results_SPLIT.json into the run folder. On the device and with the
-    versions of a graph run, the metrics of the test split equal its test_results.json to the bit.
+    Of treadle train graphs, spectra, astro and text, and of a configuration file whose trainer has
+    build_eval_data_loader(), for which --split has no meaning. Writes eval_results_SPLIT.json into the run folder. On
+    the device and with the versions of the run, the metrics equal those of its test_results.json or metrics.json to
+    the bit, where it has them.
+
+    Astro: the losses, and the report's questions about the objects. Text: nats per token (loss), perplexity and bits
+    per byte, of the first training, or of the fine-tuning where RUN is the folder lora of the run.
 
     \b
     Examples:
       treadle evaluate runs/graphs
       treadle evaluate runs/graphs --split val
       treadle evaluate runs/spectra --json
+      treadle evaluate runs/text/lora --split val
       treadle evaluate logs/experiment/checkpoints/last.pt --device cpu
     """
     messages, results = message_console(), result_console()
@@ -70,7 +93,7 @@ def evaluate(
 def evaluate_checkpoint(
     run: Path,
     *,
-    split: str,
+    split: str | None,
     batch_size: int | None,
     num_workers: int,
     device: str | None,
@@ -81,7 +104,7 @@ def evaluate_checkpoint(
 
     Args:
         run: its folder, or a checkpoint.
-        split: ``"train"``, ``"val"`` or ``"test"``.
+        split: see :func:`chosen_split`.
         batch_size: None takes that of the training.
         num_workers: processes that load batches.
         device: None takes CUDA, then MPS, then the CPU.
@@ -104,7 +127,10 @@ def evaluate_checkpoint(
             f"RUN={str(run)!r}: {path.name} is of the face {face}, whose runs cannot be evaluated from their "
             f"checkpoints; known: {', '.join(_OF_FACES)}"
         )
-    _check(split, batch_size, num_workers)
+    split = chosen_split(split, face, path)
+    _check(batch_size, num_workers)
+    if num_workers and face not in _LOADS_IN_PROCESSES:
+        _log.warning("num_workers=%d: has no effect on a run of the face %s", num_workers, face)
     module, function = _OF_FACES[face].split(":")
     of_face: Callable[..., dict[str, Any]] = getattr(importlib.import_module(f"treadle.cli.{module}"), function)
     measured = of_face(
@@ -118,16 +144,41 @@ def evaluate_checkpoint(
     return found
 
 
-def _check(split: str, batch_size: int | None, num_workers: int) -> None:
-    if split not in _SPLITS:
-        raise ConfigError(f"split={split!r}: {nearest(split, _SPLITS)}")
+def chosen_split(split: str | None, face: str, path: Path) -> str:
+    """Returns the part of the data that is meant.
+
+    Args:
+        split: None takes the one that the run's own report is about.
+        face: of the checkpoint.
+        path: the checkpoint.
+
+    Raises:
+        ConfigError: the runs of this face have no such split.
+
+    Example:
+        >>> chosen_split(None, "astro", Path("a/best.pt")), chosen_split(None, "text", Path("t/lora/best_model.pt"))
+        ('test', 'lora_val')
+    """
+    if face != "text":
+        return _known("test" if split is None else split, _SPLITS)
+    stage = "lora_val" if run_folder_of(path).name == "lora" else "val"
+    return _known(stage if split is None else split, _SPLITS_OF_TEXT)
+
+
+def _known(split: str, known: Collection[str]) -> str:
+    if split not in known:
+        raise ConfigError(f"split={split!r}: {nearest(split, known)}")
+    return split
+
+
+def _check(batch_size: int | None, num_workers: int) -> None:
     for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name}={value!r}: must be a whole number of at least {least}")
 
 
 def checkpoint_of(run: Path) -> tuple[Path, Mapping[str, Any], str]:
-    """Returns the checkpoint that a run is used by, what it holds, and its face.
+    """Returns the checkpoint that a run is used by, what it holds, and its face, ``"text"`` for that pack.
 
     Args:
         run: a run folder, of which the best weights count, or a checkpoint.
@@ -138,6 +189,7 @@ def checkpoint_of(run: Path) -> tuple[Path, Mapping[str, Any], str]:
     """
     from treadle.checkpoint.marker import is_whole
     from treadle.checkpoint.store import load_checkpoint
+    from treadle.cli.text_folder import is_text_run
 
     path = run
     if not (run.is_file() or is_whole(run)):
@@ -147,7 +199,9 @@ def checkpoint_of(run: Path) -> tuple[Path, Mapping[str, Any], str]:
         path = found[0]
     tree = load_checkpoint(path)
     described = tree.get("format", {})
-    return path, tree, str(described.get("face") if isinstance(described, Mapping) else None)
+    face = str(described.get("face") if isinstance(described, Mapping) else None)
+    # The runs of the text pack are made by the trainer of that face.
+    return path, tree, "text" if face == "functional" and is_text_run(run_folder_of(path)) else face
 
 
 def run_folder_of(path: Path) -> Path:
@@ -166,23 +220,48 @@ def part_of(data: Any, split: str) -> Any:
     Raises:
         ConfigError: there is no such split.
     """
-    _check(split, None, 0)
-    return getattr(data, split)
+    return getattr(data, _known(split, _SPLITS))
 
 
 def _print(found: Mapping[str, Any], target: Path, console: Console) -> None:
-    from rich.table import Table
-
-    counts = [f"{value:,} {name}" for name, value in found.items() if name in ("graphs", "spectra")]
-    about = ", ".join([found["split"], *counts, f"weights of epoch {found['epoch']}"])
+    counts = [f"{value:,} {name}" for name, value in found.items() if name in _COUNTED]
+    stage = [found["stage"]] if "stage" in found else []
+    about = ", ".join([*stage, found["split"], *counts, f"weights of epoch {found['epoch']}"])
     data = f"{found['data']}, " if "data" in found else ""
     console.print(f"{data}{about}\n", markup=False)
-    table = Table(box=None, pad_edge=False)
-    for name in found["metrics"]:
-        table.add_column(name, justify="right")
-    table.add_row(*("undefined" if value is None else f"{value:.6f}" for value in found["metrics"].values()))
-    console.print(table)
+    console.print(_table(found["metrics"]))
+    if "predictions" in found:
+        from treadle.cli.astro_report import print_predictions
+
+        console.print()
+        print_predictions(found["predictions"], console, part=found["split"])
     console.print(f"\n{target}", soft_wrap=True, markup=False)
-    if "equal_to_test_results" in found:
-        same = "equal to the bit to" if found["equal_to_test_results"] else "not equal to the bit to"
-        console.print(f"{same} {target.with_name('test_results.json')}", soft_wrap=True, markup=False)
+    for key, name in _REPORTS.items():
+        if key in found:
+            same = "equal to the bit to" if found[key] else "not equal to the bit to"
+            # Of both parts of a run of text there is one report, above the folder of the fine-tuning.
+            home = target.parent if (target.parent / name).exists() else target.parent.parent
+            console.print(f"{same} {home / name}", soft_wrap=True, markup=False)
+
+
+def _table(metrics: Mapping[str, Any]) -> Table:
+    from rich.table import Table
+
+    shown = {name: _shown(value) for name, value in metrics.items()}
+    table = Table(box=None, pad_edge=False, show_header=len(shown) <= _MOST_COLUMNS)
+    if not table.show_header:
+        table.add_column()
+        table.add_column(justify="right")
+        for name, value in shown.items():
+            table.add_row(name, value)
+        return table
+    for name in shown:
+        table.add_column(name, justify="right")
+    table.add_row(*shown.values())
+    return table
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return "undefined"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6f}"

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
 from treadle.checkpoint.store import load_weights
 from treadle.cli.replay_run import Replayed, Stage, Witness, checkpoints_of, run_to_step
-from treadle.cli.run_folder import stored_json, usable_config
+from treadle.cli.run_folder import usable_config
 from treadle.cli.settings import with_values
 from treadle.cli.start_block import cpu_threads
 from treadle.cli.text_config import TextConfig
-from treadle.cli.text_data import check_same_text, prepare_data
-from treadle.cli.text_folder import BEST
+from treadle.cli.text_data import TextData, check_same_text, prepare_data
+from treadle.cli.text_folder import BEST, home_of
 from treadle.cli.text_run import TextRun, build_base, build_lora, fit
 from treadle.device import get_device
 from treadle.naming import load_model_state
 from treadle.observers import observing
 from treadle.text.extras import without_progress_bars
-
-
-def is_text_run(run: Path) -> bool:
-    """Says whether a folder is one of ``treadle train text``, or the ``lora`` folder inside one.
-
-    Example:
-        >>> is_text_run(Path("no_such_run"))
-        False
-    """
-    stored = stored_json(_home(run) / "config.json")
-    return stored is not None and stored.get("face") == "text"
-
-
-def _home(run: Path) -> Path:
-    return run.parent if run.name == "lora" and not (run / "config.json").exists() else run
 
 
 def replay_text(run: Path, step: int, *, device: str | None, debug: bool, messages: Console) -> Replayed:
@@ -51,18 +38,9 @@ def replay_text(run: Path, step: int, *, device: str | None, debug: bool, messag
         ConfigError: the run was made on another text, or has no such step.
         CheckpointError: the base of the fine-tuning is missing or damaged.
     """
-    home = _home(run)
-    with usable_config(home) as stored:
-        settings = {key: value for key, value in stored.items() if key not in ("face", "corpus")}
-        config = with_values(TextConfig(), settings)
-    witness = Witness(checkpoints_of(run), step, debug=debug)
-    with (
-        tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch,
-        cpu_threads(config.threads),
-        without_progress_bars(),
-    ):
-        data = prepare_data(config)
-        check_same_text(stored, data, folder=str(home))
+    home = home_of(run)
+    with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch, stored_text(home) as (config, data):
+        witness = Witness(checkpoints_of(run), step, debug=debug)
         again = TextRun(config, data, Path(scratch), get_device(device), messages)
         model, trainer = build_base(again)
         train, val, epochs = data.train, data.val, config.epochs
@@ -73,3 +51,19 @@ def replay_text(run: Path, step: int, *, device: str | None, debug: bool, messag
         with observing(Stage(witness, Path(scratch), only_mini=False)):
             run_to_step(lambda: fit(trainer, again, train=train, val=val, epochs=epochs, folder=again.out), witness)
     return witness.seen
+
+
+@contextmanager
+def stored_text(home: Path) -> Iterator[tuple[TextConfig, TextData]]:
+    """Gives the settings in a run folder and the text they describe, with the threads that the run had.
+
+    Raises:
+        ConfigError: there are none, they are of another version, or the run was made on another text.
+    """
+    with usable_config(home) as stored:
+        settings = {key: value for key, value in stored.items() if key not in ("face", "corpus")}
+        config = with_values(TextConfig(), settings)
+    with cpu_threads(config.threads), without_progress_bars():
+        data = prepare_data(config)
+        check_same_text(stored, data, folder=str(home))
+        yield config, data

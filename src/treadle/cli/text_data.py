@@ -41,8 +41,12 @@ class Part:
         On several ranks, it is one of this rank's part of each batch.
         """
         if batch_size is None:
-            return shared_rows(self.blocks.tensors, _EVAL_BATCH)
+            return self.eval_loader()
         return shared_rows(self.blocks.tensors, batch_size, shuffle=True, seed=seed)
+
+    def eval_loader(self, batch_size: int | None = None) -> TensorLoader:
+        """Returns a loader for evaluation; None takes the batch size of a run's own evaluations."""
+        return shared_rows(self.blocks.tensors, batch_size or _EVAL_BATCH)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,27 @@ _log = logging.getLogger("treadle.cli")
 BEST = "best_model.pt"
 
 
+def is_text_run(run: Path) -> bool:
+    """Says whether a folder is one of ``treadle train text``, or the ``lora`` folder inside one.
+
+    Example:
+        >>> is_text_run(Path("no_such_run"))
+        False
+    """
+    stored = stored_json(home_of(run) / "config.json")
+    return stored is not None and stored.get("face") == "text"
+
+
+def home_of(run: Path) -> Path:
+    """Returns the folder of the whole run: the one above, for the ``lora`` folder of its fine-tuning.
+
+    Example:
+        >>> home_of(Path("runs/text/lora")).name, home_of(Path("runs/text")).name
+        ('text', 'text')
+    """
+    return run.absolute().parent if run.absolute().name == "lora" and not (run / "config.json").exists() else run
+
+
 def open_folder(config: TextConfig, data: TextData, out: Path, *, resume: bool) -> None:
     """Checks that the folder's run is this one and readies the folder: settings, tokenizer, nothing of another run.
 

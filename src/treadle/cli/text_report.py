@@ -71,9 +71,9 @@ def print_start(
 # -- scores and texts ---------------------------------------------------------------------------------------------
 
 
-def score(trainer: Trainer, part: Part) -> dict[str, Any]:
+def score(trainer: Trainer, part: Part, *, batch_size: int | None = None) -> dict[str, Any]:
     """Returns the loss per token of a part, and what follows from it; every token but the first end token counts."""
-    return _score(float(trainer.evaluate(part.loader())["loss"]), part)
+    return _score(float(trainer.evaluate(part.eval_loader(batch_size))["loss"]), part)
 
 
 def _score(loss: float, part: Part) -> dict[str, Any]:

@@ -249,6 +249,36 @@ def test_a_finished_run_predicts_what_its_report_scored(copied: Path, capsys: py
     assert "use .npz" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("split", ["test", "val"])
+def test_a_finished_run_is_evaluated_as_its_report_did(
+    split: str, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert treadle("evaluate", finished, "--split", split, "--device", "cpu", "--json") == 0
+    found, metrics = json.loads(capsys.readouterr().out), read(finished, "metrics.json")
+    assert found["metrics"] == metrics[split]
+    assert (found["predictions"] == metrics["predictions"]) == (split == "test")
+    assert found["equal_to_metrics"] is True
+    assert read(finished, f"eval_results_{split}.json") == found
+
+
+def test_an_evaluation_says_when_it_is_not_what_the_report_has(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = read(copied, "metrics.json")
+    metrics["predictions"][0]["model"]["rmse"] += 1e-9
+    (copied / "metrics.json").write_text(json.dumps(metrics))
+    assert treadle("evaluate", copied, "--batch-size", "32", "--device", "cpu") == 0
+    said = capsys.readouterr().out
+    assert f"not equal to the bit to {copied / 'metrics.json'}" in said
+    assert "One modality from another, test objects" in said
+    assert "loss_ce" in said
+    for command, option in (("evaluate", ["--split", "tst"]), ("predict", ["--seed", "0"])):
+        assert treadle(command, copied, *option) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "did you mean 'test'?" in said
+    assert "--seed 0: a run of the face astro draws no texts" in said
+
+
 # -- settings -----------------------------------------------------------------------------------------------------
 
 

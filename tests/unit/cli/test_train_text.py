@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
@@ -13,11 +14,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
+from command_kit import treadle
 from helpers import differences
 from treadle import ConfigError, TensorLoader, load_weights
 from treadle.checkpoint import load_checkpoint
@@ -69,6 +72,15 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def copied(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run", symlinks=True))
+
+
+def command(*arguments: object) -> int:
+    return treadle(*arguments, "--device", "cpu")
+
+
+def shown_values(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return values
 
 
 # -- what a run leaves --------------------------------------------------------------------------------------------
@@ -278,6 +290,112 @@ def test_a_rerun_of_a_finished_run_shows_the_table_and_touches_nothing(
     assert "before LoRA" in shown.out
     assert "is finished" in shown.err
     assert files(copied) == before
+
+
+# -- the finished run is asked again ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "split", "keys"),
+    [("", None, ["val"]), ("", "lora_val", ["lora", "before"]), ("lora", None, ["lora", "after"]),
+     ("lora", "val", ["lora", "val_after"])],
+)  # fmt: skip
+def test_both_parts_are_evaluated_as_the_run_did(
+    stage: str, split: str | None, keys: list[str], finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("evaluate", finished / stage, "--json", *(["--split", split] if split else [])) == 0
+    found = shown_values(capsys)
+    expected = read(finished, "metrics.json")
+    for key in keys:
+        expected = expected[key]
+    assert {**found["metrics"], "tokens": found["tokens"], "bytes": found["bytes"]} == expected
+    assert (found["stage"], found["equal_to_metrics"]) == (stage or "base", True)
+    assert read(finished / stage, f"eval_results_{found['split']}.json") == found
+
+
+def test_an_evaluation_says_what_it_is_of_and_when_it_is_not_what_the_report_has(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = read(copied, "metrics.json")
+    metrics["lora"]["val_after"]["loss"] += 1e-9
+    (copied / "metrics.json").write_text(json.dumps(metrics))
+    assert command("evaluate", copied / "lora", "--split", "val", "--num-workers", "1") == 0
+    said = capsys.readouterr()
+    assert f"not equal to the bit to {copied / 'metrics.json'}" in said.out
+    assert "lora, val, " in said.out
+    assert "bits_per_byte" in said.out
+    assert "num_workers=1: has no effect" in said.err
+    assert command("evaluate", copied, "--split", "train", "--batch-size", "7", "--json") == 0
+    assert "equal_to_metrics" not in shown_values(capsys)
+
+
+@pytest.mark.parametrize(("stage", "drawn"), [("", "base"), ("lora", "fine-tuned")])
+def test_continuations_are_those_of_the_samples_unless_said_otherwise(
+    stage: str, drawn: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "texts.csv"
+    assert command("predict", finished / stage, "--json", "--out", out) == 0
+    found = shown_values(capsys)
+    texts = [row["text"] for row in found["texts"]]
+    assert len(texts) == 2
+    assert texts[0] == read(finished, "metrics.json")["excerpts"][drawn]
+    with out.open(encoding="utf-8", newline="") as file:
+        assert list(csv.DictReader(file)) == found["texts"]
+
+
+def test_a_continuation_depends_on_its_prompt_and_seed_alone(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def texts(*arguments: object) -> list[str]:
+        assert command("predict", finished, "--json", "--out", tmp_path / "t.npz", *arguments) == 0
+        return [row["text"] for row in shown_values(capsys)["texts"]]
+
+    both = texts("--prompt", "The", "--prompt", "A list", "--count", "1", "--seed", "3", "--num-tokens", "20")
+    assert [text.startswith(prompt) for text, prompt in zip(both, ("The", "A list"), strict=True)] == [True, True]
+    alone = ["--prompt", "A list", "--count", "1", "--num-tokens", "20"]
+    assert texts(*alone, "--seed", "3") == both[1:]
+    assert texts(*alone, "--seed", "0") != both[1:]
+    likeliest = texts("--prompt", "The", "--greedy")
+    assert len(likeliest) == 1
+    assert texts("--prompt", "The", "--prompt", "The", "--greedy") == likeliest * 2
+
+
+def test_texts_are_shown_and_written_beside_the_run(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("predict", copied, "--prompt", "The", "--greedy") == 0
+    assert "===== 1 of 1 =====\n\nThe" in capsys.readouterr().out
+    assert (copied / "continuations.csv").read_text(encoding="utf-8").startswith("prompt,text\nThe,")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["evaluate", "--split", "lora_vl"], "did you mean 'lora_val'?"),
+        (["evaluate", "--split", "test"], "split='test'"),
+        (["predict", "--split", "val"], "--split val: a run of the face text has no rows of a split"),
+        (["predict", "--greedy", "--seed", "0"], "leave out --seed and --count"),
+        (["predict", "--out", "l.txt"], "must end in .npz or .csv"),
+    ],
+)
+def test_a_wrong_question_is_one_line(
+    arguments: list[str], words: str, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(arguments[0], finished, *arguments[1:]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_adapters_on_another_base_are_refused(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained = load_checkpoint(copied / "best_model.pt")
+    for value in trained["model"].values():
+        value.add_(1)
+    torch.save(trained["model"], copied / "best_model.pt")
+    assert command("evaluate", copied / "lora") == 1
+    assert "belongs to another base model" in capsys.readouterr().err
+    (copied / "best_model.pt").unlink()
+    assert command("evaluate", copied / "lora") == 1
+    assert "best_model.pt" in capsys.readouterr().err
+
+
+# -- the same command with other settings -------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("no_picture")
