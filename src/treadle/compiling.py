@@ -7,14 +7,19 @@ its code and its shapes are the same.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
-from treadle.distributed import unwrap
+from treadle.distributed import is_sharded, unwrap
 from treadle.errors import ConfigError
 
+_log = logging.getLogger("treadle.compiling")
 Compile = bool | Literal["blocks"]
 
 
@@ -75,8 +80,66 @@ def compile_model(
         name = type(done[0]).__name__ if done else "model"
         raise ConfigError(f"compile={setting!r}: the {name} is compiled already; compile it once")
     for part in parts:
-        part.compile(backend=backend, mode=mode, dynamic=dynamic)
+        compile_in_place(part, backend=backend, mode=mode, dynamic=dynamic)
+    warn_of_sharded(inner)
     return model
+
+
+def warn_of_sharded(model: nn.Module) -> None:
+    """Warns of compiled layers of torch's own classes in a sharded model: its hooks keep them from being compiled.
+
+    Example:
+        >>> warn_of_sharded(nn.Linear(1, 1))
+    """
+    if not is_sharded(model):
+        return
+    names = {type(part).__name__ for part in model.modules() if is_compiled(part) and _is_of_torch(part)}
+    if names:
+        _log.warning(
+            "compile: %s: layers of torch's own classes are not compiled where FSDP2 shards them; put them into a "
+            "module of your own, or use parallel='ddp'", ", ".join(sorted(names)),
+        )  # fmt: skip
+
+
+def compile_in_place(module: nn.Module, **how: Any) -> None:
+    """Compiles a module in place, as its own ``compile`` does, also one of torch's own classes.
+
+    torch does not look into the code of its own packages unless other code calls it, so the ``compile`` of a
+    ``Sequential`` or a ``TransformerEncoderLayer`` compiles nothing, without a word.
+
+    Args:
+        module: is changed in place.
+        how: arguments of ``torch.compile``.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> compile_in_place(layer, backend="eager"); is_compiled(layer)
+        True
+    """
+    if _is_of_torch(module):
+        module._compiled_call_impl = torch.compile(_caller_of(module), **how)
+    else:
+        module.compile(**how)
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).forward.__module__.startswith("torch.")
+
+
+def _caller_of(module: nn.Module) -> Callable[..., Any]:
+    """Returns a function outside torch that calls a module, hooks included."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    # torch counts how often a code object is compiled and stops at a limit, so modules that look alike share one.
+    call.__code__ = _code_for(repr(module), call.__code__)
+    return call
+
+
+@functools.lru_cache(maxsize=256)
+def _code_for(look: str, code: CodeType) -> CodeType:
+    return code.replace(co_name=f"call_{look.partition('(')[0]}")
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from treadle import distributed
-from treadle.compiling import repeated_blocks
+from treadle.compiling import compile_in_place, repeated_blocks, warn_of_sharded
 from treadle.errors import ConfigError, refuse_unknown
 
 ParallelName = Literal["ddp", "fsdp"]
@@ -129,10 +129,11 @@ def parallelize(
     blocks = _blocks(model, config.blocks)
     if config.compile_blocks:
         for block in blocks:
-            block.compile()
+            compile_in_place(block)
     if config.kind == "ddp":
         return _replicas(model)
     _shard(model, blocks, config, optimizer)
+    warn_of_sharded(model)
     return model
 
 

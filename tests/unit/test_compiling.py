@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import treadle.capture
+import treadle.compiling
 from treadle import BaseTrainer, EmaHook, Engine, StepOutput, Trainer, compile_model
 from treadle.cli.settings import changes
 from treadle.compiling import check_compile, is_compiled, makes_cuda_graphs, repeated_blocks
@@ -67,7 +68,7 @@ class Fit(BaseTrainer):
 def asked(monkeypatch):
     """Which modules were compiled, and how; nothing is."""
     parts = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **how: parts.append(type(self).__name__))
+    monkeypatch.setattr(treadle.compiling, "compile_in_place", lambda part, **how: parts.append(type(part).__name__))
     return parts
 
 
@@ -143,6 +144,44 @@ def same(one, other):
     return all(torch.equal(mine[name], theirs[name]) for mine, theirs in zip(*parts, strict=True) for name in mine)
 
 
+@pytest.mark.parametrize("setting", ["blocks", True])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU()), lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)],
+)
+def test_layers_of_torch_itself_are_compiled_too_and_as_one(make, setting):
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    layers = nn.ModuleList(make() for _ in range(10))
+    model = layers[0] if setting is True else nn.ModuleDict({"layers": layers})
+    plain = [layer(torch.ones(2, 4)) for layer in layers]
+    compile_model(model, setting, backend=backend)
+    x = torch.ones(2, 4)
+    for layer in layers:
+        assert torch.equal(layer(torch.ones(2, 4)), plain.pop(0))
+        x = layer(x)
+    x.sum().backward()
+    assert 1 <= len(compiled) <= 2
+
+
+def test_many_layers_that_differ_are_all_compiled():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(2, width)) for width in range(1, 13))
+    compile_model(nn.ModuleDict({"layers": layers}), "blocks", backend=backend)
+    for layer in layers:
+        layer(torch.ones(1, 2))
+    assert len(compiled) == 12  # more than torch compiles of one code object
+
+
 def test_a_compiled_run_has_the_numbers_of_a_plain_one_where_the_kernels_are_the_same():
     states = []
     for backend in (None, "eager"):
@@ -152,16 +191,17 @@ def test_a_compiled_run_has_the_numbers_of_a_plain_one_where_the_kernels_are_the
     assert same(*states)
 
 
-def test_a_compiled_run_resumes_to_the_bit_with_evaluations_between():
-    straight = engine_of("aot_eager")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_run_resumes_to_the_bit_with_evaluations_between(backend):
+    straight = engine_of(backend)
     straight.run(batches(), max_steps=2)
     scores = straight.evaluate(batches())
     straight.run(batches(), max_steps=5)
-    first = engine_of("aot_eager")
+    first = engine_of(backend)
     first.run(batches(), max_steps=2)
     state = first.state_dict()
     assert not any("_orig_mod" in name for name in [*state["model"], *state["ema"]["ema"]["shadow"]])
-    second = engine_of("aot_eager")
+    second = engine_of(backend)
     second.load_state_dict(state)
     assert second.evaluate(batches()) == scores
     second.run(batches(), max_steps=5)
