@@ -26,7 +26,15 @@ from treadle.cli.astro_report import finish_run, print_results, print_start
 from treadle.cli.console import as_settings, without_epoch_lines
 from treadle.cli.overrides import apply_overrides
 from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of
-from treadle.cli.run_folder import explain_changes, finished_metrics, readable, set_aside, stored_json, writable
+from treadle.cli.run_folder import (
+    explain_changes,
+    finished_metrics,
+    readable,
+    refuse_other_run,
+    set_aside,
+    stored_json,
+    writable,
+)
 from treadle.cli.settings import changes
 from treadle.cli.start_block import cpu_threads, print_settings
 from treadle.device import get_device
@@ -204,6 +212,7 @@ def _goes_on(run: AstroRun, *, resume: bool) -> bool:
         ConfigError: it was started with settings that cannot change on the way.
         CheckpointError: another process trains in the folder.
     """
+    refuse_other_run(run.out, "astro")
     check_free(run.checkpoints)  # before config.json is written: it may be that of a run that is going on
     with readable(run.out):
         stored = stored_json(run.out / "config.json")

@@ -25,7 +25,7 @@ from treadle.cli.graphs_config import FREE, GraphsConfig, read_settings
 from treadle.cli.graphs_idle import refuse_idle
 from treadle.cli.graphs_report import finish_run, print_results, print_start
 from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of, rank_0_first
-from treadle.cli.run_folder import explain_changes, finished_metrics, readable, set_aside, writable
+from treadle.cli.run_folder import explain_changes, finished_metrics, readable, refuse_other_run, set_aside, writable
 from treadle.cli.settings import changes, flat
 from treadle.cli.start_block import cpu_threads
 from treadle.graphs import GraphDataset, GraphTrainer
@@ -214,6 +214,7 @@ def _open_folder(config: GraphsConfig, run: GraphRun, trainer: GraphTrainer) -> 
 
 def _stored_states(run: GraphRun) -> list[Path]:
     """Returns the checkpoints of the folder."""
+    refuse_other_run(run.out, "graphs")
     check_free(run.checkpoints)  # before config.yaml is written: it may be that of a run that is going on
     with readable(run.out):
         paths = (run.checkpoints / "last.pt", run.checkpoints / "best.pt")

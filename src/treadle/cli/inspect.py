@@ -61,11 +61,15 @@ def _state(problems: list[str]) -> str:
 
 def _show_folder(report: Mapping[str, Any], console: Console) -> None:
     if not report["checkpoints"]:
-        _line(console, f"{report['path']}: no checkpoints")
-    for entry in report["checkpoints"]:
+        _line(console, f"{report['path']}: no checkpoints; give a run's folder, or one that checkpoints lie in")
+    names = [
+        entry["name"] if entry["link"] is None else f"{entry['name']} -> {entry['link']}"
+        for entry in report["checkpoints"]
+    ]
+    wide = max(map(len, names), default=0)
+    for name, entry in zip(names, report["checkpoints"], strict=True):
         step = "" if entry["step"] is None else f"step {entry['step']:,}"
-        name = entry["name"] if entry["link"] is None else f"{entry['name']} -> {entry['link']}"
-        _line(console, f"{name:<44} {step:<14} {entry['size']:>14,} bytes  {_state(entry['problems'])}")
+        _line(console, f"{name:<{wide}} {step:<14} {entry['size']:>14,} bytes  {_state(entry['problems'])}")
 
 
 def _show_file(report: Mapping[str, Any], console: Console, *, everything: bool) -> None:

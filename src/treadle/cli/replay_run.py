@@ -275,7 +275,8 @@ def run_to_step(train: Callable[[], Any], witness: Witness) -> None:
             raise
     rows = witness.seen.rows
     if not rows or rows[-1]["step"] != witness.step:
-        last = f"it ended at step {rows[-1]['step']}" if rows else "nothing was trained"
+        end = rows[-1]["step"] if rows else witness.seen.start_step  # a state at its end leaves nothing to train
+        last = f"it ended at step {end}" if end else "nothing was trained"
         raise ConfigError(f"--step={witness.step}: the run has no such step: {last}")
 
 

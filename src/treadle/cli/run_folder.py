@@ -73,6 +73,36 @@ def usable_config(run: Path) -> Iterator[dict[str, Any]]:
         ) from error
 
 
+def refuse_other_run(out: Path, face: str) -> None:
+    """Refuses a folder that holds a run of another kind: neither could go on or be replayed after the other.
+
+    Args:
+        out: the run folder; it may not be there.
+        face: the pack whose run is to be written there.
+
+    Raises:
+        ConfigError: the folder's run is of another pack or of a configuration file.
+
+    Example:
+        >>> refuse_other_run(Path("no_such_run"), "spectra")
+    """
+    stored = None if not out.is_dir() else stored_json(out / "config.json")
+    found = None
+    if (out / "run.json").is_file():
+        found = "of a configuration file"
+    elif (out / "config.yaml").is_file() and face != "graphs":
+        found = "of 'treadle train graphs'"
+    elif (other := _pack_of(stored or {})) not in (None, face):
+        found = f"of 'treadle train {other}'"
+    if found is not None:
+        raise ConfigError(f"--out {out}: holds a run {found}; give another folder with --out")
+
+
+def _pack_of(stored: Mapping[str, Any]) -> Any:
+    # Only the spectra pack leaves its name out; other programs have files of this name too, such as transformers.
+    return stored.get("face", "spectra" if {"epochs", "data", "model"} <= stored.keys() else None)
+
+
 @contextmanager
 def readable(out: Path) -> Iterator[None]:
     """Turns an error of reading a run folder into a ConfigError that names the option.

@@ -85,7 +85,7 @@ def _say_changes(last: Mapping[str, Any], entry: Mapping[str, Any], folder: str)
         return
     before, now = _from_literal(last["config"]), _from_literal(entry["config"])
     for key, (old, new) in changes(before, now).items():
-        _log.warning("the run in %s goes on with another setting: %s was %r and is now %r", folder, key, old, new)
+        _log.warning("the run in %s was started with other settings: %s was %r and is now %r", folder, key, old, new)
 
 
 def _as_literal(config: Mapping[str, Any]) -> list[str] | None:

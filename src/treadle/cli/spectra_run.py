@@ -23,7 +23,7 @@ from treadle.checkpoint.store import find_latest, write_text
 from treadle.cli.console import as_settings, without_epoch_lines
 from treadle.cli.overrides import apply_overrides
 from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of, ranks_line
-from treadle.cli.run_folder import finished_metrics, readable, stored_json, writable
+from treadle.cli.run_folder import finished_metrics, readable, refuse_other_run, stored_json, writable
 from treadle.cli.settings import changes
 from treadle.cli.spectra_config import FLAGS, SpectraConfig, check_changes
 from treadle.cli.spectra_data import SpectraData, prepare_data
@@ -218,6 +218,7 @@ def _open_folder(out: Path, values: dict[str, Any], trainer: SpectraTrainer, *, 
 
 def _look_into(out: Path, values: dict[str, Any], *, resume: bool) -> tuple[list[Path], dict[str, Any] | None]:
     """Returns the checkpoints to go on from, after saying what these settings change, and the stored settings."""
+    refuse_other_run(out, "spectra")
     check_free(out)  # before config.json is written: it may be that of a run that is going on
     with readable(out):
         names = (out / "checkpoints" / "last.pt", out / "checkpoints" / "best.pt")

@@ -17,7 +17,7 @@ from treadle.checkpoint.store import load_weights
 from treadle.cli.console import as_settings
 from treadle.cli.overrides import apply_overrides
 from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of
-from treadle.cli.run_folder import finished_metrics
+from treadle.cli.run_folder import finished_metrics, refuse_other_run
 from treadle.cli.start_block import cpu_threads, print_settings
 from treadle.cli.text_config import TextConfig
 from treadle.cli.text_data import Part, TextData, check_same_on_ranks, prepare_data
@@ -102,6 +102,7 @@ def show_settings(settings: Sequence[str], device: str | None, console: Console)
 
 
 def _run(run: TextRun, *, resume: bool, explicit: bool) -> dict[str, Any] | None:
+    by_rank_0(lambda: refuse_other_run(run.out, "text"))
     check_same_on_ranks(run.data)
     model, trainer = build_base(run, parallel=parallel_of(run.config.training.parallel))
     by_rank_0(lambda: open_folder(run.config, run.data, run.out, resume=resume))

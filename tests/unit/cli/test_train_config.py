@@ -319,13 +319,16 @@ def test_each_step_is_replayed_with_the_settings_it_was_made_with(config, capsys
     capsys.readouterr()
     treadle("train", config, "trainer.max_steps=8", "trainer.grad_clip=0.01")
     said = capsys.readouterr().err
-    assert f"the run in {run} goes on with another setting: trainer.grad_clip was 1.0 and is now 0.01" in said
+    assert f"the run in {run} was started with other settings: trainer.grad_clip was 1.0 and is now 0.01" in said
     assert "trainer.max_steps was 4 and is now 8" in said
     assert [entry["from_step"] for entry in json.loads((run / "run.json").read_text())] == [0, 4]
+    capsys.readouterr()
+    treadle("replay", run, "--step", 9, code=2)
+    assert "--step=9: the run has no such step: it ended at step 8" in capsys.readouterr().err
     for step in (3, 4, 5, 7):
         assert replayed(capsys, run, "--step", step)["equal"] is True
     treadle("train", config, "trainer.max_steps=8", "trainer.grad_clip=0.01")
-    assert "another setting" not in capsys.readouterr().err
+    assert "other settings" not in capsys.readouterr().err
     assert len(json.loads((run / "run.json").read_text())) == 2
 
 

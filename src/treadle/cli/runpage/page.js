@@ -77,7 +77,8 @@
       }
       if (!state.smooth || !chart.smooth || one.y.length <= page.many) {
         const whole = one.raw ? { x: places(one.raw.axes), y: one.raw.y } : {};
-        return [{ ...trace, ...whole, mode: "lines", line: { color: colour(one), width: 1.4, dash } }];
+        const mode = one.y.length === 1 ? "lines+markers" : "lines"; // a line of one point would not be seen
+        return [{ ...trace, ...whole, mode, line: { color: colour(one), width: 1.4, dash } }];
       }
       const faint = { ...trace, x: one.raw ? places(one.raw.axes) : trace.x, y: one.raw ? one.raw.y : one.y,
         mode: "lines", opacity: 0.3, hoverinfo: "skip", hovertemplate: null, showlegend: false,
