@@ -42,6 +42,13 @@ def test_the_overhead_benchmark_has_a_row_for_each_way_and_workload(trial):
     assert [out.count(f"'way': '{way}'") for way in ways] == [3, 3, 3]
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of torch itself
+def test_the_benchmark_of_compiling_has_a_row_for_each_model_and_way(trial):
+    module, out = trial("compile", "--tiny")
+    assert [out.count(f"'way': '{way}'") for way in module.WAYS] == [len(module.PARTS)] * len(module.WAYS)
+
+
 def test_the_overhead_benchmark_of_a_gpu_captures_what_it_says(trial, monkeypatch):
     capture_on_the_cpu(monkeypatch)
     module, out = trial("overhead_gpu", "--tiny")

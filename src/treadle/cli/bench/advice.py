@@ -92,7 +92,9 @@ def in_words(seconds: float) -> str:
     """Returns a time with its unit.
 
     Example:
-        >>> in_words(0.0000123), in_words(0.0123)
-        ('12 µs', '12.3 ms')
+        >>> in_words(0.0000000123), in_words(0.0000123), in_words(0.0123)
+        ('12 ns', '12 µs', '12.3 ms')
     """
+    if seconds < 1e-6:
+        return f"{seconds * 1e9:.0f} ns"
     return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
