@@ -18,6 +18,9 @@ from treadle.cli.console import errors_as_one_line, message_console, result_cons
 if TYPE_CHECKING:
     from treadle.cli.runpage.summary import RunSummary
 
+_COLUMNS = ("run", "status", "step", "epoch", "best metric", "time", "device", "written")
+_DROPPED = ("written", "device", "epoch", "time", "best metric")
+_GAP = 2
 _STYLES = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red"}
 
 
@@ -59,27 +62,43 @@ def runs(
 
 
 def _show(found: Sequence[RunSummary], folder: Path, console: Console) -> None:
-    from treadle.cli.runpage import words
-
     if not console.is_terminal:  # in a file or a pipe, as wide as it needs to be
         console.width = 1000
-    table, now, wide = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1)), time.time(), 100
-    columns = ["run", "status", "step", "epoch", "best metric", "time", "device", "written"]
-    for name in columns if console.width >= wide else columns[:-1]:
+    rows = [_cells(run, folder, now=time.time()) for run in found]
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
+    shown = _fitting(rows, console.width)
+    for number in shown:
+        name = _COLUMNS[number]
         table.add_column(name, justify="right" if name in ("step", "epoch", "time") else "left", no_wrap=True)
-    for run in found:
-        cells: list[str | Text] = [
-            Text(run.folder.relative_to(folder).as_posix() if run.folder != folder else str(folder)),
-            Text(run.status, style=_STYLES.get(run.status, "")),
-            words.steps_done(run),
-            words.number(run.epoch),
-            Text(words.best_metric(run)),
-            words.duration(run.seconds),
-            Text(run.device or words.NONE),
-            words.ago(run.updated, now),
-        ]
-        table.add_row(*cells[: len(table.columns)])
+    for cells in rows:
+        table.add_row(*[cells[number] for number in shown])
     console.print(table)
     for run in found:
         if run.status == "failed" and run.reason:
             console.print(f"{run.folder}: {run.reason}", markup=False, soft_wrap=True)
+
+
+def _cells(run: RunSummary, folder: Path, *, now: float) -> list[Text]:
+    from treadle.cli.runpage import words
+
+    return [
+        Text(run.folder.relative_to(folder).as_posix() if run.folder != folder else str(folder)),
+        Text(run.status, style=_STYLES.get(run.status, "")),
+        Text(words.steps_done(run)),
+        Text(words.number(run.epoch)),
+        Text(words.best_metric(run)),
+        Text(words.duration(run.seconds)),
+        Text(run.device or words.NONE),
+        Text(words.ago(run.updated, now)),
+    ]
+
+
+def _fitting(rows: Sequence[Sequence[Text]], width: int) -> list[int]:
+    """Returns the columns that a terminal has room for, whole, without the least important ones where it is narrow."""
+    wide = [max(len(name), *(row[number].cell_len for row in rows)) for number, name in enumerate(_COLUMNS)]
+    shown = list(range(len(_COLUMNS)))
+    for name in _DROPPED:
+        if sum(wide[number] for number in shown) + _GAP * (len(shown) - 1) <= width:
+            break
+        shown.remove(_COLUMNS.index(name))
+    return shown

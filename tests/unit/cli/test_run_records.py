@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import time
 
 import pytest
 import torch
+from rich.console import Console
 
 import treadle
 from hook_kit import Small, Stop
@@ -19,6 +23,7 @@ from treadle.cli.runpage.files import as_epochs, read_lines, read_tail, runs_bel
 from treadle.cli.runpage.records import read_run
 from treadle.cli.runpage.sessions import Timeline, read_sessions
 from treadle.cli.runpage.summary import summarize
+from treadle.cli.runs import _show
 
 
 def status(folder):
@@ -244,3 +249,23 @@ def test_exported_weights_are_no_run_of_their_own_but_a_run_may_be_called_so(tmp
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("[]")
     assert [path.relative_to(tmp_path).as_posix() for path in runs_below(tmp_path)] == ["a", "export"]
+
+
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [
+        (200, ["run", "status", "step", "epoch", "best metric", "time", "device", "written"]),
+        (60, ["run", "status", "step", "best metric", "time"]),
+        (40, ["run", "status", "step"]),
+    ],
+)
+def test_a_narrow_terminal_leaves_out_columns_and_cuts_no_word(tmp_path, width, columns):
+    run = summary.RunSummary(
+        tmp_path / "parabola", "finished", None, 100, 100, 12, "val_loss", 0.0527, 12, None, 44.0, "cpu", time.time()
+    )
+    out = io.StringIO()
+    _show([run], tmp_path, Console(file=out, force_terminal=True, color_system=None, width=width))
+    heads, row = out.getvalue().splitlines()
+    assert [head for head in re.split(r"\s{2,}", heads.strip()) if head] == columns
+    assert row.split()[:3] == ["parabola", "finished", "100"]
+    assert "…" not in row
