@@ -142,6 +142,29 @@ def resolve(target: str, arguments: Sequence[str]) -> dict[str, Any] | PackRun |
     return read_target(Path(target), arguments) if is_config_file(Path(target)) else None
 
 
+def checked_target(target: str, arguments: Sequence[str]) -> dict[str, Any] | PackRun | None:
+    """Returns what :func:`resolve` does, and refuses what cannot work before anything is started.
+
+    Raises:
+        ConfigError: there is no such script or configuration, or a setting is wrong.
+
+    Example:
+        >>> checked_target("text", ["epochs=3"]).face
+        'text'
+    """
+    found = resolve(target, arguments)
+    if isinstance(found, PackRun):
+        pack_commands(found.face).check(found.settings, found.device)
+    elif found is None and not (is_named_like_config(target) and Path(target).is_file()):
+        near = nearest(target, PACKS)
+        meant = f"; {near}" if near.startswith("did you mean") else ""
+        raise ConfigError(
+            f"TARGET={target}: must be a script that exists, such as train.py, a configuration, or a pack: "
+            f"{' or '.join(PACKS)}{meant}"
+        )
+    return found
+
+
 def read_target(path: Path, overrides: Sequence[str]) -> dict[str, Any] | PackRun:
     """Loads a configuration and applies the settings of the command line.
 

@@ -24,6 +24,20 @@ Trackers = Annotated[
 ]  # fmt: skip
 Show = Annotated[bool, typer.Option("--show-settings", help="Show every setting and its value, and leave.")]
 
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET", help="A script, a configuration (.yaml, .py), or a pack: spectra, text, graphs or astro."
+    ),
+]
+TargetArguments = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Argument(
+        metavar="[KEY=VALUE]... | -- ARGUMENTS", show_default=False,
+        help="Settings of a pack or of a configuration; for a script its own arguments, after --.",
+    ),
+]  # fmt: skip
+
 
 def settings_argument(example: str) -> typer.models.ArgumentInfo:
     """Returns the argument ``KEY=VALUE``.

@@ -6,8 +6,10 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from treadle.engine import Engine
+from treadle.errors import ConfigError
 from treadle.hooks import MlflowHook, TrackioHook, WandbHook
 from treadle.hooks.base import BaseHook
 from treadle.hooks.own_tracker import OwnTrackerHook
@@ -27,7 +29,41 @@ def run_as_main(script: Path, arguments: Sequence[str]) -> None:
         sys.argv, sys.path[:] = argv, path
 
 
-def move_files(engine: Engine, home: Path | None, workspace: Path) -> list[str]:
+class MovedRuns:
+    """Observes the trainers that a target makes, so far as to move what they write; what else to do, a command adds.
+
+    Args:
+        target: names it in messages.
+        workspace: where the files go.
+    """
+
+    command: ClassVar[str]
+
+    def __init__(self, target: str, workspace: Path):
+        self.target, self.workspace = target, workspace
+        self._homes: dict[int, Path | None] = {}
+
+    def before_building(self, engine: Engine) -> None:
+        """Moves the workspace before anything asks for it."""
+        self._homes[id(engine)] = engine.workspace
+        engine.workspace = self.workspace
+
+    def move(self, engine: Engine) -> list[str]:
+        """Moves what the hooks of a trainer write; returns the state keys of those that were taken out.
+
+        Raises:
+            ConfigError: it is of a face that writes files which cannot be moved.
+        """
+        if engine.face not in ("mini", "engine"):
+            raise ConfigError(
+                f"TARGET={self.target}: makes a trainer of the {engine.face} face, whose files cannot be moved out of "
+                f"the way; {self.command} runs scripts and configurations with a BaseTrainer, and the packs by their "
+                f"name, such as `treadle {self.command} spectra`"
+            )
+        return _move_files(engine, self._homes.get(id(engine), engine.workspace), self.workspace)
+
+
+def _move_files(engine: Engine, home: Path | None, workspace: Path) -> list[str]:
     """Moves what the hooks of a run write into another workspace, and takes out those that send elsewhere.
 
     Args:

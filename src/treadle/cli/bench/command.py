@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from treadle.cli.console import errors_as_one_line, message_console, result_console
+from treadle.cli.pack_options import Target, TargetArguments
 
 
 def bench(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help="A script, a configuration (.yaml, .py), or a pack: spectra, text, graphs or astro.",
-        ),
-    ],
-    arguments: Annotated[
-        Optional[list[str]],  # noqa: UP045  (typer on Python 3.10 reads this form)
-        typer.Argument(
-            metavar="[KEY=VALUE]... | -- ARGUMENTS",
-            show_default=False,
-            help="Settings of a pack or of a configuration; for a script its own arguments, after --.",
-        ),
-    ] = None,
+    target: Target,
+    arguments: TargetArguments = None,
     steps: Annotated[int, typer.Option(help="Steps to measure.")] = 30,
     compiles: Annotated[
         bool, typer.Option("--compile", help="Also try compiled blocks, which can take minutes.")

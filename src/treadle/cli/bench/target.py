@@ -12,14 +12,14 @@ from rich.console import Console
 
 from treadle.cli.bench.result import BenchResult
 from treadle.cli.bench.session import Arrived, BenchHook
-from treadle.cli.config_target import PACKS, PackRun, is_named_like_config, pack_commands, resolve, train_from
-from treadle.cli.user_run import move_files, run_as_main
+from treadle.cli.config_target import PackRun, checked_target, pack_commands, resolve, train_from
+from treadle.cli.user_run import MovedRuns, run_as_main
 from treadle.engine import Engine
-from treadle.errors import ConfigError, nearest
+from treadle.errors import ConfigError
 from treadle.observers import observing
 
 
-class Stage:
+class Stage(MovedRuns):
     """Observes the first trainer of a target: moves its files and adds the hook.
 
     Args:
@@ -28,15 +28,12 @@ class Stage:
         pack: whether the target is a pack, whose command puts its files where it is told to.
     """
 
-    def __init__(self, hook: BenchHook, workspace: Path, *, pack: bool):
-        self.hook, self.workspace, self.pack = hook, workspace, pack
-        self.met = False
-        self._homes: dict[int, Path | None] = {}
+    command = "bench"
 
-    def before_building(self, engine: Engine) -> None:
-        """Moves the workspace before anything asks for it."""
-        self._homes[id(engine)] = engine.workspace
-        engine.workspace = self.workspace
+    def __init__(self, hook: BenchHook, workspace: Path, *, pack: bool):
+        super().__init__(hook.result.target, workspace)
+        self.hook, self.pack = hook, pack
+        self.met = False
 
     def before_running(self, engine: Engine) -> None:
         """Moves the files of hooks and adds the one that measures, behind them.
@@ -45,14 +42,7 @@ class Stage:
             ConfigError: the target is of a face that writes files which cannot be moved.
         """
         if not self.pack:
-            if engine.face not in ("mini", "engine"):
-                raise ConfigError(
-                    f"TARGET={self.hook.result.target}: makes a trainer of the {engine.face} face, whose files cannot "
-                    "be moved out of the way; bench runs scripts and configurations with a BaseTrainer, and the packs "
-                    "by their name, such as `treadle bench spectra`"
-                )
-            home = self._homes.get(id(engine), engine.workspace)
-            self.hook.result.left_out = move_files(engine, home, self.workspace)
+            self.hook.result.left_out = self.move(engine)
         if not self.met:
             engine.hooks = [*engine.hooks, self.hook]
         self.met = True
@@ -109,13 +99,4 @@ def check_target(target: str, arguments: Sequence[str], steps: int) -> None:
     """
     if steps < 3:
         raise ConfigError(f"--steps {steps}: must be at least 3, so that there is a typical one")
-    found = resolve(target, arguments)
-    if isinstance(found, PackRun):
-        pack_commands(found.face).check(found.settings, found.device)
-    elif found is None and not (is_named_like_config(target) and Path(target).is_file()):
-        near = nearest(target, PACKS)
-        meant = f"; {near}" if near.startswith("did you mean") else ""
-        raise ConfigError(
-            f"TARGET={target}: must be a script that exists, such as train.py, a configuration, or a pack: "
-            f"{' or '.join(PACKS)}{meant}"
-        )
+    checked_target(target, arguments)

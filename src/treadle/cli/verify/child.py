@@ -18,7 +18,7 @@ import numpy as np
 
 from treadle.cli.config_target import PackRun, pack_commands, resolve, train_from
 from treadle.cli.console import message_console, result_console
-from treadle.cli.user_run import move_files, run_as_main
+from treadle.cli.user_run import MovedRuns, run_as_main
 from treadle.cli.verify.evidence import SeedWatch
 from treadle.cli.verify.jobs import Job, RecordFile
 from treadle.cli.verify.recorder import Looker, Recorder
@@ -28,7 +28,7 @@ from treadle.hooks import CheckpointingHook
 from treadle.observers import observing
 
 
-class Arrangement:
+class Arrangement(MovedRuns):
     """Observes the trainers of the target: moves what they write into the work folder and adds the recorder.
 
     Args:
@@ -36,17 +36,14 @@ class Arrangement:
         file: where the lines go.
     """
 
+    command = "verify"
+
     def __init__(self, job: Job, file: RecordFile):
+        super().__init__(job.target, job.workspace)
         self.job = job
         self.file = file
         self.watch = SeedWatch()
         self.pack = False  # the command of a pack puts its files where it is told to
-        self._homes: dict[int, Path | None] = {}
-
-    def before_building(self, engine: Engine) -> None:
-        """Moves the workspace before anything asks for it."""
-        self._homes[id(engine)] = engine.workspace
-        engine.workspace = self.job.workspace
 
     def before_running(self, engine: Engine) -> None:
         """Moves the files of hooks, sees to checkpoints, and adds the recorder.
@@ -55,12 +52,6 @@ class Arrangement:
             ConfigError: the target is of a face that writes files which cannot be moved.
         """
         if not self.pack:
-            if engine.face not in ("mini", "engine"):
-                raise ConfigError(
-                    f"TARGET={self.job.target}: makes a trainer of the {engine.face} face, whose files cannot be moved "
-                    "out of the way; verify runs scripts and configurations with a BaseTrainer, and the packs by their "
-                    "name, such as `treadle verify spectra`"
-                )
             self._arrange_files(engine)
         for hook in engine.hooks:
             if isinstance(hook, CheckpointingHook) and hook.interval > self.job.interval:
@@ -70,8 +61,7 @@ class Arrangement:
         engine.hooks = [recorder, *engine.hooks, Looker(recorder)]
 
     def _arrange_files(self, engine: Engine) -> None:
-        home = self._homes.get(id(engine), engine.workspace)
-        for left_out in move_files(engine, home, self.job.workspace):
+        for left_out in self.move(engine):
             self._note(f"{left_out} left out: it would send these runs away")
         if not any(isinstance(hook, CheckpointingHook) for hook in engine.hooks):
             self._note(f"a CheckpointingHook added: there is none (every {self.job.interval} steps, and SIGTERM)")

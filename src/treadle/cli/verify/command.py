@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from treadle.cli.config_target import PACKS, PackRun, is_named_like_config, pack_commands, resolve
+from treadle.cli.config_target import PackRun, checked_target
 from treadle.cli.console import errors_as_one_line, message_console, result_console
-from treadle.errors import ConfigError, nearest
+from treadle.cli.pack_options import Target, TargetArguments
+from treadle.errors import ConfigError
 
 if TYPE_CHECKING:
     from treadle.cli.verify.runs import Verification
@@ -22,27 +23,9 @@ _STEPS_OF_PACKS = 120  # more than two epochs, since their faces save after each
 _STEPS = 24
 
 
-def _meant(target: str) -> str:
-    near = nearest(target, PACKS)
-    return f"; {near}" if near.startswith("did you mean") else ""
-
-
 def verify(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help="A script, a configuration (.yaml, .py), or a pack: spectra, text, graphs or astro.",
-        ),
-    ],
-    arguments: Annotated[
-        Optional[list[str]],  # noqa: UP045  (typer on Python 3.10 reads this form)
-        typer.Argument(
-            metavar="[KEY=VALUE]... | -- ARGUMENTS",
-            show_default=False,
-            help="Settings of a pack or of a configuration; for a script its own arguments, after --.",
-        ),
-    ] = None,
+    target: Target,
+    arguments: TargetArguments = None,
     steps: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(help="Steps of each run; by default 24, and 120 for a pack.", show_default=False),
@@ -127,13 +110,4 @@ def check_arguments(target: str, arguments: list[str], steps: int | None, kills:
         raise ConfigError(f"--steps {steps}: must be at least 2, so that the run can be killed in between")
     if kills < 1:
         raise ConfigError(f"--kills {kills}: must be at least 1")
-    found = resolve(target, arguments)
-    if isinstance(found, PackRun):
-        pack_commands(found.face).check(found.settings, found.device)
-        return _STEPS_OF_PACKS
-    if found is None and not (is_named_like_config(target) and Path(target).is_file()):
-        raise ConfigError(
-            f"TARGET={target}: must be a script that exists, such as train.py, a configuration, or a pack: "
-            f"{' or '.join(PACKS)}{_meant(target)}"
-        )
-    return _STEPS
+    return _STEPS_OF_PACKS if isinstance(checked_target(target, arguments), PackRun) else _STEPS
