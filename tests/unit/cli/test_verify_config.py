@@ -92,7 +92,7 @@ def test_a_face_is_verified_as_its_command(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
-        ("fit.yaml", ["model.widht=3"], "no key 'model.widht'; did you mean 'width'?"),
+        ("fit.yaml", ["model.widht=3"], "no key 'model.widht'; did you mean 'model.width'?"),
         ("fit.yml", [], "did you mean 'fit.yaml'?"),
         ("notes.txt", [], "must be a script that exists, such as train.py, a configuration, or "),
         ("face.yaml", ["epoch=3"], "did you mean 'epochs'?"),
