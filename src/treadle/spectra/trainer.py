@@ -187,8 +187,11 @@ class SpectraTrainer:
             ``{"best": {"epoch", "val_loss"}, "epochs": epochs completed}``.
 
         Raises:
+            ConfigError: ``epochs`` is no whole number >= 0.
             CheckpointError: another process trains in ``out_dir``, or no checkpoint of it is intact.
         """
+        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
+            raise ConfigError(f"epochs={epochs!r}: must be a whole number of epochs >= 0, counted from the start")
         if self._epochs.best is not None:
             self._epochs.best.start_epoch = max(1, int(epochs * self.cfg.early_stop_start_ratio))
         with held_by_rank_0(self.out_dir), self._writer, tf32(self.cfg.enable_tf32):
