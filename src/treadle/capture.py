@@ -180,7 +180,8 @@ class CapturedSteps:
             )
             return None
         known = None if None in weights else [weight for weight in weights if weight is not None]
-        key = tuple(shapes), known is None, self._settings()
+        kind = known if known is None else len(set(known)) == 1  # equal weights need less
+        key = tuple(shapes), kind, self._settings()
         step = self._steps.get(key)
         if step is not None or not self._is_time_for(key):
             return step

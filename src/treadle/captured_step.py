@@ -57,7 +57,7 @@ class CapturedStep:
         self._inputs = [FixedBatch(batch, engine.device, in_place=in_place) for batch in group.batches]
         self._guard = _RecordingGuard(flags, knows_weight=weights is not None)
         if weights is not None and len(weights) > 1:  # the weight of a single one changes no gradient
-            self._guard.weights = GivenWeights(len(weights), device=engine.device)
+            self._guard.weights = GivenWeights(len(weights), device=engine.device, equal=len(set(weights)) == 1)
             self._guard.weights.give(weights)
         self._graph: CudaGraph = CudaGraph(share=None if share is None else share._graph)
         with aside(engine, self._guard):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -87,9 +89,20 @@ def to_device(batch: Any, device: torch.device) -> Any:
         if not moves_itself(value):
             return NotImplemented
         mutable = not isinstance(value, tuple)
-        return (copy.copy(value) if mutable else value).to(device)
+        own = copy.copy(value) if mutable else value
+        kind: Hashable = type(value)
+        return own.to(device, non_blocking=True) if _takes_non_blocking(kind) else own.to(device)
 
     return map_nested_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch, special=moved)
+
+
+@functools.cache
+def _takes_non_blocking(kind: Any) -> bool:
+    try:
+        parameters = inspect.signature(kind.to).parameters
+    except (TypeError, ValueError):
+        return False
+    return "non_blocking" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def moves_itself(value: Any) -> bool:

@@ -25,13 +25,14 @@ def are_whole(grads: Sequence[Tensor]) -> bool:
 
 
 def divide_(grads: Sequence[Tensor], divisor: float | Tensor | None) -> None:
-    """Divides gradients in place, all in one call; None leaves them alone."""
+    """Divides gradients in place; None leaves them alone. By a tensor they get the bits of those by its number."""
     if divisor is None or not grads:
         return
-    if isinstance(divisor, Tensor):
-        divisor = divisor.to(device=grads[0].device, dtype=torch.float32)
+    by: Any = divisor
+    if isinstance(divisor, Tensor):  # by one tensor for all, torch would multiply by its inverse on CUDA
+        by = [divisor.to(device=grads[0].device, dtype=torch.float32)] * len(grads)
     with torch.no_grad():
-        torch._foreach_div_([local(grad) for grad in grads], divisor)
+        torch._foreach_div_([local(grad) for grad in grads], by)
 
 
 def total_norm(grads: Sequence[Tensor]) -> Tensor:

@@ -174,20 +174,22 @@ class GivenWeights:
     Args:
         size: micro-batches in the group.
         device: where the losses are.
+        equal: whether the weights of a step are always equal, so that the gradients need no division.
 
     Attributes:
         total: above 0.
         heard: nothing: there is one rank.
 
     Example:
-        >>> weights = GivenWeights(2, device=torch.device("cpu"))
+        >>> weights = GivenWeights(2, device=torch.device("cpu"), equal=False)
         >>> weights.give([3.0, 6.0]); weights.begin()
         >>> [weights.scaled(StepOutput(torch.tensor(3.0))).item() for _ in range(2)], weights.divisor()
         ([1.5, 3.0], tensor(1.5000))
     """
 
-    def __init__(self, size: int, *, device: torch.device):
+    def __init__(self, size: int, *, device: torch.device, equal: bool):
         self.total = 1.0
+        self._equal = equal
         self.heard: list[list[float]] = []
         self._size = size
         self._factors = torch.ones(size + 1, device=device)
@@ -231,7 +233,7 @@ class GivenWeights:
 
     def divisor(self) -> Tensor | None:
         """Returns what the gradients must be divided by."""
-        return None if self._undivided else self._factors[-1]
+        return None if self._undivided or self._equal else self._factors[-1]
 
 
 def _mixed(reduction: str, other: str) -> ConfigError:

@@ -54,3 +54,21 @@ def test_moving_a_batch_leaves_the_callers_batch_alone():
     assert moved["x"].device.type == "meta"
     assert moved["meta"] == ["a", 1]
     assert batch["x"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_batch_that_moves_itself_is_asked_not_to_wait_if_it_can(takes):
+    asked = []
+
+    class Willing:
+        def to(self, device, non_blocking=False):
+            asked.append(non_blocking)
+            return self
+
+    class Plain:
+        def to(self, device):
+            asked.append(None)
+            return self
+
+    to_device([Willing() if takes else Plain()], torch.device("cpu"))
+    assert asked == [True if takes else None]
