@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -90,8 +90,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
             return NotImplemented
         mutable = not isinstance(value, tuple)
         own = copy.copy(value) if mutable else value
-        kind: Hashable = type(value)
-        return own.to(device, non_blocking=True) if _takes_non_blocking(kind) else own.to(device)
+        willing = _takes_non_blocking(cast("Hashable", type(value)))
+        return own.to(device, non_blocking=True) if willing else own.to(device)
 
     return map_nested_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch, special=moved)
 
