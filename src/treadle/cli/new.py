@@ -17,6 +17,7 @@ FACES = {
     "spectra": "a masked autoencoder on spectra",
     "graphs": "a graph transformer",
     "astro": "tokens of pictures, spectra and catalogues",
+    "text": "a small language model",
     "config": "a trainer class, and everything else in a configuration",
 }
 _SCRIPT, _CONFIG = "train.py", "run.yaml"

@@ -20,6 +20,7 @@ SHORT = {
     "spectra": ["--epochs", "1"],
     "graphs": ["--epochs", "1", "--count", "40"],
     "astro": ["--epochs", "1", "--rows", "60"],
+    "text": ["--epochs", "1", "--count", "8"],
 }
 SAYS = {
     "mini": r"test accuracy after 60 steps: 0\.[5-9]",
@@ -27,6 +28,7 @@ SAYS = {
     "spectra": r"latents \(215, 16\)",
     "graphs": r"mean absolute error [\d.]+ on 8 graphs",
     "astro": r"cross-entropy [\d.]+ after 1 epochs",
+    "text": r"loss [\d.]+ per token after 1 epochs",
 }
 
 
@@ -49,7 +51,7 @@ def test_the_script_of_a_face_runs_as_it_is(inside, monkeypatch, capsys, face):
     assert (inside / "runs/mine").is_dir()
 
 
-@pytest.mark.parametrize("face", ["spectra", "graphs", "astro"])
+@pytest.mark.parametrize("face", ["spectra", "graphs", "astro", "text"])
 def test_the_configuration_of_a_pack_has_settings_that_exist(inside, capsys, face):
     assert treadle("new", face, ".") == 0
     assert treadle("train", "run.yaml", "--show-settings") == 0
