@@ -161,8 +161,11 @@ def chosen_split(split: str | None, face: str, path: Path) -> str:
     """
     if face != "text":
         return _known("test" if split is None else split, _SPLITS)
-    stage = "lora_val" if run_folder_of(path).name == "lora" else "val"
-    return _known(stage if split is None else split, _SPLITS_OF_TEXT)
+    from treadle.cli.text_folder import home_of
+
+    run = run_folder_of(path)
+    kept_out = "val" if home_of(run) == run else "lora_val"
+    return _known(kept_out if split is None else split, _SPLITS_OF_TEXT)
 
 
 def _known(split: str, known: Collection[str]) -> str:
@@ -224,6 +227,8 @@ def part_of(data: Any, split: str) -> Any:
 
 
 def _print(found: Mapping[str, Any], target: Path, console: Console) -> None:
+    from treadle.cli.text_folder import home_of
+
     counts = [f"{value:,} {name}" for name, value in found.items() if name in _COUNTED]
     stage = [found["stage"]] if "stage" in found else []
     about = ", ".join([*stage, found["split"], *counts, f"weights of epoch {found['epoch']}"])
@@ -240,7 +245,7 @@ def _print(found: Mapping[str, Any], target: Path, console: Console) -> None:
         if key in found:
             same = "equal to the bit to" if found[key] else "not equal to the bit to"
             # Of both parts of a run of text there is one report, above the folder of the fine-tuning.
-            home = target.parent if (target.parent / name).exists() else target.parent.parent
+            home = home_of(target.parent) if "stage" in found else target.parent
             console.print(f"{same} {home / name}", soft_wrap=True, markup=False)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
-from treadle.cli.evaluate import AsJson, BatchSize, Run, Split, checkpoint_of, chosen_split, run_folder_of
+from treadle.cli.evaluate import AsJson, BatchSize, Run, checkpoint_of, chosen_split, run_folder_of
 from treadle.cli.pack_options import Device
 from treadle.errors import ConfigError
 
@@ -33,8 +33,12 @@ _OF_FACES = {
 """Face of a checkpoint -> who predicts, a module of this package and a function."""
 _INSTEAD = {"functional": "call predict() of the treadle.Trainer that made it"}
 
+Split = Annotated[
+    Optional[str],  # noqa: UP045  (typer on Python 3.10 reads this form)
+    typer.Option(help="train, val or test; not of text.  [default: test]", show_default=False),
+]
 Out = Annotated[
-    Optional[Path],  # noqa: UP045  (typer on Python 3.10 reads this form)
+    Optional[Path],  # noqa: UP045
     typer.Option(
         help="A file .npz or .csv.  [default: predictions_SPLIT.npz in the run folder; of text continuations.csv]"
     ),

@@ -279,6 +279,15 @@ def test_an_evaluation_says_when_it_is_not_what_the_report_has(
     assert "--seed 0: a run of the face astro draws no texts" in said
 
 
+def test_a_run_of_several_ranks_is_asked_in_one_process(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = read(copied, "config.json")
+    config["training"]["parallel"] = "fsdp"
+    (copied / "config.json").write_text(json.dumps(config))
+    assert treadle("evaluate", copied, "--split", "val", "--device", "cpu", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["equal_to_metrics"] is True
+    assert treadle("predict", copied, "--split", "val", "--device", "cpu") == 0
+
+
 # -- settings -----------------------------------------------------------------------------------------------------
 
 

@@ -314,7 +314,7 @@ def test_both_parts_are_evaluated_as_the_run_did(
 
 
 def test_an_evaluation_says_what_it_is_of_and_when_it_is_not_what_the_report_has(
-    copied: Path, capsys: pytest.CaptureFixture[str]
+    copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics = read(copied, "metrics.json")
     metrics["lora"]["val_after"]["loss"] += 1e-9
@@ -325,6 +325,9 @@ def test_an_evaluation_says_what_it_is_of_and_when_it_is_not_what_the_report_has
     assert "lora, val, " in said.out
     assert "bits_per_byte" in said.out
     assert "num_workers=1: has no effect" in said.err
+    monkeypatch.chdir(copied / "lora")
+    assert command("evaluate", ".", "--json") == 0
+    assert shown_values(capsys)["split"] == "lora_val"
     assert command("evaluate", copied, "--split", "train", "--batch-size", "7", "--json") == 0
     assert "equal_to_metrics" not in shown_values(capsys)
 
@@ -381,6 +384,17 @@ def test_a_wrong_question_is_one_line(
 ) -> None:
     assert command(arguments[0], finished, *arguments[1:]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_of_several_ranks_that_captured_its_steps_is_asked_in_one_process(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = read(copied, "config.json")
+    config["training"] |= {"parallel": "fsdp", "capture": True}
+    (copied / "config.json").write_text(json.dumps(config))
+    assert command("evaluate", copied / "lora", "--json") == 0
+    assert shown_values(capsys)["equal_to_metrics"] is True
+    assert command("predict", copied, "--greedy") == 0
 
 
 def test_adapters_on_another_base_are_refused(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
