@@ -28,6 +28,7 @@ from treadle.cli.bench.trials import (
     thread_counts,
 )
 from treadle.cli.bench.watch import Watch, parts_in_order
+from treadle.compiling import is_compiled
 from treadle.data.cursor import Group
 from treadle.engine import Engine
 from treadle.errors import ConfigError
@@ -178,7 +179,7 @@ class BenchHook(BaseHook):
         return trials + of_loaders
 
     def _try_compiling(self, bench: Bench) -> Trial:
-        if not self.compiles:
+        if not self.compiles and not any(is_compiled(module) for module in bench.engine.model.modules()):
             return Trial("compiled blocks", "", note="compiling takes up to minutes; --compile tries it")
         cold: dict[str, float] = {}
         trial = bench.run("compiled blocks", 'compile="blocks"', partial(compiled_blocks, bench.engine, cold=cold))
