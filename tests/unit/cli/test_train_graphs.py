@@ -418,9 +418,9 @@ def test_what_is_no_run_of_graphs_is_refused(
     assert evaluate(tmp_path) == 2
     assert "is no checkpoint, and no folder with one of" in capsys.readouterr().err
     tree = load_checkpoint(finished / "checkpoints" / "best.pt")
-    save_checkpoint({**tree, "format": {**tree["format"], "face": "spectra"}}, tmp_path / "best.pt")
+    save_checkpoint({**tree, "format": {**tree["format"], "face": "functional"}}, tmp_path / "best.pt")
     assert evaluate(tmp_path) == 2
-    assert "of the face spectra" in capsys.readouterr().err
+    assert "of the face functional" in capsys.readouterr().err
     del tree["config"]["run"]
     save_checkpoint(tree, tmp_path / "best.pt")
     assert evaluate(tmp_path) == 2
