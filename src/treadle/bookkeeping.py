@@ -204,7 +204,8 @@ def non_finite_error(engine: Engine, place: Place | None = None, norm: Tensor | 
     first = max(at.position - at.num_batches + 1, min(at.position, 1))
     where = f"batch {at.position}" if first == at.position else f"batches {first} to {at.position}"
     return NonFiniteError(
-        f"the gradient of step {at.step} is not finite (norm {measured}) after {at.tries} tries: {where} of epoch "
+        f"the gradient of step {at.step} is not finite (norm {measured}) after {at.tries} "
+        f"{'try' if at.tries == 1 else 'tries'}: {where} of epoch "
         f"{at.epoch + 1}. The weights are those of the last applied step ({engine.applied_steps}). Look at that "
         "batch, lower the learning rate, clip gradients, or set max_non_finite_grad_retries",
         step=at.step, norm=measured, epoch=at.epoch, batch_index=at.position, tries=at.tries,

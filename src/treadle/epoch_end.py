@@ -30,6 +30,9 @@ def finish_epoch(engine: Engine) -> None:
             "is), or a one-shot iterator that is used up; pass an iterable that can be opened again"
         )
     settle(engine)
+    if engine.epoch_applied_steps == 0:
+        reason = engine.step_info.get("reason") or "a step had nothing to apply"
+        engine.logger.warning("epoch %d: no step changed the weights (the last one: %s)", engine.epoch + 1, reason)
     score_epoch, after_epoch = engine.target.score_epoch, engine.target.after_epoch
     try:
         value = score_epoch() if score_epoch is not None else engine.train_means().get("loss")

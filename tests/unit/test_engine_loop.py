@@ -492,3 +492,17 @@ def test_a_lazy_parameter_is_refused_with_its_name():
 def test_a_setting_outside_its_range_is_refused_by_name(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         scalar_engine(**wrong)
+
+
+def test_an_epoch_in_which_no_step_changed_the_weights_is_told(caplog):
+    class Nothing(Slopes):
+        def step(self, model, batch, totals=None, generator=None):
+            return StepOutput(None)
+
+    engine = scalar_engine(task=Nothing())
+    with caplog.at_level("WARNING"):
+        engine.run([1.0, 2.0], epochs=2)
+    told = [message for message in caplog.messages if "no step changed the weights" in message]
+    assert told == [
+        f"epoch {epoch}: no step changed the weights (the last one: no micro-batch had a loss)" for epoch in (1, 2)
+    ]

@@ -74,7 +74,10 @@ def graph_from_smiles(smiles: str) -> Data:
         >>> water_in_ethanol.x.shape, water_in_ethanol.edge_index.tolist()
         (torch.Size([4, 40]), [[0, 1, 1, 2], [1, 0, 2, 1]])
     """
-    return _data(_arrays(_molecule(smiles)), smiles)
+    try:
+        return _data(_arrays(_molecule(smiles)), smiles)
+    except UnusableMoleculeError as error:
+        raise UnusableMoleculeError(f"smiles={smiles!r}: {error}") from None
 
 
 def _molecule(smiles: str) -> Any:
