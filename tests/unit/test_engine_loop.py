@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from helpers import Scalar, Slopes, scalar_engine
-from treadle import BestRule, CheckpointingHook, EpochTrainer
+from treadle import BestRule, CheckpointingHook, EpochTrainer, StepOutput
 from treadle.engine import Engine
 from treadle.errors import ConfigError, DataExhaustedError
 from treadle.hooks import EVENTS, BaseHook, EmaHook, LoggingHook, SignalHook
