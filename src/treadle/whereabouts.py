@@ -17,7 +17,7 @@ _PLACES = (
     ("session.py", "resume_from_hooks", "resuming"),
     ("epoch_end.py", "finish_epoch", "ending the epoch"),
     ("evaluation.py", None, "evaluating"),
-    ("engine.py", "write_requested", "saving"),
+    ("events.py", "write_requested", "saving"),
     ("checkpoint" + os.sep, None, "saving"),
     ("data" + os.sep + "cursor.py", None, "loading data"),
 )
@@ -55,7 +55,7 @@ def whereabouts(thread: int) -> Whereabouts:
         if in_hooks:
             words.append(f"in {function} of {type(frame.f_locals.get('self')).__name__}")
         inside = path.removeprefix(_LIBRARY) if path.startswith(_LIBRARY) else None
-        in_hooks = inside == "engine.py" and function == "emit"
+        in_hooks = inside == "events.py" and function == "emit"
         for place, name, word in _PLACES if inside is not None else ():
             if inside is not None and inside.startswith(place) and name in (None, function) and word not in words:
                 words.append(word)

@@ -350,5 +350,5 @@ def test_the_command_shows_the_same_and_its_exit_code_says_whether_the_file_is_s
     assert code == 1
     assert "posix.system" in shown.out
     code, shown = run(tmp_path / "none.pt")
-    assert (code, shown.err.count("\n")) == (1, 1)
+    assert (code, shown.err.count("\n")) == (2, 1)  # a wrong path
     assert "Traceback" not in shown.err

@@ -45,7 +45,7 @@ def test_the_defaults_are_those_of_the_specification():
     assert dataclasses.astuple(model) == (20, 768, 12, 12, 3072, 0.1)
     assert dataclasses.astuple(training) == (
         0, 16, 5, 2e-4, 0.05, 2000, None, 0.1, 1.0, 1, None, 4, True, True, 2, 50, 5000, (True, 4096, 0.1, 0.1, 0.1),
-        None,
+        None, False,
     )  # fmt: skip
 
 

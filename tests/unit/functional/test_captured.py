@@ -66,7 +66,7 @@ def test_labels_that_do_not_count_weigh_the_same_in_captured_steps(on_the_cpu, o
     (eager, one), (captured, other) = (
         fit(capture, data, own_loss=own_loss, accumulation=accumulation) for capture in (False, True)
     )
-    assert Rerun.made == 1  # also where the weights of two micro-batches vary
+    assert Rerun.made <= 2  # where two micro-batches weigh the same, and where they do not, however they vary
     assert one["train_loss"] == other["train_loss"]
     a, b = (trainer._engine.state_dict() for trainer in (eager, captured))
     assert [key for key in ("model", "optimizer", "rng", "ema", "progress") if differences(a[key], b[key])] == []
