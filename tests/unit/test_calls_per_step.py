@@ -39,12 +39,15 @@ def counting(counts):
         if event == "call":
             counts[frame.f_code.co_filename.startswith(LIBRARY)] += 1
 
-    before = sys.getprofile()
+    before, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # what other libraries do after a collection, and finalizers, would be counted when one happens
     sys.setprofile(note)
     try:
         yield counts
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
 
 
 class Idle(BaseHook):
