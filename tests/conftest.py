@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import os
 
+import pytest
 import torch
+
+from treadle.builder import REGISTRY
 
 # Many tests fork a child that trains and is killed. OpenMP's threads do not survive a fork: a child of a process that
 # has run a parallel region waits for ever in its first one. One thread also makes the suite faster on small tensors.
@@ -23,3 +26,12 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def _registry():
+    """What a test or a page of the documentation registers is gone afterwards."""
+    before = dict(REGISTRY._objects)
+    yield
+    REGISTRY._objects.clear()
+    REGISTRY._objects.update(before)
