@@ -20,6 +20,20 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NONE: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
+def check_precision(name: Any, *, argument: str = "precision") -> None:
+    """Raises ConfigError for a name that is none of a precision.
+
+    Args:
+        name: None, ``"bf16"`` or ``"fp16"``.
+        argument: what the user calls it.
+
+    Example:
+        >>> check_precision("bf16")
+    """
+    if name is not None and name not in get_args(PrecisionName):
+        raise ConfigError(f"{argument}={name!r} is not known; use None, 'bf16' or 'fp16'")
+
+
 class Precision:
     """Autocast and gradient scaling for one device type.
 
@@ -42,8 +56,7 @@ class Precision:
     """
 
     def __init__(self, name: PrecisionName | None, device: torch.device, *, scaler: torch.amp.GradScaler | None = None):
-        if name is not None and name not in get_args(PrecisionName):
-            raise ConfigError(f"precision={name!r} is not known; use None, 'bf16' or 'fp16'")
+        check_precision(name)
         if name is not None and not torch.amp.is_autocast_available(device.type):
             raise ConfigError(f"precision={name!r}: torch has no autocast on {device.type!r}; use precision=None")
         self.name = name

@@ -20,7 +20,7 @@ from treadle.errors import ConfigError
 from treadle.failure import failing_by_name
 from treadle.hooks.base import BaseHook
 from treadle.observers import announce_building
-from treadle.precision import Precision
+from treadle.precision import Precision, check_precision
 from treadle.state_options import state_options
 from treadle.task import StepOutput, Task, as_step_output
 from treadle.trackers import TrackerChoice, with_trackers
@@ -98,6 +98,7 @@ class BaseTrainer(Engine):
     ):
         if not isinstance(max_steps, int) or max_steps < 0:
             raise ConfigError(f"max_steps={max_steps!r}: must be a whole number of optimizer steps, >= 0")
+        check_precision(mixed_precision, argument="mixed_precision")
         self._configure(
             scheduler_interval=scheduler_interval,
             device=device,

@@ -132,3 +132,10 @@ def test_tf32_flags_are_put_back_also_after_an_exception():
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
     with tf32(False):
         assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+
+
+def test_the_step_face_names_its_own_argument():
+    from treadle import BaseTrainer
+
+    with pytest.raises(ConfigError, match="mixed_precision='half' is not known"):
+        BaseTrainer(1, mixed_precision="half")
