@@ -126,20 +126,29 @@ def shape_of(batch: Any) -> tuple[Any, ...] | str:
         >>> shape_of((torch.zeros(2), 3)) == shape_of((torch.ones(2), 3)), shape_of([set()])
         (True, 'set')
     """
-    tensors = tensors_of(batch)
-    found: list[Any] = [(tensor.shape, tensor.dtype) for tensor in tensors]
     if _is_plain(batch):
-        return tuple(found)
+        return (type(batch), *((tensor.shape, tensor.dtype) for tensor in tensors_of(batch)))
+    found: list[Any] = []
     unknown: list[str] = []
 
     def look(value: Any) -> Any:
         if isinstance(value, _PLAIN):
             found.append(value)
-        elif not isinstance(value, (Mapping, list, tuple)) and not dataclasses.is_dataclass(value):
+        elif isinstance(value, Mapping):
+            found.append((type(value), *value))
+        elif isinstance(value, (list, tuple)):
+            found.append((type(value), len(value)))
+        elif dataclasses.is_dataclass(value):
+            found.append(type(value))
+        else:
             unknown.append(type(value).__name__)
         return NotImplemented
 
-    map_nested_tensor(lambda tensor: tensor, batch, special=look)
+    def note(tensor: Tensor) -> Tensor:
+        found.append((tensor.shape, tensor.dtype))
+        return tensor
+
+    map_nested_tensor(note, batch, special=look)
     return unknown[0] if unknown else tuple(found)
 
 
@@ -201,7 +210,7 @@ class Results:
         found: dict[int, Tensor] = {}
         for packed, numbers in self._packed:
             copy = packed.clone()
-            if len(copy) == len(numbers):
+            if all(self._shapes[number].numel() == 1 for number in numbers):
                 parts = copy.unbind()
             else:
                 parts = copy.split_with_sizes([self._shapes[number].numel() for number in numbers])

@@ -11,7 +11,7 @@ from torch import nn
 from capture_kit import Rerun, capture_on_the_cpu
 from helpers import differences
 from treadle import BaseTrainer, ConfigError, Engine, StepOutput, TensorLoader
-from treadle.cuda_graph import FixedBatch, shape_of
+from treadle.cuda_graph import FixedBatch, Results, shape_of
 from treadle.hooks import BaseHook, EmaHook
 
 
@@ -169,6 +169,14 @@ def test_shapes_types_and_plain_values_tell_batches_apart():
     assert shape_of([x, 3]) != shape_of([x, 4])
     assert shape_of((x, [x, 3])) != shape_of((x, [x, 4]))
     assert shape_of(x) != shape_of(x.long())
+    assert shape_of({"a": x}) != shape_of({"b": x})
+    assert shape_of((x, 3)) != shape_of((3, x))
+    assert shape_of([x]) != shape_of((x,))
+
+
+def test_results_of_any_shape_are_told_apart():
+    left = [torch.zeros(0), torch.tensor([1.0, 2.0]), torch.tensor(3)]
+    assert [tensor.tolist() for tensor in Results(left).read()] == [[], [1.0, 2.0], 3]
 
 
 def test_batches_are_copied_into_fixed_memory_unless_they_lie_there():
