@@ -239,7 +239,8 @@ def test_a_step_run_again_is_its_record_to_the_bit(
 
 def test_a_finished_run_predicts_what_its_report_scored(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert treadle("predict", copied, "--json") == 0
-    arrays = np.load(copied / "predictions_test.npz")
+    with np.load(copied / "predictions_test.npz") as opened:
+        arrays = dict(opened)
     found = json.loads(capsys.readouterr().out)["arrays"]
     assert {name: list(arrays[name].shape) for name in arrays} == found
     for question in read(copied, "metrics.json")["predictions"]:

@@ -352,7 +352,8 @@ def test_predictions_have_the_error_that_the_evaluation_measures(
 ) -> None:
     assert treadle("predict", copied, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    arrays = np.load(found["path"])
+    with np.load(found["path"]) as opened:
+        arrays = dict(opened)
     assert {name: list(arrays[name].shape) for name in arrays} == found["arrays"]
     error = np.abs(arrays["prediction"].astype(float) - arrays["target"]).mean()
     assert error == pytest.approx(read(copied, "test_results.json")["test_metrics"]["mae"], rel=1e-5)
