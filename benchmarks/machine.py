@@ -1,4 +1,7 @@
-"""What every benchmark writes down beside its figures: the machine, the versions, the day."""
+"""What every benchmark writes down beside its figures: the machine, the versions, the day.
+
+Tables go into ``benchmarks/results``, or into the folder that the environment variable BENCHMARK_RESULTS names.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).parent / "results")
 
 
 def describe() -> dict[str, str]:
@@ -47,15 +50,21 @@ def write_result(
     machine: Mapping[str, str],
     *,
     notes: Sequence[str] = (),
+    partial: bool = False,
 ) -> None:
-    """Writes a table, and paragraphs below it, as Markdown and JSON into ``benchmarks/results`` and prints it."""
+    """Writes a table, and paragraphs below it, as Markdown and JSON into the folder of results and prints it.
+
+    A partial one, of a run that goes on, says so below the table and is not printed.
+    """
+    notes = ["This run was cut short.", *notes] if partial else notes
     head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
     body = "".join(f"| {' | '.join(str(row.get(column, '')) for column in columns)} |\n" for row in rows)
     where = ", ".join(f"{key} {value}" for key, value in machine.items())
     text = f"# {title}\n\n{head}{body}\nMachine: {where}.\n" + "".join(f"\n{note}\n" for note in notes)
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
     data = {"title": title, "machine": dict(machine), "rows": [dict(row) for row in rows]}
     data |= {"notes": list(notes)} if notes else {}
     (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    print(text)
+    if not partial:
+        print(text)

@@ -9,12 +9,15 @@ The peer is pure Python and needs no installation: ``pip download --no-deps chem
 
 chemomae's model has a token for each of 16 patches, 12 of which it sees, and treadle's own has one for each channel,
 192 of which it sees: about 15 times the work. So three models of width 256 and 4 layers are trained. *chemomae's* is
-the peer's own object, which reads the device in each forward pass and so cannot be captured. *patches* is written here:
-the same parameters and the same function without these reads. *channels* is treadle's. All have AdamW, clipping and an
+the peer's own object, which reads the device in each forward pass and so cannot be captured. *patches* has the same
+parameters and the same function without these reads. *channels* is treadle's. All have AdamW, clipping and an
 average of the weights; treadle's runs have a fused optimizer, and chemomae's what its ``build_optimizer`` makes.
 
 An epoch has the training spectra several times over, so that its end does not count for much; nothing is evaluated or
 written in it. Every round trains an epoch of every way, in another order each time, after an epoch that does not count.
+The table is written after every epoch, and a way that fails is a row of it. The five rounds should take three minutes
+on an H200, by the peer's rates there; fewer --rounds take less.
+
 Eager and captured runs of a model draw the same masks: their validation losses at the end should be the same number,
 and a row says whether they are. On the CPU, where nothing is captured, the seconds are those of the processor, since
 others use it too.
@@ -24,13 +27,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import logging
-import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -39,19 +42,22 @@ from typing import Any
 import numpy as np
 import torch
 from machine import describe, write_result
+from patch_mae import LATENT, LENGTH, MASKED, PATCHES, PatchMAE
+from rounds import Rounds, exit_if_failed
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from treadle import TensorLoader
 from treadle.datasets import load_spex
 from treadle.datasets.splits import object_groups, split_by_group
 from treadle.spectra import ChemoMAE, SNVScaler, SpectraTrainer, TrainerConfig
-from treadle.spectra.encoder import pack_visible
 
-LENGTH, PATCHES, MASKED, LATENT, RATE = 256, 16, 4, 16, 1.5e-4
+RATE = 1.5e-4
 PEER = "chemomae's trainer"
 COLUMNS = ("batch", "model", "way", "samples/s", f"of {PEER}", "validation loss")
+Key = tuple[str, str]  # model and way
+Row = dict[str, str]
+FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -64,52 +70,6 @@ class Sizes:
     repeats: int = 8
     models: tuple[str, ...] = ("patches", "channels")
     modes: tuple[str, ...] = ("SpectraTrainer", "SpectraTrainer, captured")
-
-
-class PatchMAE(ChemoMAE):
-    """The model of chemomae 0.2.4, parameter by parameter, where as many patches are seen in every row."""
-
-    def __init__(self, width: int, num_layers: int):
-        super().__init__(
-            seq_len=LENGTH, d_model=width, num_layers=1, latent_dim=LATENT, n_blocks=PATCHES, n_mask=MASKED, dropout=0.0
-        )
-        self.encoder = PatchEncoder(width, num_layers)  # type: ignore[assignment]
-        self.decoder = nn.Module()  # type: ignore[assignment]
-        self.decoder.net = nn.Sequential(nn.Linear(LATENT, LENGTH), nn.GELU(), nn.Linear(LENGTH, LENGTH))
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, visible_mask: Tensor | None = None, *, visible_count: int | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if visible_mask is None:
-            visible_mask = self.make_visible(len(x), device=x.device)
-        latent = self.encoder(x, visible_mask, (visible_count or self.visible_count()) * PATCHES // LENGTH)
-        return self.decoder.net(latent), latent, visible_mask  # type: ignore[operator]
-
-
-class PatchEncoder(nn.Module):
-    """The encoder of chemomae 0.2.4."""
-
-    def __init__(self, width: int, num_layers: int):
-        super().__init__()
-        self.patch_proj = nn.Linear(LENGTH // PATCHES, width)
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + PATCHES, width))
-        nn.init.trunc_normal_(self.cls_token, std=0.02)
-        nn.init.trunc_normal_(self.pos_embed, std=0.02)
-        layer = nn.TransformerEncoderLayer(
-            width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.encoder = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
-        self.to_latent = nn.Linear(width, LATENT)
-
-    def forward(self, x: Tensor, visible_mask: Tensor, num_seen: int) -> Tensor:
-        seen = visible_mask.view(len(x), PATCHES, -1)[:, :, 0]
-        order = pack_visible(seen, visible_count=num_seen)[0][:, :, None]
-        tokens = self.patch_proj(x.view(len(x), PATCHES, -1)) + self.pos_embed[:, 1:]
-        tokens = tokens.gather(1, order.expand(-1, -1, tokens.shape[-1]))
-        start = (self.cls_token + self.pos_embed[:, :1]).expand(len(x), -1, -1).to(tokens.dtype)
-        states = self.encoder(torch.cat([start, tokens], dim=1))
-        return F.normalize(self.to_latent(states[:, 0]), dim=1)
 
 
 # -- data, models, ways -------------------------------------------------------------------------------------------
@@ -138,7 +98,7 @@ def build(model: str, sizes: Sizes) -> nn.Module:
     return Theirs(d_model=sizes.width, num_layers=sizes.num_layers).to(sizes.device)
 
 
-def ours(model: str, batch_size: int, folder: Path, sizes: Sizes, *, captured: bool) -> SpectraTrainer:
+def ours(model: str, *, batch_size: int, folder: Path, sizes: Sizes, captured: bool) -> SpectraTrainer:
     """Returns treadle's trainer; its learning rate is a tensor, eagerly too, so that both round it alike."""
     built = build(model, sizes)
     rate = torch.tensor(RATE, device=sizes.device)
@@ -174,18 +134,21 @@ def theirs(loader: str, batch_size: int, folder: Path, sizes: Sizes) -> Any:
     return Trainer(built, build_optimizer(built, lr=RATE), data, cfg=config)
 
 
-def trainers(batch_size: int, folder: Path, sizes: Sizes) -> dict[tuple[str, str], Any]:
-    """Returns the trainers by model and way."""
-    found: dict[tuple[str, str], Any] = {}
+def builders(batch_size: int, folder: Path, sizes: Sizes) -> dict[Key, Callable[[], Any]]:
+    """Returns what makes each trainer, by model and way."""
+    found: dict[Key, Callable[[], Any]] = {}
+    make = functools.partial(ours, batch_size=batch_size, sizes=sizes)
     if importlib.util.find_spec("chemomae"):
-        check_alike(sizes)
         for loader in ("DataLoader", "TensorLoader"):
-            found["chemomae's", f"{PEER}, {loader}"] = theirs(loader, batch_size, folder / loader, sizes)
-        found["chemomae's", "SpectraTrainer"] = ours("chemomae's", batch_size, folder / "same", sizes, captured=False)
+            key = ("chemomae's", f"{PEER}, {loader}")
+            found[key] = functools.partial(theirs, loader, batch_size, folder / loader, sizes)
+        found["chemomae's", "SpectraTrainer"] = functools.partial(
+            make, "chemomae's", folder=folder / "same", captured=False
+        )
     for model in sizes.models:
         for way in sizes.modes:
             captured = way.endswith("captured")
-            found[model, way] = ours(model, batch_size, folder / f"{model}{captured}", sizes, captured=captured)
+            found[model, way] = functools.partial(make, model, folder=folder / f"{model}{captured}", captured=captured)
     return found
 
 
@@ -195,13 +158,14 @@ def peer_version() -> dict[str, str]:
 
 
 @torch.no_grad()
-def check_alike(sizes: Sizes) -> None:
-    """Raises AssertionError unless *patches* computes what chemomae's model does with the same weights and masks."""
+def alike(sizes: Sizes) -> bool:
+    """Returns whether *patches* computes what chemomae's model does with the same weights and masks, to 1e-3."""
     one, other = build("chemomae's", sizes), build("patches", sizes)
     other.load_state_dict(one.state_dict())
     x = spectra()[0][:32].to(sizes.device)
     visible_mask = other.make_visible(len(x), device=x.device)  # type: ignore[operator]
-    torch.testing.assert_close(other(x, visible_mask)[:2], one(x, visible_mask)[:2], rtol=1e-3, atol=1e-4)
+    pairs = zip(other(x, visible_mask)[:2], one(x, visible_mask)[:2], strict=True)
+    return all(torch.allclose(mine, its, rtol=1e-3, atol=1e-4) for mine, its in pairs)
 
 
 # -- rounds and table ---------------------------------------------------------------------------------------------
@@ -221,28 +185,40 @@ def seconds(train_one_epoch: Callable[[], object], seed: int, device: torch.devi
     return time.perf_counter() - start
 
 
-def rows_of(batch_size: int, sizes: Sizes, *, rounds: int) -> list[dict[str, str]]:
-    """Trains all ways with batches of one size and returns a row for each."""
-    count = len(spectra()[0]) * sizes.repeats // batch_size * batch_size
-    draw = random.Random(0)
-    with tempfile.TemporaryDirectory() as name, quiet():
-        found = trainers(batch_size, Path(name), sizes)
-        rates: dict[tuple[str, str], list[float]] = {way: [] for way in found}
-        for number in range(rounds + 1):
-            for way in draw.sample(list(found), len(found)):
-                taken = seconds(found[way].train_one_epoch, number, sizes.device)
-                if number:
-                    rates[way].append(count / taken)
-        losses = {way: trainer.validate() for way, trainer in found.items() if isinstance(trainer, SpectraTrainer)}
-    base = rates.get(("chemomae's", f"{PEER}, DataLoader"))
+def table(batch_size: int, rates: Rounds[Key, float], losses: dict[Key, float]) -> list[Row]:
+    """Returns a row for each way, of the rounds that it has had."""
+    base = rates.figures.get(("chemomae's", f"{PEER}, DataLoader"), [])
     rows = []
-    for (model, way), each in rates.items():
-        ratio = "" if base is None else f"{median(a / b for a, b in zip(each, base, strict=True)):.2f}"
+    for (model, way), each in rates.figures.items():
+        pairs = list(zip(each, base, strict=False))  # a round may be on its way
+        ratio = f"{median(a / b for a, b in pairs):.2f}" if pairs else ""
         loss = f"{losses[model, way]:.9g}" if (model, way) in losses else ""
         rate = f"{median(each):,.0f} ({min(each):,.0f} – {max(each):,.0f})"
         rows.append(dict(zip(COLUMNS, (str(batch_size), model, way, rate, ratio, loss), strict=True)))
+    for (model, way), why in rates.failed.items():
+        rows.append({"batch": str(batch_size), "model": model, "way": f"{way}: {FAILED}, {why[:200]}"})
+    return rows
+
+
+def rows_of(batch_size: int, sizes: Sizes, *, rounds: int, report: Callable[[list[Row]], None]) -> list[Row]:
+    """Trains all ways with batches of one size and returns a row for each; reports those so far after each epoch."""
+    count = len(spectra()[0]) * sizes.repeats // batch_size * batch_size
+
+    def rate(trainer: Any, number: int) -> float:
+        return count / seconds(trainer.train_one_epoch, number, sizes.device)
+
+    with tempfile.TemporaryDirectory() as name, quiet():
+        rates = Rounds(builders(batch_size, Path(name), sizes), rate)
+        for key, found in rates.play(rounds):
+            if found is not None:
+                print(f"{batch_size}, {', '.join(key)}: {found:,.0f} samples/s", flush=True)
+            report(table(batch_size, rates, {}))
+        trained = {key: trainer for key, trainer in rates.built.items() if key not in rates.failed}
+        losses = {key: each.validate() for key, each in trained.items() if isinstance(each, SpectraTrainer)}
+    rows = table(batch_size, rates, losses)
     for model in sizes.models if len(sizes.modes) == 2 else ():
-        same = len({losses[model, way] for way in sizes.modes}) == 1
+        of_modes = [losses.get((model, way)) for way in sizes.modes]
+        same = None not in of_modes and len(set(of_modes)) == 1
         rows.append({"batch": str(batch_size), "model": model, "way": f"eager and captured losses equal: {same}"})
     return rows
 
@@ -259,31 +235,41 @@ def quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
+def write(sizes: Sizes, rows: Sequence[Row], rounds: int, partial: bool) -> None:
+    on_gpu = sizes.device.type == "cuda"
+    kind = "bf16 on a GPU" if on_gpu else "fp32 on the CPU, processor time"
+    title = f"Training masked autoencoders of width 256 and 4 layers on the SpeX spectra, {kind}"
+    machine = describe() | {"rounds": str(rounds)} | peer_version()
+    write_result("spectra_gpu" if on_gpu else "spectra", title, COLUMNS, rows, machine, partial=partial)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
+    sizes = Sizes(torch.device("cuda"))
     if options.tiny:
         sizes = Sizes(torch.device("cpu"), width=16, num_layers=1, repeats=1)
-        print(*rows_of(256, sizes, rounds=1), sep="\n")
-        return
-    on_gpu = torch.cuda.is_available()
-    sizes = Sizes(torch.device("cuda"))
-    if not on_gpu:
+        options.batch_sizes, options.rounds = [256], 1
+    elif not torch.cuda.is_available():
         torch.set_num_threads(1)
         sizes = Sizes(torch.device("cpu"), repeats=1, models=("patches",), modes=("SpectraTrainer",))
-    rows = [row for size in options.batch_sizes for row in rows_of(size, sizes, rounds=options.rounds)]
-    kind = "bf16 on a GPU" if on_gpu else "fp32 on the CPU, processor time"
-    title = f"Training masked autoencoders of width 256 and 4 layers on the SpeX spectra, {kind}"
-    write_result(
-        "spectra_gpu" if on_gpu else "spectra",
-        title,
-        COLUMNS,
-        rows,
-        describe() | {"rounds": str(options.rounds)} | peer_version(),
-    )
+    rows: list[Row] = []
+    if importlib.util.find_spec("chemomae"):
+        rows.append({"model": "patches", "way": f"computes what chemomae's does: {alike(sizes)}"})
+    for size in options.batch_sizes:
+        done = tuple(rows)
+        rows += rows_of(
+            size, sizes, rounds=options.rounds,
+            report=lambda now, done=done: None if options.tiny else write(sizes, [*done, *now], options.rounds, True),
+        )  # fmt: skip
+    if options.tiny:
+        print(*rows, sep="\n")
+    else:
+        write(sizes, rows, options.rounds, False)
+    exit_if_failed(any(f": {FAILED}, " in row["way"] for row in rows))
 
 
 if __name__ == "__main__":

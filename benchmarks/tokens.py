@@ -11,9 +11,11 @@ them; the terms of this loss are counted on the host, so its step cannot be capt
 alone. Compiled means each layer by itself.
 
 All have a fused AdamW and clipping, and nothing is logged or written. Every way is built once and warmed up, in which
-time it is compiled or captured; then every round runs every way, in another order each time, the GPU's work included.
-On the CPU, where nothing is compiled or captured, the seconds are those of the processor, since others use it too. A
-way that fails is named on standard error.
+time it is compiled or captured; every round runs every way, in another order each time, the GPU's work included. On the
+CPU, where nothing is compiled or captured, the seconds are those of the processor, since others use it too.
+
+The table is written after every turn of a way, and a way that fails is a row of it. How long all of this takes on a GPU
+is not known; the steps themselves should take two minutes on an H200, and compiling comes on top of them.
 """
 
 from __future__ import annotations
@@ -22,16 +24,15 @@ import argparse
 import dataclasses
 import functools
 import logging
-import random
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 from machine import describe, write_result
+from rounds import Rounds, exit_if_failed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -52,6 +53,8 @@ CLIP, RATE = 1.0, 3e-4
 LOOP = "hand loop"
 COLUMNS = ("model", "way", "tokens/s", "ms a step", f"times the {LOOP}")
 Run = Callable[[int], object]  # trains so many steps
+Row = dict[str, str]
+FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -278,40 +281,41 @@ def seconds(run: Run, steps: int, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def warmed_up(ways: dict[str, Callable[[], Run]], steps: int) -> dict[str, Run]:
-    """Builds the ways and runs each once; leaves out what fails."""
-    runs = {}
-    for way, build in ways.items():
-        try:
-            run = build()
-            run(steps)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the others go on
-            print(f"{way}: {type(error).__name__}: {error}", file=sys.stderr)
-        else:
-            runs[way] = run
-    return runs
+def table(size: Size, taken: Rounds[str, float], tokens: int) -> list[Row]:
+    """Returns a row for each way, of the rounds that it has had."""
+    base = taken.figures.get(LOOP, [])
+    rows = []
+    for way, each in taken.figures.items():
+        slow, middle, fast = (f"{tokens / value:,.0f}" for value in (max(each), median(each), min(each)))
+        pairs = list(zip(base, each, strict=False))  # a round may be on its way
+        ratio = f"{median(a / b for a, b in pairs):.2f}" if pairs else ""
+        cells = (size.title, way, f"{middle} ({slow} – {fast})", f"{1e3 * median(each):.3f}", ratio)
+        rows.append(dict(zip(COLUMNS, cells, strict=True)))
+    return rows + [{"model": size.title, "way": f"{way}: {FAILED}, {why[:200]}"} for way, why in taken.failed.items()]
 
 
-def rows_of(size: Size, device: torch.device, *, rounds: int, captured: bool = True) -> list[dict[str, str]]:
-    """Measures all ways of a model and returns a row for each."""
+def rows_of(
+    size: Size, device: torch.device, *, rounds: int, report: Callable[[list[Row]], None], captured: bool = True
+) -> list[Row]:
+    """Measures all ways of a model and returns a row for each; reports those so far after each turn."""
+    torch.compiler.reset()  # what was compiled for another model counts towards torch's limit, and makes sizes dynamic
     if size.vocab_size:
         ways, tokens = decoder_ways(size, device, captured=captured), size.batch_size * size.length
     else:
         survey = Survey(size, device)
         ways, tokens = astro_ways(size, survey, device), survey.tokens
-    runs = warmed_up(ways, size.steps)
-    taken: dict[str, list[float]] = {way: [] for way in runs}
-    draw = random.Random(0)
-    for _ in range(rounds):
-        for way in draw.sample(list(runs), len(runs)):
-            taken[way].append(seconds(runs[way], size.steps, device) / size.steps)
-    rows = []
-    for way, each in taken.items():
-        slow, middle, fast = (f"{tokens / value:,.0f}" for value in (max(each), median(each), min(each)))
-        ratio = median(a / b for a, b in zip(taken[LOOP], each, strict=True))
-        cells = (size.title, way, f"{middle} ({slow} – {fast})", f"{1e3 * median(each):.3f}", f"{ratio:.2f}")
-        rows.append(dict(zip(COLUMNS, cells, strict=True)))
-    return rows
+    taken = Rounds(ways, lambda run, number: seconds(run, size.steps, device) / size.steps)
+    for way, found in taken.play(rounds):
+        if found is not None:
+            print(f"{size.title}, {way}: {tokens / found:,.0f} tokens/s", flush=True)
+        report(table(size, taken, tokens))
+    return table(size, taken, tokens)
+
+
+def write(rows: Sequence[Row], rounds: int, *, on_gpu: bool, partial: bool) -> None:
+    title = f"Tokens a second of training, {'bf16 on a GPU' if on_gpu else 'fp32 on the CPU, processor time'}"
+    machine = describe() | {"rounds": str(rounds)}
+    write_result("tokens_gpu" if on_gpu else "tokens", title, COLUMNS, rows, machine, partial=partial)
 
 
 def main() -> None:
@@ -321,21 +325,27 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     logging.getLogger("treadle").setLevel(logging.ERROR)
-    if options.tiny:
-        print(*(row for size in TINY.values() for row in rows_of(size, torch.device("cpu"), rounds=1)), sep="\n")
-        return
-    on_gpu = torch.cuda.is_available()
+    on_gpu = torch.cuda.is_available() and not options.tiny
     device = torch.device("cuda" if on_gpu else "cpu")
-    if not on_gpu:
+    sizes = list(TINY.values()) if options.tiny else [SIZES[name] for name in options.models]
+    if options.tiny:
+        options.rounds = 1
+    elif not on_gpu:
         torch.set_num_threads(1)
-    rows = []
-    for name in options.models:
-        size = SIZES[name] if on_gpu else dataclasses.replace(SIZES[name], steps=40)
-        rows += rows_of(size, device, rounds=options.rounds, captured=on_gpu)
-    title = f"Tokens a second of training, {'bf16 on a GPU' if on_gpu else 'fp32 on the CPU, processor time'}"
-    write_result(
-        "tokens_gpu" if on_gpu else "tokens", title, COLUMNS, rows, describe() | {"rounds": str(options.rounds)}
-    )
+        sizes = [dataclasses.replace(size, steps=40) for size in sizes]
+    save = functools.partial(write, rounds=options.rounds, on_gpu=on_gpu)
+    rows: list[Row] = []
+    for size in sizes:
+        done = tuple(rows)
+        rows += rows_of(
+            size, device, rounds=options.rounds, captured=on_gpu or options.tiny,
+            report=lambda now, done=done: None if options.tiny else save([*done, *now], partial=True),
+        )  # fmt: skip
+    if options.tiny:
+        print(*rows, sep="\n")
+    else:
+        save(rows, partial=False)
+    exit_if_failed(any(f": {FAILED}, " in row["way"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -86,3 +86,39 @@ def test_the_benchmarks_of_losses_checkpoints_and_long_runs_have_trials(trial):
     assert "combined, treadle from hidden states" in trial("token_losses", "--tiny", "--dry", "--repeats", "1")[1]
     assert "900 to 1,000" in trial("scale", "--tiny")[1]
     assert "treadle, foreground" in trial("checkpoint", "--tiny")[1]
+
+
+def test_a_way_that_fails_leaves_the_others_their_rounds(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    rounds = importlib.import_module("rounds")
+
+    def measure(built, number):
+        if built == "broken" and number == 2:
+            raise RuntimeError("out of memory")
+        return number
+
+    found = rounds.Rounds({name: lambda name=name: name for name in ("whole", "broken", "other")}, measure)
+    turns = list(found.play(3))
+    assert [name for name, _ in turns[:3]] == ["whole", "broken", "other"]
+    assert found.figures == {"whole": [1, 2, 3], "broken": [1], "other": [1, 2, 3]}
+    assert found.failed == {"broken": "RuntimeError: out of memory"}
+    assert turns.count(("broken", None)) == 1
+
+
+def test_a_run_of_spectra_that_is_cut_short_leaves_a_table(trial, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = importlib.import_module("spectra")
+    sizes = module.Sizes(module.torch.device("cpu"), width=16, num_layers=1, repeats=1, modes=("SpectraTrainer",))
+
+    class Cut(BaseException):
+        pass
+
+    def report(rows):
+        module.write(sizes, rows, 1, True)
+        raise Cut
+
+    with pytest.raises(Cut):
+        module.rows_of(256, sizes, rounds=1, report=report)
+    page = (tmp_path / "results" / "spectra.md").read_text(encoding="utf-8")
+    assert page.count("| 256 |") == 1
+    assert "This run was cut short." in page

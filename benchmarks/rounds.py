@@ -1,0 +1,62 @@
+"""Ways of doing the same, measured in turns, so that what else the machine does falls on all of them."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+Key = TypeVar("Key")
+Figure = TypeVar("Figure")
+
+
+@dataclass
+class Rounds(Generic[Key, Figure]):
+    """Ways, each built and warmed up when its first turn comes; one that fails is named and has no more turns.
+
+    Attributes:
+        ways: what builds each.
+        measure: takes what was built and the number of the round; that of number 0, the warm-up, does not count.
+        built: the ways that have been.
+        figures: of each way, one for each of its rounds.
+        failed: why a way has no more rounds.
+    """
+
+    ways: Mapping[Key, Callable[[], Any]]
+    measure: Callable[[Any, int], Figure]
+    built: dict[Key, Any] = field(default_factory=dict)
+    figures: dict[Key, list[Figure]] = field(default_factory=dict)
+    failed: dict[Key, str] = field(default_factory=dict)
+
+    def play(self, num_rounds: int) -> Iterator[tuple[Key, Figure | None]]:
+        """Gives every way a turn in each round; yields it and its figure, which is None where it failed.
+
+        The first round has the order of ``ways``, so that what takes long to build can come last; the others have a
+        drawn one.
+        """
+        draw = random.Random(0)
+        for number in range(1, num_rounds + 1):
+            for key in draw.sample(list(self.ways), len(self.ways)) if number > 1 else self.ways:
+                if key not in self.failed:
+                    yield key, self._turn(key, number)
+
+    def _turn(self, key: Key, number: int) -> Figure | None:
+        try:
+            if key not in self.built:
+                self.built[key] = self.ways[key]()
+                self.measure(self.built[key], 0)
+            figure = self.measure(self.built[key], number)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the other ways go on
+            self.failed[key] = f"{type(error).__name__}: {error}"
+            print(f"{key}: {self.failed[key]}", file=sys.stderr, flush=True)
+            return None
+        self.figures.setdefault(key, []).append(figure)
+        return figure
+
+
+def exit_if_failed(failed: bool) -> None:
+    """Ends the program with status 1 where a way failed, its table being written."""
+    if failed:
+        sys.exit("a way failed: see above")
