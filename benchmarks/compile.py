@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -101,9 +101,8 @@ def measure(name: str, way: str, *, tiny: bool) -> dict[str, Any]:
 def in_new_process(name: str, way: str, cache: str) -> dict[str, Any]:
     """Returns what :func:`measure` finds in a new interpreter that compiles into a cache folder."""
     command = [sys.executable, str(Path(__file__)), "--one", name, way]
-    done = subprocess.run(
-        command, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}, capture_output=True, text=True, check=True
-    )
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -111,6 +110,12 @@ def row(name: str, way: str, cache: str, found: Mapping[str, Any]) -> dict[str, 
     """Returns a row of the table."""
     values = (name, way, cache, f"{found['first']:.1f}", f"{found['step'] * 1e3:.1f}", f"{found['loss']:.5f}")
     return dict(zip(COLUMNS, values, strict=True))
+
+
+def write(rows: Sequence[Mapping[str, Any]], *, partial: bool) -> None:
+    """Writes the table."""
+    name = "compile_gpu" if torch.cuda.is_available() else "compile"
+    write_result(name, "Compiling: first step and steps", COLUMNS, rows, describe(), partial=partial)
 
 
 def main() -> None:
@@ -132,9 +137,9 @@ def main() -> None:
                 for state in ("",) if way == "plain" else ("cold", "warm"):
                     rows.append(row(name, way, state, in_new_process(name, way, cache)))
                     print(rows[-1], flush=True)
+                    write(rows, partial=True)
     if not arguments.tiny:
-        name = "compile_gpu" if torch.cuda.is_available() else "compile"
-        write_result(name, "Compiling: first step and steps", COLUMNS, rows, describe())
+        write(rows, partial=False)
 
 
 if __name__ == "__main__":

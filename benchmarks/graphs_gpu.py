@@ -13,8 +13,12 @@ batches, which lie on the device already, the same loss and the same AdamW. Ways
     padded    the same model on padded batches of a few fixed shapes
     captured  GraphTrainer(capture=True) on those batches: one CUDA graph for each shape, the losses, outputs and
               metrics of its epochs included; its batches lie in pinned memory and are copied in each step
-    compiled  the same, through torch.compile first
     by hand   the padded step as one CUDA graph for each shape, written out, without a trainer
+    compiled  captured, through torch.compile first
+
+Every round runs every way, in another order each time; the files are written after each turn. The three rounds should
+take two minutes on an H200, by older figures there, and compiling comes on top of them, for which no time is known:
+``compiled`` is therefore the last way of the first round, and ``--ways`` leaves it out.
 """
 
 from __future__ import annotations
@@ -23,16 +27,17 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from machine import describe
+from machine import RESULTS, describe
 from molecules import ATOM_TYPES, BOND_TYPES, WALK, load, made_up
 from peer_gps import WALK_WIDTH, PeerGPS
+from rounds import Rounds, exit_if_failed
 from torch import Tensor, nn
 
 from treadle.graphs import GraphTrainer, PaddedGraphBatch, get_loss_fn, get_model, pad_batch, plan_buckets
@@ -138,13 +143,12 @@ def trainer_pass(model: nn.Module, batches: Sequence[PaddedGraphBatch], device: 
 
 
 def graphs_per_second(once: Pass, count: int, device: torch.device, seconds: float) -> tuple[float, float]:
-    """Runs whole passes for about so many seconds; returns the rate and the last loss."""
+    """Runs whole passes for about so many seconds, at least one; returns the rate and the last loss."""
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    once()
     wait()
     done, start = 0, time.perf_counter()
     while True:
@@ -181,10 +185,10 @@ def ways(
         "captured": lambda: trainer_pass(seeded(), pinned, device),
     }
     if device.type == "cuda":
+        found["by hand"] = by_hand
         found["compiled"] = lambda: trainer_pass(
             cast(nn.Module, torch.compile(seeded(), dynamic=False)), pinned, device
         )
-        found["by hand"] = by_hand
     return found
 
 
@@ -196,47 +200,39 @@ def check_same_numbers(batch: Any, padded: PaddedGraphBatch, layers: int, device
         return (padded.real(model(padded)) - model(batch)).abs().max().item()
 
 
-def measure(arguments: argparse.Namespace, graphs: Sequence[Any], size: int, device: torch.device) -> dict[str, Any]:
+def measure(
+    arguments: argparse.Namespace, graphs: Sequence[Any], size: int, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Measures every way with batches of one size; yields what is known after each turn."""
     draw = random.Random(0)
     order = draw.sample(range(len(graphs)), min(len(graphs), arguments.graphs))
     plain = [collate([graphs[i] for i in order[at : at + size]]) for at in range(0, len(order) - size + 1, size)]
     buckets = plan_buckets([SimpleNamespace(**graph) for graph in graphs], size, num_buckets=arguments.buckets)
     batches = [to_device(batch, device) for batch in plain]
     padded = [pad_batch(batch, buckets) for batch in plain]
+    difference = check_same_numbers(batches[0], padded[0].to(device), arguments.layers, device)
     result: dict[str, Any] = {
         "batch": size,
         "batches": len(plain),
         "buckets": [vars(bucket) for bucket in buckets],
         "slots per node": sum(len(batch.x) for batch in padded) / sum(len(batch.x) for batch in plain),
-        "largest difference of padded outputs": check_same_numbers(
-            batches[0], padded[0].to(device), arguments.layers, device
-        ),
-        "rates": {}, "losses": {}, "failed": {},
-    }  # fmt: skip
-    passes: dict[str, Pass] = {}
-    for name, build in ways(batches, padded, arguments.layers, device).items():
-        if arguments.ways and name not in arguments.ways:
-            continue
-        try:
-            passes[name] = build()
-            passes[name]()
-        except Exception as error:  # noqa: BLE001 a way that does not work here is a line of the result
-            passes.pop(name, None)
-            result["failed"][name] = f"{type(error).__name__}: {error}"[:2000]
-    # Every round runs every way, so that what else the machine does falls on all of them.
-    for _ in range(arguments.rounds):
-        for name, once in passes.items():
-            if name in result["failed"]:
-                continue
-            try:
-                rate, loss = graphs_per_second(once, size * len(plain), device, arguments.seconds)
-            except Exception as error:  # noqa: BLE001 the other ways still count
-                result["failed"][name] = f"{type(error).__name__}: {error}"[:2000]
-                continue
-            result["rates"].setdefault(name, []).append(rate)
-            result["losses"][name] = loss
-            print(size, name, f"{rate:.0f} graphs/s, loss {loss:.4f}", flush=True)
-    return result
+        "largest difference of padded outputs": difference,
+    }
+
+    def rate(once: Pass, number: int) -> tuple[float, float]:
+        seconds = arguments.seconds if number else 0.0  # the first pass does not count
+        return graphs_per_second(once, size * len(plain), device, seconds)
+
+    found = ways(batches, padded, arguments.layers, device)
+    rounds = Rounds({way: found[way] for way in found if not arguments.ways or way in arguments.ways}, rate)
+    for way, figure in rounds.play(arguments.rounds):
+        if figure is not None:
+            print(size, way, f"{figure[0]:.0f} graphs/s, loss {figure[1]:.4f}", flush=True)
+        yield result | {
+            "rates": {name: [each for each, _ in figures] for name, figures in rounds.figures.items()},
+            "losses": {name: figures[-1][1] for name, figures in rounds.figures.items()},
+            "failed": {name: why[:2000] for name, why in rounds.failed.items()},
+        }
 
 
 def table(results: Sequence[dict[str, Any]], what: str, parameters: dict[str, int], machine: dict[str, str]) -> str:
@@ -268,18 +264,24 @@ def table(results: Sequence[dict[str, Any]], what: str, parameters: dict[str, in
     return "\n".join(lines)
 
 
+def write(folder: Path, page: str, whole: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "graphs_gpu.md").write_text(page, encoding="utf-8")
+    (folder / "graphs_gpu.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="made by molecules.py; else rdkit's file, else made-up graphs")
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 256])
-    parser.add_argument("--graphs", type=int, default=4096, help="graphs of one pass")
+    parser.add_argument("--graphs", type=int, default=2048, help="graphs of one pass")
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--buckets", type=int, default=2, help="shapes of padded batches, at most")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each way in each round, at least one pass")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each way in each round, at least one pass")
     parser.add_argument("--ways", nargs="+", help="only these")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the files")
     parser.add_argument("--tiny", action="store_true", help="two layers on few made-up graphs, and no files")
     arguments = parser.parse_args()
     graphs, what = load(arguments.data) if not arguments.tiny else (made_up(64), "made-up graphs")
@@ -289,15 +291,18 @@ def main() -> None:
     device = torch.device(arguments.device)
     models = {"peer": peer_model, "ours": our_model}
     parameters = {name: sum(p.numel() for p in make(arguments.layers).parameters()) for name, make in models.items()}
-    results, machine = [], describe()
+    results: list[dict[str, Any]] = []
+    machine = describe()
     for size in arguments.batches:
-        results.append(measure(arguments, graphs, size, device))
-        page = table(results, what, parameters, machine)
-        if not arguments.tiny:  # after each size, so that a run cut short leaves what it has
-            whole = {"what": what, "parameters": parameters, "machine": machine, "results": results}
-            (arguments.out / "graphs_gpu.md").write_text(page, encoding="utf-8")
-            (arguments.out / "graphs_gpu.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        results.append({})
+        for result in measure(arguments, graphs, size, device):
+            results[-1] = result
+            page = table(results, what, parameters, machine)
+            if not arguments.tiny:
+                whole = {"what": what, "parameters": parameters, "machine": machine, "results": results}
+                write(arguments.out, page, whole)
     print(page)
+    exit_if_failed(any(result["failed"] for result in results))
 
 
 if __name__ == "__main__":

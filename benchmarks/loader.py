@@ -8,6 +8,8 @@ DataLoader's batches are moved as each comes. Every round runs a pass of every w
 what else the machine does falls on all of them. Where it does much, the processor time is the figure to look at: of all
 threads of this process, and not of the workers of a DataLoader. Workers persist, and a first pass that starts them is
 not counted. On a GPU there is one more figure: beside matrix products that keep it busy meanwhile, as training does.
+The table is written after each batch size. The nine rounds should take about four minutes on an H200; ``--rounds`` sets
+how many there are.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import random
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from machine import describe, write_result
+from rounds import Rounds, exit_if_failed
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -33,6 +35,7 @@ from treadle import MappedLoader, TensorLoader, TransferLoader
 
 SHAPES = {"spectra, 256 floats": (40_960, 256, np.float32), "tokens, 1024 integers": (8_192, 1024, np.int64)}
 PLAIN = "DataLoader, 0 workers"
+FAILED = "failed"
 WIDTH, PRODUCTS = 2048, 24  # of the matrix products beside
 
 
@@ -96,15 +99,12 @@ def one_pass(loader: Iterable[Any], device: torch.device, beside: Callable[[], o
 
 def measure(
     found: dict[str, Iterable[Any]], device: torch.device, *, rounds: int, beside: Callable[[], object] | None
-) -> dict[str, list[tuple[float, float]]]:
-    """Returns the seconds of each pass of each way."""
-    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in found}
-    order = random.Random(0)
-    for number in range(rounds + 1):
-        for way in order.sample(list(found), len(found)):
-            taken = one_pass(found[way], device, beside)
-            if number:  # the first starts workers and takes the memory that later ones use again
-                seconds[way].append(taken)
+) -> Rounds[str, tuple[float, float]]:
+    """Returns the seconds of each pass of each way; a first one starts workers, takes memory and does not count."""
+    built = {way: lambda loader=loader: loader for way, loader in found.items()}
+    seconds = Rounds(built, lambda loader, number: one_pass(loader, device, beside))
+    for _ in seconds.play(rounds):
+        pass
     return seconds
 
 
@@ -133,9 +133,11 @@ def processor(count: int, passes: list[tuple[float, float]]) -> float:
     return 1e6 * median(used for _, used in passes) / count
 
 
-def table(folder: Path, device: torch.device, *, batch_sizes: list[int], rounds: int, share: int) -> list[dict]:
-    """Measures everything and returns the rows of the table."""
-    lines = []
+def table(
+    folder: Path, device: torch.device, *, batch_sizes: list[int], rounds: int, share: int
+) -> Iterator[list[dict[str, Any]]]:
+    """Measures everything; yields the rows so far after each batch size."""
+    lines: list[dict[str, Any]] = []
     for workload, (count, width, dtype) in SHAPES.items():
         count //= share
         array = np.memmap(folder / "rows.bin", dtype=dtype, mode="w+", shape=(count, width))
@@ -143,19 +145,23 @@ def table(folder: Path, device: torch.device, *, batch_sizes: list[int], rounds:
         array.flush()
         for batch_size in batch_sizes:
             found = ways(array, batch_size, device)
-            alone = measure(found, device, rounds=rounds, beside=None)
-            with_work = measure(found, device, rounds=rounds, beside=products(device)) if device.type == "cuda" else {}
+            measured = [measure(found, device, rounds=rounds, beside=None)]
+            if device.type == "cuda":
+                measured.append(measure(found, device, rounds=rounds, beside=products(device)))
+            alone, with_work = measured[0].figures, measured[-1].figures
             base = processor(count, alone[PLAIN])
-            for way in found:
-                line = {"workload": workload, "batch": batch_size, "way": way}
+            for way in alone:
+                line: dict[str, Any] = {"workload": workload, "batch": batch_size, "way": way}
                 line["samples/s"] = rate(count, alone[way])
-                if with_work:
+                if device.type == "cuda" and way in with_work:
                     line["samples/s beside a step"] = rate(count, with_work[way])
                 line["processor µs a sample"] = f"{processor(count, alone[way]):.2f}"
                 line["of DataLoader, 0 workers"] = f"{processor(count, alone[way]) / base:.2f}"
                 lines.append(line)
                 print(line, flush=True)
-    return lines
+            for way, why in {way: why for each in measured for way, why in each.failed.items()}.items():
+                lines.append({"workload": workload, "batch": batch_size, "way": f"{way}: {FAILED}, {why[:200]}"})
+            yield lines
 
 
 def main() -> None:
@@ -171,16 +177,19 @@ def main() -> None:
     if options.tiny:
         options.rounds = 1
     before = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        rows = table(
-            Path(name), device, batch_sizes=options.batch_sizes, rounds=options.rounds, share=20 if options.tiny else 1
-        )
-    if options.tiny:
-        return
-    load = f"{before:.1f} before and {os.getloadavg()[0]:.1f} after, with other work on the cores"
     title = f"Samples a second that loaders give, shuffled, on the {'GPU' if device.type == 'cuda' else 'CPU'}"
-    machine = describe() | {"load": load}
-    write_result("loader_gpu" if device.type == "cuda" else "loader", title, list(rows[0]), rows, machine)
+    name = "loader_gpu" if device.type == "cuda" else "loader"
+    sizes: dict[str, Any] = {"batch_sizes": options.batch_sizes, "rounds": options.rounds}
+    cases, done = len(SHAPES) * len(options.batch_sizes), 0
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for rows in table(Path(folder), device, **sizes, share=20 if options.tiny else 1):
+            done += 1
+            if options.tiny:
+                continue
+            load = f"{before:.1f} before and {os.getloadavg()[0]:.1f} after, with other work on the cores"
+            machine = describe() | {"load": load}
+            write_result(name, title, list(rows[0]), rows, machine, partial=done < cases)
+    exit_if_failed(any(f": {FAILED}, " in row["way"] for row in rows))
 
 
 if __name__ == "__main__":
