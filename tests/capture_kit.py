@@ -39,3 +39,15 @@ def capture_on_the_cpu(monkeypatch):
     monkeypatch.setattr(treadle.capture, "_why_not", lambda engine: None)
     monkeypatch.setattr(treadle.capture_check, "_host_rng", lambda: 0)  # dropout draws there
     Rerun.made = 0
+
+
+def refuse_on_the_device(monkeypatch):
+    """Lets captured steps leave word of a refusal for later, as on CUDA; eager ones are looked at as on the CPU."""
+    made = treadle.capture.CapturedSteps.__init__
+
+    def deferred(self, engine):
+        engine.guard.deferred = not engine.max_non_finite_grad_retries and engine.guard.plan is None
+        made(self, engine)
+        engine.guard.deferred = False
+
+    monkeypatch.setattr(treadle.capture.CapturedSteps, "__init__", deferred)

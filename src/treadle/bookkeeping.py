@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from treadle import distributed
 from treadle.data.cursor import Group
+from treadle.ema import Ema
 from treadle.errors import ConfigError, NonFiniteError
 from treadle.guard import Place
 from treadle.nested import map_nested_tensor
@@ -173,8 +174,8 @@ def refuse(engine: Engine) -> Outcome:
     return "skipped" if goes_on else "refused"
 
 
-def move_on(engine: Engine) -> Outcome:
-    """Moves what moves with applied steps only: counters, schedule, averages."""
+def move_on(engine: Engine, moved: Collection[Ema] = ()) -> Outcome:
+    """Moves what moves with applied steps only: counters, schedule, averages; of those in ``moved`` the counter."""
     if engine.guard.recording:
         return "applied"  # nothing changed: see treadle.capture
     engine.precision.applied()
@@ -183,7 +184,10 @@ def move_on(engine: Engine) -> Outcome:
     if engine.lr_scheduler is not None and moves_each_step(engine):
         engine.lr_scheduler.step()
     for ema in engine.averages.values():
-        ema.update(engine.model, applied_steps=engine.applied_steps)
+        if ema in moved:
+            ema.num_updates += 1
+        else:
+            ema.update(engine.model, applied_steps=engine.applied_steps)
     return "applied"
 
 

@@ -2,7 +2,8 @@
 
 What is captured is :meth:`Engine.train_step` itself. The first step of every shape runs as ever, so that the optimizer
 has its state; before the second, the step is warmed up and recorded, weights, optimizer and random numbers are put
-back, and one replay is compared with one eager step to the bit. Schedule and averages move beside the graph.
+back, and one replay is compared with one eager step to the bit. Averages that move with every step do so in the graph;
+the schedule, and averages with an interval, move beside it.
 
 The learning rate becomes a tensor on the device, in float32, which the schedule changes in place. An eager run whose
 learning rate is a tensor has the same numbers; one whose learning rate is a Python number rounds in float64.
@@ -123,6 +124,10 @@ class CapturedSteps:
         self._off = False
         self._settled_state = False  # whether the optimizer has all of its state
         self._rates: list[Tensor] = []
+        self._plain: list[list[str]] = []  # of each parameter group the names of its plain values
+        self._latest: Any = None  # the settings of the latest step
+        self._number = 0  # which of those that were met
+        self._numbers: dict[str, int] = {}
         self._flags = ReplayFlags(engine.device) if engine.guard.deferred else None
         engine.guard.replays = self._flags
 
@@ -163,6 +168,10 @@ class CapturedSteps:
         groups = self._engine.optimizer.param_groups
         if len(self._rates) != len(groups):
             self._rates = [torch.zeros((), dtype=torch.float32, device=self._engine.device) for _ in groups]
+            self._plain = [
+                [name for name, value in group.items() if name != "lr" and isinstance(value, _PLAIN)]
+                for group in groups
+            ]
         for group, rate in zip(groups, self._rates, strict=True):
             if group["lr"] is not rate:
                 value = group["lr"]
@@ -195,15 +204,21 @@ class CapturedSteps:
             self._engine.logger.info("step %d: captured as one CUDA graph%s", self._engine.step, shown)
         return step
 
-    def _settings(self) -> tuple[Any, ...]:
-        """Returns what is written into a graph besides the data: a change of it needs another one."""
+    def _settings(self) -> int:
+        """Numbers what is written into a graph besides the data: a change of it needs another one."""
         engine = self._engine
-        groups = [
-            tuple(value for name, value in group.items() if name != "lr" and isinstance(value, _PLAIN))
-            for group in engine.optimizer.param_groups
-        ]
-        trained = tuple([parameter.requires_grad for parameter in self._parameters])
-        return engine.model.training, engine.grad_clip, tuple(groups), trained
+        groups = zip(engine.optimizer.param_groups, self._plain, strict=True)
+        latest = (
+            engine.model.training,
+            engine.grad_clip,
+            [group[name] for group, names in groups for name in names],
+            [parameter.requires_grad for parameter in self._parameters],
+            [(average.decay, average.update_interval) for average in engine.averages.values()],
+        )
+        if latest != self._latest:
+            self._latest = latest
+            self._number = self._numbers.setdefault(repr(latest), len(self._numbers))
+        return self._number
 
     def _is_time_for(self, key: Any) -> bool:
         if self._settled_state and key in self._met:

@@ -34,7 +34,8 @@ class KeptState:
 
     def _tensors(self) -> list[Tensor]:
         engine = self._engine
-        model = [*engine.model.parameters(), *engine.model.buffers()]
+        modules = [engine.model, *(average.module for average in engine.averages.values())]
+        model = [value for module in modules for value in (*module.parameters(), *module.buffers())]
         state = [value for entries in engine.optimizer.state.values() for value in entries.values()]
         return [value.detach() for value in [*model, *state] if isinstance(value, Tensor)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +21,7 @@ from treadle.bookkeeping import (
 )
 from treadle.cuda_graph import CudaGraph, FixedBatch, Results, capturable, tensors_of
 from treadle.data.cursor import Group
+from treadle.ema import Ema
 from treadle.guard import FiniteGuard, Place, ReplayFlags, Verdict, step_unless
 from treadle.nested import map_nested_tensor
 from treadle.task import StepOutput
@@ -63,8 +63,13 @@ class CapturedStep:
         with aside(engine, self._guard):
             self._left: _Left = self._graph.record(self._recorded, prepare=lambda: clear_gradients(engine))
         self._decided = self._guard.flags  # where replays leave them; an eager step makes others
-        self._reads = flags is None or self._guard.weight_on_device
+        self._takes: Callable[[Any, StepOutput], StepOutput] | None = getattr(engine.task, "replayed", None)
         clear_gradients(engine)
+
+    @property
+    def _reads(self) -> bool:
+        """Whether the host reads of each step whether it counts."""
+        return self._flags is None or self._guard.weight_on_device
 
     def _recorded(self) -> _Left:
         engine = self._engine
@@ -78,6 +83,15 @@ class CapturedStep:
             self._guard.weights.begin()
         if self._engine.train_step(Group(batches, [0.0] * len(batches))) != "applied":
             raise RuntimeError("a micro-batch had no loss, which only the host can decide")
+        self._averages = () if self._reads else tuple(self._averages_inside())
+        for average in self._averages:
+            average.move(self._engine.model)
+
+    def _averages_inside(self) -> Iterator[Ema]:
+        """Gives the averages that move with every step, on the device, so that the graph moves them."""
+        for average in self._engine.averages.values():
+            if average.update_interval == 1 and average.lies_beside(self._engine.model):
+                yield average
 
     def eager(self) -> list[StepOutput]:
         """Runs the same step without the graph; returns its outputs."""
@@ -85,12 +99,17 @@ class CapturedStep:
             self._train()
             return self._engine.step_outputs
 
-    def replay(self, group: Group) -> tuple[Tensor, list[StepOutput]]:
-        """Fills the memory, launches the graph and returns the norm and the outputs."""
+    def replay(self, group: Group, weights: Sequence[float | None] | None = None) -> tuple[Tensor, list[StepOutput]]:
+        """Fills the memory, launches the graph and returns the norm and the outputs.
+
+        Args:
+            group: of the shape.
+            weights: of its micro-batches, where the host knows them.
+        """
         for inputs, batch in zip(self._inputs, group.batches, strict=True):
             inputs.fill(batch)
         self._graph.replay()
-        return self._left.read()
+        return self._left.read(weights or [None] * len(group.batches))
 
     def run(self, group: Group, weights: Sequence[float | None]) -> Outcome:
         """Runs one step and notes what it gave, as an eager one does."""
@@ -98,14 +117,13 @@ class CapturedStep:
         begin_attempt(engine, group)
         if self._guard.weights is not None:
             self._guard.weights.give([weight for weight in weights if weight is not None])
-        engine.step_info["grad_norm"], outputs = norm, _ = self.replay(group)
-        takes: Callable[[Any, StepOutput], StepOutput] | None = getattr(engine.task, "replayed", None)
-        for batch, output, weight in zip(group.batches, outputs, weights, strict=True):
-            known = output if weight is None else replace(output, weight=weight)
-            keep_output(engine, known if takes is None else takes(batch, known))
-        if self._flags is not None and not self._reads:
+        norm, outputs = self.replay(group, weights)
+        engine.step_info["grad_norm"] = norm
+        for batch, output in zip(group.batches, outputs, strict=True):
+            keep_output(engine, output if self._takes is None else self._takes(batch, output))
+        if self._flags is not None and not self._guard.weight_on_device:
             self._flags.note(place_of(engine), norm)
-            return move_on(engine)
+            return move_on(engine, moved=self._averages)
         bad, uncounted = self._decided.tolist()
         if uncounted:
             return skip(engine, "the total weight is 0")
@@ -141,13 +159,14 @@ class _Left:
         self._tensors.append(tensor)
         return len(self._tensors) - 1
 
-    def read(self) -> tuple[Tensor, list[StepOutput]]:
-        """Returns copies of the norm and the outputs, as the latest replay left them."""
+    def read(self, weights: Sequence[float | None]) -> tuple[Tensor, list[StepOutput]]:
+        """Returns copies of the norm and the outputs, as the latest replay left them, with the weights if given."""
         found = self._results.read()
         outputs = []
         at = 1
-        for output, (loss, weight, has_more) in zip(self._outputs, self._places, strict=True):
+        for output, (loss, weight, has_more), known in zip(self._outputs, self._places, weights, strict=True):
             at += (loss is not None) + (weight is not None)
+            left = output.weight if weight is None else found[weight]
             more = output.records, output.outputs
             if has_more:
                 rest = iter(found[at:])
@@ -160,7 +179,7 @@ class _Left:
             outputs.append(
                 StepOutput(
                     output.loss if loss is None else found[loss], more[0],
-                    output.weight if weight is None else found[weight], output.reduction,
+                    left if known is None else known, output.reduction,
                     outputs=more[1], num_samples=output.num_samples,
                 )
             )  # fmt: skip

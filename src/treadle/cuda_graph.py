@@ -102,18 +102,26 @@ def tensors_of(nested: Any) -> list[Tensor]:
         >>> tensors_of([torch.tensor(1), {"b": torch.tensor(2)}])
         [tensor(1), tensor(2)]
     """
-    if _is_plain(nested):
-        return [nested] if isinstance(nested, Tensor) else list(nested)
+    plain = _plain_tensors(nested)
+    if plain is not None:
+        return plain
     found: list[Tensor] = []
     map_nested_tensor(found.append, nested)
     return found
 
 
-def _is_plain(nested: Any) -> bool:
-    """Returns whether this is a tensor or a row of tensors, as most batches are, which is quicker to look through."""
-    return isinstance(nested, Tensor) or (
-        type(nested) in (tuple, list) and all(isinstance(one, Tensor) for one in nested)
-    )
+def _plain_tensors(nested: Any) -> list[Tensor] | None:
+    """Returns the tensors of a row or a dict of tensors, as most batches are, which is quicker to look through."""
+    kind = type(nested)
+    if kind is Tensor:
+        return [nested]
+    if kind is not tuple and kind is not list and kind is not dict:
+        return None
+    found = list(nested.values()) if kind is dict else list(nested)
+    for one in found:
+        if not isinstance(one, Tensor):
+            return None
+    return found
 
 
 def shape_of(batch: Any) -> tuple[Any, ...] | str:
@@ -126,8 +134,10 @@ def shape_of(batch: Any) -> tuple[Any, ...] | str:
         >>> shape_of((torch.zeros(2), 3)) == shape_of((torch.ones(2), 3)), shape_of([set()])
         (True, 'set')
     """
-    if _is_plain(batch):
-        return (type(batch), *((tensor.shape, tensor.dtype) for tensor in tensors_of(batch)))
+    plain = _plain_tensors(batch)
+    if plain is not None:
+        names = tuple(batch) if type(batch) is dict else ()
+        return (type(batch), names, *[(tensor.shape, tensor.dtype) for tensor in plain])
     found: list[Any] = []
     unknown: list[str] = []
 
@@ -181,7 +191,7 @@ class FixedBatch:
     def fill(self, batch: Any) -> None:
         """Copies the tensors of another batch of the same shape there."""
         for target, tensor in zip(self._tensors, tensors_of(batch), strict=True):
-            if target.data_ptr() != tensor.data_ptr():
+            if target is not tensor and target.data_ptr() != tensor.data_ptr():
                 target.copy_(tensor, non_blocking=True)
 
 
@@ -192,8 +202,8 @@ class Results:
         tensors: on one device; made while the graph is recorded.
 
     Example:
-        >>> Results([torch.tensor(2.0), torch.tensor(3), torch.tensor(4.0)]).read()
-        [tensor(2.), tensor(3), tensor(4.)]
+        >>> Results([torch.tensor(2.0), torch.tensor(3), torch.tensor([4.0])]).read()
+        [tensor(2.), tensor(3), tensor([4.])]
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
@@ -204,15 +214,14 @@ class Results:
         self._packed = [
             (torch.cat([tensors[number].reshape(-1) for number in numbers]), numbers) for numbers in by_type.values()
         ]
+        self._alike = len(by_type) == 1 and not any(self._shapes)  # numbers of one type, the usual case
 
-    def read(self) -> list[Tensor]:
+    def read(self) -> Sequence[Tensor]:
         """Returns copies of what the latest replay left."""
+        if self._alike:
+            return self._packed[0][0].clone().unbind()
         found: dict[int, Tensor] = {}
         for packed, numbers in self._packed:
-            copy = packed.clone()
-            if all(self._shapes[number].numel() == 1 for number in numbers):
-                parts = copy.unbind()
-            else:
-                parts = copy.split_with_sizes([self._shapes[number].numel() for number in numbers])
+            parts = packed.clone().split_with_sizes([self._shapes[number].numel() for number in numbers])
             found.update(zip(numbers, parts, strict=True))
-        return [found[number] if not shape else found[number].view(shape) for number, shape in enumerate(self._shapes)]
+        return [found[number].view(shape) for number, shape in enumerate(self._shapes)]

@@ -84,11 +84,15 @@ class Ema(AveragedModel):
         _widen_halves(self.module)
         self.module.requires_grad_(False)
 
-    @torch.no_grad()
     def update(self, model: nn.Module, *, applied_steps: int) -> None:
         """Moves the shadow towards the model's weights if ``applied_steps`` is due; reads nothing on the host."""
-        if applied_steps % self.update_interval:
-            return
+        if applied_steps % self.update_interval == 0:
+            self.move(model)
+            self.num_updates += 1
+
+    @torch.no_grad()
+    def move(self, model: nn.Module) -> None:
+        """Moves the shadow towards the model's weights and counts nothing, so that it can be recorded."""
         source = unwrap(model)
         averaged: tuple[list[Tensor], list[Tensor]] = ([], [])
         for shadow, live, is_buffer in self._pairs(source):
@@ -100,7 +104,10 @@ class Ema(AveragedModel):
                 shadow.copy_(live)
         if averaged[0]:
             torch._foreach_lerp_(averaged[0], averaged[1], 1.0 - self.decay)
-        self.num_updates += 1
+
+    def lies_beside(self, model: nn.Module) -> bool:
+        """Returns whether each weight of the average lies on the device of the model's own."""
+        return all(shadow.device == live.device for shadow, live, _ in self._pairs(unwrap(model)))
 
     def _pairs(self, source: nn.Module) -> Iterator[tuple[Tensor, Tensor, bool]]:
         """Gives shadow, live weight, and whether it is a buffer: of what is spread over ranks, this rank's parts."""

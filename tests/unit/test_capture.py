@@ -8,16 +8,21 @@ import pytest
 import torch
 from torch import nn
 
-from capture_kit import Rerun, capture_on_the_cpu
+from capture_kit import Rerun, capture_on_the_cpu, refuse_on_the_device
 from helpers import differences
-from treadle import BaseTrainer, ConfigError, Engine, StepOutput, TensorLoader
+from treadle import BaseTrainer, ConfigError, Engine, NonFiniteError, StepOutput, TensorLoader
 from treadle.cuda_graph import FixedBatch, Results, shape_of
+from treadle.ema import Ema
 from treadle.hooks import BaseHook, EmaHook
 
 
-@pytest.fixture
-def on_the_cpu(monkeypatch):
+@pytest.fixture(params=["read", "told later"])
+def on_the_cpu(request, monkeypatch):
+    """Refusals are read of each step, as with retries, or the device tells them later, as on CUDA without."""
     capture_on_the_cpu(monkeypatch)
+    if request.param == "told later":
+        refuse_on_the_device(monkeypatch)
+    return request.param
 
 
 class Fit:
@@ -189,3 +194,67 @@ def test_batches_are_copied_into_fixed_memory_unless_they_lie_there():
     own.fill({"x": torch.full((2,), 5.0), "n": 3})
     assert fixed.batch["x"].tolist() == [1, 1]
     assert first["x"].tolist() == [5, 5]
+
+
+class Averages(BaseHook):
+    """Keeps two averages: of every step, and of every third."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def averages(self, trainer):
+        self.kept = self.kept or {
+            "each": Ema(trainer.model, 0.9), "third": Ema(trainer.model, 0.8, update_interval=3),
+        }  # fmt: skip
+        return self.kept
+
+
+def test_averages_of_every_step_move_in_the_graph_unless_each_step_is_looked_at(on_the_cpu, monkeypatch):
+    beside = []
+    update = Ema.update
+    monkeypatch.setattr(Ema, "update", lambda self, *args, **more: beside.append(self) or update(self, *args, **more))
+    one, other = Averages(), Averages()
+    assert same(run(False, hooks=[one]), run(True, hooks=[other]))
+    assert [beside.count(hook.kept["third"]) for hook in (one, other)] == [40, 40]
+    assert beside.count(one.kept["each"]) == 40
+    inside = 40 - beside.count(other.kept["each"])
+    assert inside > 30 if on_the_cpu == "told later" else inside == 0  # the first steps of a shape are eager
+    assert other.kept["each"].num_updates == 40
+
+
+def test_a_decay_that_changes_is_noticed(on_the_cpu):
+    class Faster(BaseHook):
+        def on_after_step(self, trainer):
+            if trainer.step == 15:
+                trainer.averages["ema"].decay = 0.5
+
+    assert same(run(False, hooks=[Faster()]), run(True, hooks=[Faster()]))
+
+
+def test_an_average_stays_where_the_device_knows_whether_a_step_counts(on_the_cpu):
+    class Weighed(Fit):
+        def step(self, model, batch, totals=None, generator=None):
+            output = super().step(model, batch)
+            return StepOutput(output.loss, weight=batch[0].isfinite().all().float())
+
+    one, other = (run(capture, task=Weighed(), loader=loader_of(bad=True), max_non_finite_grad_retries=1)
+                  for capture in (False, True))  # fmt: skip
+    assert same(one, other)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_with_the_weights_before_it(on_the_cpu):
+    class Spoil(BaseHook):
+        def on_after_step(self, trainer):
+            if trainer.step == 7:  # an epoch is over; of the next one the third batch is spoilt
+                loader = trainer.cursor.loader
+                loader.tensors[0][loader.order.rows(1)[20]] = float("nan")
+
+    ends = []
+    for capture in (False, True):
+        engine = engine_of(capture, hooks=[Spoil()])
+        with pytest.raises(NonFiniteError) as caught:
+            engine.run(loader_of(), max_steps=40)
+        ends.append((caught.value.step, engine.applied_steps, engine.model, engine.optimizer.state_dict()["state"]))
+    assert ends[0][:2] == ends[1][:2] == (10, 9)
+    assert differences(ends[0][2].state_dict(), ends[1][2].state_dict()) == []
+    assert differences(ends[0][3], ends[1][3]) == []

@@ -218,7 +218,8 @@ class Cursor:
         group = Group()
         if self.ended:
             return group
-        self._check_buffers(count)
+        if count > 1:
+            self._check_buffers(count)
         source = self._the_source()
         while len(group.batches) < count and not self.ended:
             assert self._iterator is not None, "open() comes first"

@@ -83,6 +83,7 @@ class TensorLoader(RowLoader):
         self.tensors = tuple(tensor if device is None else tensor.to(device) for tensor in found)
         self.num_buffers = num_buffers
         self._buffers: dict[int, tuple[Tensor, ...]] = {}
+        self._apart = len({tensor.device for tensor in self.tensors}) > 1
 
     @contextlib.contextmanager
     def _reading(self, order: GlobalOrder, ahead: Iterator[range]) -> Iterator[Read]:
@@ -100,7 +101,7 @@ class TensorLoader(RowLoader):
                 batch = [out.copy_(piece) for out, piece in zip(outs, batch, strict=True)]
         else:
             self.last_rows = picked = rows[part.start : part.stop]
-            indices = [picked.to(tensor.device) for tensor in self.tensors]
+            indices = [picked.to(tensor.device) if self._apart else picked for tensor in self.tensors]
             places: Sequence[Tensor | None] = [None] * len(indices) if outs is None else outs
             pairs = zip(self.tensors, indices, places, strict=True)
             batch = [torch.index_select(tensor, 0, index, out=out) for tensor, index, out in pairs]
