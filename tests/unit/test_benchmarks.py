@@ -122,3 +122,25 @@ def test_a_run_of_spectra_that_is_cut_short_leaves_a_table(trial, monkeypatch, t
     page = (tmp_path / "results" / "spectra.md").read_text(encoding="utf-8")
     assert page.count("| 256 |") == 1
     assert "This run was cut short." in page
+
+
+def test_pieces_for_a_gpu_end_at_their_limits_and_are_summed_up(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = importlib.import_module("run_on_gpu")
+    code = {"good": "print('9 passed')", "bad": "raise SystemExit(3)", "slow": "import time; time.sleep(60)"}
+    limits = {"good": 50, "bad": 50, "slow": 1}
+    chosen = [module.Piece(name, (sys.executable, "-S", "-c", line), limits[name]) for name, line in code.items()]
+    outcomes = module.run_all(chosen, tmp_path / "new", minutes=5)
+    assert [outcome.how for outcome in outcomes] == ["passed", "failed, status 3", "timed out after 1 s"]
+    assert [outcome.how for outcome in module.run_all(chosen[:1], tmp_path, minutes=0)] == ["not begun"]
+    assert "| good | passed |" in (tmp_path / "new" / "summary.md").read_text(encoding="utf-8")
+    assert (tmp_path / "new" / "logs" / "good.log").read_text(encoding="utf-8") == "9 passed\n"
+
+
+def test_every_file_with_tests_of_a_gpu_is_a_piece(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = importlib.import_module("run_on_gpu")
+    names = [piece.name for piece in module.pieces(None, tiny=True)]
+    assert len(set(names)) == len(names)
+    assert sum("test_capture_on_a_gpu" in name for name in names[:4]) == 1
+    assert {Path(piece.command[1]).name for piece in module.pieces(None, tiny=False)} > {"spectra.py", "tokens.py"}
