@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from treadle import BaseHook, EmaHook, Engine, StepOutput
@@ -36,6 +37,7 @@ SCRIPT = """
 import sys
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 from treadle import BaseHook, BaseTrainer, CheckpointingHook, LoggingHook
 
@@ -166,6 +168,22 @@ def test_a_step_with_an_evaluation_behind_it_counts_without_it():
     assert [sum(parts.values()) for parts in line.seconds()] == [5.0] * 4
 
 
+def test_a_step_that_records_a_graph_is_not_measured():
+    clock = Ticks()
+    line = Timeline(clock)
+    for number in range(3):
+        line.begin_step("data")
+        clock.now += 1
+        if number == 1:
+            clock.mark = lambda: None  # as in a graph
+        line.switch("forward")
+        clock.now += 1
+        vars(clock).pop("mark", None)
+        line.switch("loop")
+    line.end_step()
+    assert line.seconds() == [{"data": 1, "forward": 1, "loop": 0}] * 2
+
+
 def test_all_is_put_back_after_a_measurement():
     watching = Watching(Timeline(Ticks()))
     slow = Slow(Ticks())
@@ -194,6 +212,20 @@ def test_reads_are_counted_at_their_lines_and_those_of_optimizers_and_data_are_n
         loss.item()
     assert sorted(counter.reads.values()) == [1, 2]
     assert all("test_bench.py" in line and "in test_reads" in line for line in counter.reads)
+
+
+def test_the_calls_that_a_host_waits_for_on_a_gpu_are_told_from_others():
+    counter = CallCounter(torch.device("cuda"))
+    with FakeTensorMode():
+        there, host = torch.empty(4, device="cuda"), torch.empty(4)
+        mask, places = torch.empty(4, dtype=torch.bool, device="cuda"), torch.zeros(4, dtype=torch.long, device="cuda")
+    for waits, name, args, kwargs in [
+        (True, "_local_scalar_dense", (there,), {}), (False, "_local_scalar_dense", (host,), {}),
+        (True, "index", (there, [mask]), {}), (False, "index", (there, [None, places]), {}),
+        (True, "repeat_interleave", (places,), {}), (False, "repeat_interleave", (places,), {"output_size": 9}),
+        (True, "copy_", (host, there), {}), (False, "copy_", (there, host), {}), (False, "add", (there, there), {}),
+    ]:  # fmt: skip
+        assert counter._reads(name, args, kwargs, there) is waits, name
 
 
 def test_operations_of_a_linear_layer_are_exact():
@@ -256,7 +288,7 @@ def test_what_makes_no_sense_or_fails_is_a_note():
     engine = engine_of()
     engine.prepare()
     bench = bench_of(engine)
-    assert "CUDA" in bench.run("capture", "", lambda: captured(engine)).note
+    assert "CUDA" in bench.run("capture", "", lambda: captured(engine, bench.groups)).note
     engine.task.step = None
     broken = Bench(engine, bench.groups, clock=HostClock(), count=2)
     monkey = iter([engine.train_step])
@@ -268,11 +300,12 @@ def test_what_makes_no_sense_or_fails_is_a_note():
 def test_loaders_that_could_take_the_place_of_the_present_one():
     data = TensorDataset(torch.arange(8.0).reshape(8, 1))
     loader = DataLoader(data, batch_size=3, shuffle=True, drop_last=True)
-    assert len(list(as_tensor_loader(loader))) == len(loader) == 2
+    assert len(list(as_tensor_loader(loader, torch.device("cpu")))) == len(loader) == 2
+    assert next(iter(as_tensor_loader(loader, torch.device("meta")))).device.type == "meta"
     with pytest.raises(NotTried, match="1 workers already"):
         with_workers(DataLoader(data, num_workers=1))
     with pytest.raises(NotTried, match="collate"):
-        as_tensor_loader(DataLoader(data, collate_fn=list))
+        as_tensor_loader(DataLoader(data, collate_fn=list), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("share", "loader", "words"), [(0.01, None, "1.0% of a step"), (0.5, [1], "this is a list")])

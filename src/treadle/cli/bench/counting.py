@@ -19,7 +19,10 @@ import treadle.data
 _PASSED_OVER = (Path(torch.__file__).parent, Path(__file__).parent, Path(contextlib.__file__).parent / "contextlib.py")
 _ON_THE_CPU_ALWAYS = (Path(torch.__file__).parent / "optim", Path(treadle.data.__file__).parent)
 _READS = ("_local_scalar_dense", "is_nonzero", "equal")
-_SIZES = ("nonzero", "masked_select", "_unique2", "unique_dim", "repeat_interleave")  # their result's size is asked for
+_SIZES = (  # the host asks for the size of their result
+    "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "repeat_interleave",
+)  # fmt: skip
+_MASKS = (torch.bool, torch.uint8)
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
 
 
@@ -52,21 +55,24 @@ class CallCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Counts one call and makes it."""
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         self.num_calls += 1
         name = func.__name__.partition(".")[0]
-        if self._reads(name, args, result):
+        if self._reads(name, args, kwargs, result):
             self.reads[place_of_call()] += 1
         return result
 
-    def _reads(self, name: str, args: Any, result: Any) -> bool:
+    def _reads(self, name: str, args: Any, kwargs: Mapping[str, Any], result: Any) -> bool:
         tensors = [value for value in args if isinstance(value, Tensor)]
         if not any(value.device.type == self.device.type for value in tensors):
             return False
         if self.device.type != "cuda":
             return name in _READS and not _inside(_ON_THE_CPU_ALWAYS)
         if name in _READS or name in _SIZES:
-            return True
+            return kwargs.get("output_size") is None  # of repeat_interleave, where the caller knows it
+        if name == "index":  # by a mask: the size of the result is the number of its True entries
+            return any(isinstance(value, Tensor) and value.dtype in _MASKS for value in args[1])
         if name == "copy_":  # into pinned memory nothing waits
             into, rest = tensors[0], args[2:]
             return into.device.type == "cpu" and not (into.is_pinned() and rest and rest[0])
@@ -109,13 +115,15 @@ def count_flops(step: Callable[[], Any]) -> int:
 
 
 @contextlib.contextmanager
-def counting_launches(found: dict[str, int]) -> Iterator[None]:
-    """Counts the kernel launches inside the block on a CUDA device, under ``"launches"``."""
+def counting_launches(found: dict[str, int], device: torch.device) -> Iterator[None]:
+    """Counts the kernel launches inside the block on a CUDA device, under ``"launches"`` if the profiler sees any."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         yield
-        torch.cuda.synchronize()
-    found["launches"] = launches_in({event.key: event.count for event in profiler.key_averages()})
+        torch.cuda.synchronize(device)
+    launches = launches_in({event.key: event.count for event in profiler.key_averages()})
+    if launches:  # the system may keep the launches from a profiler
+        found["launches"] = launches
 
 
 def launches_in(counts: Mapping[str, int]) -> int:

@@ -53,15 +53,17 @@ def try_loaders(engine: Engine, loader: Any, *, count: int, clock: Clock, share:
 
 
 def _others(engine: Engine) -> Iterator[tuple[str, str, Callable[[Any], Iterable[Any]]]]:
-    yield "TensorLoader", "treadle.TensorLoader(*tensors, batch_size=...)", as_tensor_loader
+    on = "" if engine.device.type == "cpu" else f", device={engine.device.type!r}"
+    how = f"treadle.TensorLoader(*tensors, batch_size=...{on})"
+    yield "TensorLoader", how, lambda loader: as_tensor_loader(loader, engine.device)
     yield f"{_WORKERS} workers", f"DataLoader(..., num_workers={_WORKERS}, persistent_workers=True)", with_workers
     if engine.device.type == "cuda":
         how = "treadle.TransferLoader(loader)"
         yield "TransferLoader", how, lambda loader: with_transfers(loader, engine.device)
 
 
-def as_tensor_loader(loader: Any) -> TensorLoader:
-    """Returns a TensorLoader over the tensors of a DataLoader.
+def as_tensor_loader(loader: Any, device: torch.device) -> TensorLoader:
+    """Returns a TensorLoader over the tensors of a DataLoader, on the device that trains.
 
     Raises:
         NotTried: its data set is not a TensorDataset, or it puts batches together in a way of its own.
@@ -72,7 +74,11 @@ def as_tensor_loader(loader: Any) -> TensorLoader:
         raise NotTried("the DataLoader has a batch sampler of its own")
     shuffle = isinstance(loader.sampler, RandomSampler)
     return TensorLoader(
-        *loader.dataset.tensors, batch_size=loader.batch_size, shuffle=shuffle, drop_last=loader.drop_last
+        *loader.dataset.tensors,
+        batch_size=loader.batch_size,
+        shuffle=shuffle,
+        drop_last=loader.drop_last,
+        device=device,
     )
 
 

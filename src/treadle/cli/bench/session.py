@@ -27,7 +27,7 @@ from treadle.cli.bench.trials import (
     num_threads,
     thread_counts,
 )
-from treadle.cli.bench.watch import Watch, parts_in_order
+from treadle.cli.bench.watch import Watch, is_replayed, parts_in_order
 from treadle.compiling import is_compiled
 from treadle.data.cursor import Group
 from treadle.engine import Engine
@@ -120,7 +120,7 @@ class BenchHook(BaseHook):
         elif counted == 1 + COUNTED:
             self._open.close()
             if trainer.device.type == "cuda":
-                self._open.enter_context(counting_launches(self._launches))
+                self._open.enter_context(counting_launches(self._launches, trainer.device))
         if counted >= 1 + (2 if trainer.device.type == "cuda" else 1) * COUNTED:
             self._open.close()
             self._conclude(trainer)
@@ -148,11 +148,19 @@ class BenchHook(BaseHook):
         result.host_reads = {line: count / COUNTED for line, count in self._counter.reads.most_common()}
         result.launches = self._launches["launches"] / COUNTED if self._launches else None
         flops = count_flops(lambda: trainer.train_step(self._groups[-1]))
-        result.ceilings = measure_ceilings(trainer.device, result.precision)
-        result.floor = floor_of(flops, least_bytes(trainer, self._groups[-1].batches), result.ceilings)
-        result.trials = self._try(trainer, self._watch.loader)
+        result.trials = self._find_floor(trainer, flops) + self._try(trainer, self._watch.loader)
         on_cuda = trainer.device.type == "cuda"
         result.advice = advise(result.means, result.host_reads, result.trials, on_cuda=on_cuda)
+
+    def _find_floor(self, trainer: Engine, flops: int) -> list[Trial]:
+        """Measures the machine and returns nothing, or why that was not possible."""
+        try:
+            ceilings = measure_ceilings(trainer.device, self.result.precision)
+        except torch.OutOfMemoryError:
+            return [Trial("the floor", "", note="measuring the machine's ceilings needs 2.5 GB more of the device")]
+        self.result.ceilings = ceilings
+        self.result.floor = floor_of(flops, least_bytes(trainer, self._groups[-1].batches), ceilings)
+        return []
 
     def _try(self, trainer: Engine, loader: Any) -> list[Trial]:
         step = self.result.step_seconds
@@ -160,7 +168,7 @@ class BenchHook(BaseHook):
         clock = self._clock_for(trainer.device)
         share = self.result.parts.get(DATA, 0.0) / step if step else 0.0
         of_loaders = try_loaders(trainer, loader, count=count, clock=clock, share=share)
-        if trainer.capture is not False:
+        if is_replayed(trainer):
             note = "the run is captured; bench it with capture=False to try settings of single operators"
             return [*of_loaders, Trial("other settings", "", note=note)]
         bench = Bench(trainer, self._groups, clock=clock, count=count)
@@ -168,7 +176,7 @@ class BenchHook(BaseHook):
         trials = [
             bench.run("fused optimizer", "fused=True", partial(fused_optimizer, trainer)),
             bench.run("bf16", bf16, partial(in_bf16, trainer), "rounds otherwise: look at the loss"),
-            bench.run("capture", "capture=True, with a fused optimizer", partial(captured, trainer)),
+            bench.run("capture", "capture=True, with a fused optimizer", partial(captured, trainer, self._groups)),
             self._try_compiling(bench),
             self._try_doubling(bench),
         ]

@@ -24,7 +24,7 @@ class Clock(Protocol):
     """Marks moments; the time between two is asked for when all is over."""
 
     def mark(self) -> Any:
-        """Returns a mark of the present moment; waits for nothing."""
+        """Returns a mark of the present moment, None where there is none; waits for nothing."""
         ...
 
     def seconds(self, first: Any, second: Any) -> float:
@@ -61,8 +61,10 @@ class StreamClock:
     def __init__(self, device: torch.device):
         self.device = device
 
-    def mark(self) -> torch.cuda.Event:
-        """Puts an event into the stream."""
+    def mark(self) -> torch.cuda.Event | None:
+        """Puts an event into the stream; None while a CUDA graph is recorded, in which an event has no time."""
+        if torch.cuda.is_current_stream_capturing():  # of the present device, which recording sets
+            return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -136,8 +138,13 @@ class Timeline:
     def switch(self, part: str) -> None:
         """Says in which part the run is from here on."""
         self.part = part
-        if self._running is not None:
-            self._running.append((part, self.clock.mark()))
+        if self._running is None:
+            return
+        mark = self.clock.mark()
+        if mark is None:
+            self.drop_step()  # a step that records a graph is none of those to be measured
+        else:
+            self._running.append((part, mark))
 
     def inside(self, call: Callable[..., Any], part: str, *, after: str | None = None) -> Callable[..., Any]:
         """Wraps a call: it is the part ``part``, and behind it comes ``after``, or what was before it."""

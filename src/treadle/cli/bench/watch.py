@@ -104,7 +104,7 @@ class Watch:
 
     def _wrap_step(self) -> None:
         engine = self._engine
-        if getattr(engine.steps, "__func__", None) is not type(engine).train_step:
+        if is_replayed(engine):
             self._wrap(engine, "steps", REPLAY)
         self._wrap(engine, "forward", FORWARD, after=LOOP)
         # Behind the last backward pass come the norm, the verdict, clipping and the optimizer, up to the guard's end.
@@ -119,6 +119,20 @@ class Watch:
         for event in STEP_EVENTS:
             for hook in listeners(hooks, event):
                 self._wrap(hook, event, f"{HOOK}{hook.state_key}")
+
+
+def is_replayed(engine: Engine) -> bool:
+    """Returns whether the steps of a prepared engine are captured; ``capture="auto"`` may have found that they cannot.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> class Eager:
+        ...     def train_step(self): ...
+        >>> engine = Eager(); engine.steps = engine.train_step
+        >>> is_replayed(engine)
+        False
+    """
+    return getattr(engine.steps, "__func__", None) is not type(engine).train_step
 
 
 def parts_in_order(parts: dict[str, float]) -> dict[str, float]:
