@@ -93,16 +93,16 @@ class GraphMetrics:
         if self.task_type == "regression":
             return _regression(pred[known], target[known].double())
         if self.task_type == "multilabel":
-            return _multilabel(self._score(pred), target, known)
+            return _multilabel(pred, self._score(pred) > 0.5, target, known)
         pred, target = pred[known], target[known].long()
         if pred.dim() == 2 and pred.shape[1] > 2:
             return _classes(pred.softmax(1) if self.from_logits else pred, target)
         if pred.dim() == 2 and not self.from_logits:
             pred = pred[:, 1]
-        score = self._score(margin(pred))
+        score = margin(pred)
         if self.task_type == "edge_prediction":
             return {**_curve_values(score, target), f"precision@{self.k}": _precision_at(score, target, self.k)}
-        return {**_labels(score > 0.5, target), **_curve_values(score, target)}
+        return {**_labels(self._score(score) > 0.5, target), **_curve_values(score, target)}
 
     def _score(self, logit: Tensor) -> Tensor:
         return logit.sigmoid() if self.from_logits else logit
@@ -185,10 +185,10 @@ def _classes(score: Tensor, target: Tensor) -> dict[str, float]:
     }
 
 
-def _multilabel(score: Tensor, target: Tensor, known: Tensor) -> dict[str, float]:
+def _multilabel(score: Tensor, label: Tensor, target: Tensor, known: Tensor) -> dict[str, float]:
     columns = [_curve_values(score[known[:, t], t], target[known[:, t], t].long()) for t in range(score.shape[1])]
     defined = [column for column in columns if not math.isnan(column["roc_auc"])]
-    right = (score > 0.5)[known] == target[known].bool()
+    right = label[known] == target[known].bool()
     means = {name: _mean([column[name] for column in defined]) for name in ("roc_auc", "ap")}
     return {"accuracy": float(right.double().mean()), **means}
 
@@ -198,12 +198,15 @@ def _mean(values: list[float]) -> float:
 
 
 def _curve_values(score: Tensor, target: Tensor) -> dict[str, float]:
-    """Returns the areas under both curves; NaN unless both classes occur."""
+    """Returns the areas under both curves, which the order of the scores decides; NaN unless both classes occur."""
     positives = int(target.sum())
     if positives in (0, len(target)):
         return {"roc_auc": math.nan, "ap": math.nan}
     auroc, average_precision = _curves()
-    return {"roc_auc": float(auroc(score, target)), "ap": float(average_precision(score, target))}
+    # Ranks, since torchmetrics would take the sigmoid of a logit, which rounds to 1 from 37 on: different ones tie.
+    rank = score.unique(return_inverse=True)[1]
+    share = rank.double() / len(score)
+    return {"roc_auc": float(auroc(share, target)), "ap": float(average_precision(share, target))}
 
 
 def _curves() -> tuple[Any, Any]:

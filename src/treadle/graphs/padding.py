@@ -201,10 +201,8 @@ class PaddingHook(BaseHook):
         self._padding.forget()
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Stores the count of the present epoch, if there is one."""
-        used = self._padding.used()
-        if used:
-            state_dict["hooks"][self.state_key] = {"used": used}
+        """Stores the count of the present epoch."""
+        state_dict["hooks"][self.state_key] = {"used": self._padding.used()}
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
         """Restores it."""

@@ -147,6 +147,19 @@ def test_nci_is_read_from_rdkit_and_split_by_a_fixed_seed(small_nci, tmp_path):
     assert [graph.smiles for graph in again.test] == [graph.smiles for graph in data.test]
 
 
+@pytest.mark.parametrize("options", [{}, {"splits": "random", "seed": 3}])
+def test_a_molecule_that_the_file_of_nci_has_twice_is_not_in_two_splits(small_nci, tmp_path, options):
+    chains = ["C" * n for n in range(1, 41)]
+    twice = ["OCC", "CCO", "C1=CC=CC=C1O", "Oc1ccccc1", "N[C@@H](C)O", "N[C@H](C)O", "CC#N", "N#CC"]
+    lines = [*chains, *twice]
+    (small_nci / "NCI" / "first_5K.smi").write_text("".join(f"{text}\t1\n" for text in lines))
+    data = get_dataset("nci", tmp_path / "data", **options)
+    assert [len(split) for split in data.get_splits()] == [40, 4, 4]
+    train, val, test = ({graph.smiles for graph in split} for split in data.get_splits())
+    assert train >= set(twice)  # under either name, and mirror images, which are one graph here
+    assert train | val | test == set(lines)
+
+
 def test_nci_is_processed_once_and_still_says_what_is_left_out(small_nci, tmp_path, monkeypatch, caplog):
     first = get_dataset("nci", tmp_path / "data")
     monkeypatch.setattr("treadle.graphs.datasets.offline.graphs_from_smiles", None)

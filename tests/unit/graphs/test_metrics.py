@@ -35,6 +35,16 @@ def random_scores(size=60, seed=0, *, tied=False):
     return (z * 2).round() / 2 if tied else z, (torch.rand(size, generator=draw) < (z * 0.7).sigmoid()).long()
 
 
+def test_logits_that_the_sigmoid_rounds_to_1_keep_their_order():
+    logits, target = torch.tensor([40.0, 50.0, -3.0, 45.0]), torch.tensor([0, 1, 0, 1])
+    for task, args in (("classification", (1,)), ("edge_prediction", ())):
+        values = measured(task, logits, target, *args)
+        assert (values["roc_auc"], values["ap"]) == (1.0, 1.0)
+    values = measured("multilabel", logits[:, None], target[:, None].float(), 1)
+    assert (values["roc_auc"], values["ap"]) == (1.0, 1.0)
+    assert measured("edge_prediction", logits, target, k=2)["precision@2"] == 1.0
+
+
 def test_regression_with_errors_1_and_2():
     values = measured("regression", torch.tensor([[1.0], [2.0]]), torch.zeros(2))
     assert values == {"mse": near(2.5), "mae": near(1.5), "rmse": near(1.581139)}

@@ -71,6 +71,8 @@ class Source:
     """Numbers of the graphs for training, validation and test."""
     has_test_set: bool
     """Whether the test set is the source's own, which no other split may change."""
+    molecules: Indices | None = None
+    """(G,) graphs of one number are one and the same, and stay in the training part; None: none is there twice."""
 
     def __post_init__(self) -> None:
         for name, chosen in zip(("training", "validation", "test"), self.official, strict=True):
@@ -85,8 +87,28 @@ class Source:
         train, val, test = self.official
         pool = np.concatenate([train, val] if self.has_test_set else [train, val, test])
         drawn = np.random.default_rng(seed).permutation(np.sort(pool))
+        if self.molecules is not None:
+            drawn = repeats_first(drawn, self.molecules)
         rest = test if self.has_test_set else drawn[len(train) + len(val) :]
         return drawn[: len(train)], drawn[len(train) : len(train) + len(val)], rest
+
+
+def repeats_first(order: Indices, molecules: Indices) -> Indices:
+    """Moves what stands there more than once to the front, equal ones side by side, so that no later part has it too.
+
+    Args:
+        order: (N,) numbers of graphs.
+        molecules: (G,) graphs of one number are one and the same.
+
+    Example:
+        >>> repeats_first(np.array([3, 0, 2, 1]), np.array([7, 8, 9, 7])).tolist()
+        [3, 0, 2, 1]
+        >>> repeats_first(np.array([2, 0, 1, 3]), np.array([7, 8, 9, 7])).tolist()
+        [0, 3, 2, 1]
+    """
+    _, first, number, counts = np.unique(molecules[order], return_index=True, return_inverse=True, return_counts=True)
+    place = np.where(counts > 1, first, len(order))[number]
+    return order[np.argsort(place, kind="stable")]
 
 
 def tenths(numbers: Indices) -> tuple[Indices, Indices, Indices]:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch_geometric.data import Data
 
 from treadle.graphs.datasets.parallel import parallel_map
@@ -171,6 +172,25 @@ def graphs_from_smiles(
         _log.warning("%s: %s", source, describe_unusable(unusable, len(smiles)))
     graphs = [_data(result, text) for text, result in zip(smiles, results, strict=True) if not isinstance(result, str)]
     return graphs, unusable
+
+
+def number_molecules(smiles: Sequence[str]) -> Tensor:
+    """Numbers molecules: equal ones have one number, whichever SMILES they are written as. Stereo does not count.
+
+    Args:
+        smiles: molecules that RDKit reads.
+
+    Returns:
+        (N,) int64.
+
+    Example:
+        >>> number_molecules(["CCO", "CC", "OCC"]).tolist()
+        [0, 1, 0]
+    """
+    chem = import_rdkit("Chem")
+    numbers: dict[str, int] = {}
+    canonical = (chem.MolToSmiles(_molecule(text), isomericSmiles=False) for text in smiles)
+    return torch.tensor([numbers.setdefault(name, len(numbers)) for name in canonical])
 
 
 def describe_unusable(unusable: Sequence[str], total: int, *, most: int = 20) -> str:

@@ -12,9 +12,15 @@ from typing import Any
 import numpy as np
 
 from treadle.errors import ConfigError
-from treadle.graphs.datasets.base import Described, Source, consecutive, tenths
+from treadle.graphs.datasets.base import Described, Source, consecutive, repeats_first, tenths
 from treadle.graphs.datasets.files import cached, digest
-from treadle.graphs.datasets.molecules import ATOM_COLUMNS, BOND_COLUMNS, describe_unusable, graphs_from_smiles
+from treadle.graphs.datasets.molecules import (
+    ATOM_COLUMNS,
+    BOND_COLUMNS,
+    describe_unusable,
+    graphs_from_smiles,
+    number_molecules,
+)
 from treadle.graphs.datasets.packed import GraphSplit, pack
 from treadle.graphs.datasets.targets import import_rdkit
 
@@ -33,7 +39,11 @@ _MOLECULES = Described(
 
 
 def load_nci(name: str, root: Path, *, num_workers: int | None) -> Source:
-    """Reads the first 5,000 compounds of the NCI open database, which RDKit ships; 80/10/10 by seed 0."""
+    """Reads the first 5,000 compounds of the NCI open database, which RDKit ships; 80/10/10 by seed 0.
+
+    The file has some molecules more than once, under other SMILES or as mirror images, which are one graph here. All of
+    those are for training: else a test molecule would have been trained on.
+    """
     path = Path(import_rdkit("RDConfig").RDDataDir) / "NCI" / "first_5K.smi"
     if not path.is_file():
         raise ImportError(
@@ -45,12 +55,13 @@ def load_nci(name: str, root: Path, *, num_workers: int | None) -> Source:
     def build() -> dict[str, Any]:
         smiles = [line.split()[0] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         graphs, unusable = graphs_from_smiles(smiles, source=name, num_workers=num_workers)
-        return {"graphs": pack(graphs), "unusable": unusable, "total": len(smiles)}
+        molecules = number_molecules([graph.smiles for graph in graphs])
+        return {"graphs": pack(graphs), "unusable": unusable, "total": len(smiles), "molecules": molecules}
 
-    content = _processed(name, root, {"files": digest(path)}, build)
-    graphs = GraphSplit(content["graphs"])
-    order = np.random.default_rng(0).permutation(len(graphs))
-    return Source(_MOLECULES, graphs, tenths(order), has_test_set=False)
+    content = _processed(name, root, {"files": digest(path), "numbered": True}, build)
+    graphs, molecules = GraphSplit(content["graphs"]), content["molecules"].numpy()
+    order = repeats_first(np.random.default_rng(0).permutation(len(graphs)), molecules)
+    return Source(_MOLECULES, graphs, tenths(order), has_test_set=False, molecules=molecules)
 
 
 def load_zinc_clean_leads(
