@@ -49,18 +49,32 @@ def load_model_state(
     Raises:
         CheckpointError: names are missing, unexpected or of another shape; all are listed.
     """
-    wrong = state_mismatches(model, saved, what=what, kept=kept)
-    if wrong:
-        raise CheckpointError(
-            f"the checkpoint does not fit this {what}: {wrong}. Use another folder for another model, "
-            "or start without resuming"
-        )
+    check_model_state(model, saved, what=what, kept=kept)
     target = unwrap(model)
     live = {clean_name(name): (name, value) for name, value in target.state_dict().items()}
     fitting = {
         live[name][0]: placed_like(value, live[name][1]) for name, value in without_wrappers(saved, live).items()
     }
     target.load_state_dict(fitting, strict=not kept)
+
+
+def check_model_state(
+    model: nn.Module, saved: Mapping[str, Any], *, what: str = "model", kept: Collection[str] = ()
+) -> None:
+    """Raises what :func:`load_model_state` would, and loads nothing.
+
+    Raises:
+        CheckpointError: names are missing, unexpected or of another shape; all are listed.
+
+    Example:
+        >>> check_model_state(nn.Linear(2, 1), nn.Linear(2, 1).state_dict())
+    """
+    wrong = state_mismatches(model, saved, what=what, kept=kept)
+    if wrong:
+        raise CheckpointError(
+            f"the checkpoint does not fit this {what}: {wrong}. Use another folder for another model, "
+            "or start without resuming"
+        )
 
 
 def state_mismatches(

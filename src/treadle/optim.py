@@ -17,6 +17,10 @@ from treadle.shards import placed_state
 # nn.modules.batchnorm._NormBase is the common base of BatchNorm*, SyncBatchNorm and InstanceNorm*.
 _NORM_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _FUSED_DEVICES = ("cpu", "cuda")
+# Keys of parameter groups that a schedule or the user adds.
+_OF_NO_OPTIMIZER = {
+    "params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr",
+}  # fmt: skip
 
 
 def is_normalisation(module: nn.Module) -> bool:
@@ -113,7 +117,7 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     groups = []
     for saved, live in zip(state["param_groups"], optimizer.param_groups, strict=True):
         groups.append({**saved, "param_names": [names.get(id(parameter), "") for parameter in live["params"]]})
-    return {"state": state["state"], "param_groups": groups}
+    return {**state, "param_groups": groups}  # an optimizer may keep more than these two
 
 
 def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
@@ -124,17 +128,9 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[
     Raises:
         CheckpointError: the groups hold other parameters than those of the checkpoint.
     """
-    groups = [dict(group) for group in saved["param_groups"]]
-    if len(groups) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"optimizer: the checkpoint has {len(groups)} parameter groups, this optimizer has "
-            f"{len(optimizer.param_groups)}; build the optimizer as it was, or start a new run in another folder"
-        )
-    names = parameter_names(model)
+    groups = aligned_groups(optimizer, model, saved)
     state = dict(saved["state"])
-    for number, (group, live) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
-        live_names = [names.get(id(parameter), "") for parameter in live["params"]]
-        group["params"] = live_order(number, group, live_names)
+    for group, live in zip(groups, optimizer.param_groups, strict=True):
         for index, parameter in zip(group["params"], live["params"], strict=True):
             if isinstance(state.get(index), Mapping):
                 state[index] = {key: _own(placed_state(value, parameter)) for key, value in state[index].items()}
@@ -143,7 +139,42 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[
         for key, value in live.items():  # plain trees hold lists where torch has tuples, as in betas
             if isinstance(value, tuple) and isinstance(group.get(key), list):
                 group[key] = tuple(group[key])
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})
+
+
+def aligned_groups(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns copies of the saved parameter groups, with the parameters in the order of the live ones.
+
+    Raises:
+        CheckpointError: the groups hold other parameters than those of the checkpoint, or are another optimizer's.
+    """
+    groups = [dict(group) for group in saved["param_groups"]]
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"optimizer: the checkpoint has {len(groups)} parameter groups, this optimizer has "
+            f"{len(optimizer.param_groups)}; build the optimizer as it was, or start a new run in another folder"
+        )
+    names = parameter_names(model)
+    for number, (group, live) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        _refuse_another_kind(optimizer, group)
+        group["params"] = live_order(number, group, [names.get(id(parameter), "") for parameter in live["params"]])
+    return groups
+
+
+def _refuse_another_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Raises for the group of another optimizer: it has settings of its own and lacks some of this one's.
+
+    Switches do not count: torch adds some from version to version and fills them in.
+    """
+    own = getattr(optimizer, "defaults", {})
+    missing = [key for key, value in own.items() if key not in saved and not isinstance(value, (bool, type(None)))]
+    strange = [key for key in saved if key not in own and key not in _OF_NO_OPTIMIZER]
+    if missing and strange:
+        raise CheckpointError(
+            f"optimizer: the checkpoint's is of another kind: it has {', '.join(strange)}, the "
+            f"{type(optimizer).__name__} of this run has {', '.join(missing)}. Build the optimizer as it was, or start "
+            "a new run from load_weights(...)"
+        )
 
 
 def overruled_settings(optimizer: Optimizer, saved: Mapping[str, Any], *, scheduled: bool) -> list[str]:
@@ -165,7 +196,7 @@ def overruled_settings(optimizer: Optimizer, saved: Mapping[str, Any], *, schedu
     for group, live in zip(saved["param_groups"], optimizer.param_groups, strict=False):
         for key in live.keys() & group.keys() - left_out:
             old, new = _comparable(group[key]), _comparable(live[key])
-            if not _is_same(old, new):
+            if not is_same_setting(old, new):
                 found.append(f"{key}={old!r} (built as {new!r})")
     return sorted(set(found))
 
@@ -176,8 +207,14 @@ def _comparable(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _is_same(old: Any, new: Any) -> bool:
-    # A rate that is a tensor is a float32.
+def is_same_setting(old: Any, new: Any) -> bool:
+    """Returns whether two values of a setting are equal, whatever containers hold them; a rate may be a float32.
+
+    Example:
+        >>> is_same_setting([0.9, 0.95], (0.9, 0.95)), is_same_setting(1, 2)
+        (True, False)
+    """
+    old, new = _comparable(old), _comparable(new)
     numbers = isinstance(old, float) and isinstance(new, float)
     return bool(math.isclose(old, new, rel_tol=1e-6) if numbers else old == new)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from treadle.checkpoint.lock import RunLock
+from treadle.checkpoint.ranks import held_by_rank_0 as held_by_rank_0
 from treadle.checkpoint.ranks import on_rank_0, open_on_ranks
 from treadle.checkpoint.store import find_latest, link_checkpoint, save_checkpoint
 from treadle.engine import Engine
@@ -105,21 +105,6 @@ class RunFolder:
             ) from error
         engine.resume_source = str(source)
         engine.logger.info("resumed from %s at step %d, epoch %d", source, engine.step, engine.epoch)
-
-
-@contextlib.contextmanager
-def held_by_rank_0(folder: Path) -> Iterator[None]:
-    """Holds a folder for a run on any number of ranks inside the block; all ranks enter it.
-
-    Raises:
-        CheckpointError: another process holds it, or it cannot be written; on all ranks.
-    """
-    lock = RunLock()
-    on_rank_0(lambda: lock.take(folder))
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def write_best_and_last(tree: Mapping[str, Any], folder: Path, *, is_best: bool, last_name: str = "last.pt") -> None:

@@ -67,46 +67,56 @@ def resume_from_hooks(engine: Engine) -> None:
     """Loads what a hook names, before any event of the first run; a state loaded by hand wins."""
     if engine.resumed or (engine.step > 0 and not engine.loaded):
         return  # this object goes on from where it stands
-    engine.resumed = True
     for hook in engine.hooks:
         tree = hook.checkpoint_to_resume(engine)
         if tree is not None and engine.loaded:
             engine.logger.warning("%s: a state was loaded already and wins", type(hook).__name__)
         elif tree is not None:
             engine.load_state_dict(tree)
+    engine.resumed = True  # not before: after an error here, the next run must not start from nothing
 
 
 @contextlib.contextmanager
 def training_session(engine: Engine) -> Iterator[None]:
     """Opens the hooks and signal handlers for a run and closes them whatever happens."""
+    opened: list[BaseHook] = []
+    failure: BaseException | None = None
+    with contextlib.ExitStack() as held:
+        signals = _make_ready(engine, held)
+        try:
+            with engine.signals.listening(signals), failing_by_name(engine), explaining_out_of_memory(engine):
+                for hook in engine.hooks:
+                    opened.append(hook)
+                    hook.on_before_train(engine)
+                engine.listen()
+                engine.model.train()
+                yield
+                leave_on_signal(engine)  # one that came after the last boundary must not be lost
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            engine.exit_plans = []
+            engine.cursor.close()
+            engine.eval_cursor.close()
+            engine.exchange.close()
+            engine.call_all()
+            close_hooks(engine, opened, failure)
+
+
+def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
+    """Checks a run and takes what hooks hold for it, before any event; returns the signals that hooks wait for."""
     with failing_by_name(engine):
+        for hook in engine.hooks:
+            held.enter_context(hook.claim(engine))
         check_before_training(engine)
         engine.heard = []
         if engine.step == 0 and not engine.loaded:
             separate_streams()
     engine.exit_plans = [plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None]
-    signals = [number for plan in engine.exit_plans for number in plan.signals]
     if distributed.rank() == 0:
         engine.logger.info(start_block(engine))
-    opened: list[BaseHook] = []
-    failure: BaseException | None = None
-    try:
-        with engine.signals.listening(signals), failing_by_name(engine), explaining_out_of_memory(engine):
-            for hook in engine.hooks:
-                opened.append(hook)
-                hook.on_before_train(engine)
-            engine.listen()
-            engine.model.train()
-            yield
-    except BaseException as error:
-        failure = error
-        raise
-    finally:
-        engine.cursor.close()
-        engine.eval_cursor.close()
-        engine.exchange.close()
-        engine.call_all()
-        close_hooks(engine, opened, failure)
+    return [number for plan in engine.exit_plans for number in plan.signals]
 
 
 def close_hooks(engine: Engine, opened: list[BaseHook], failure: BaseException | None) -> None:

@@ -1,7 +1,8 @@
 """The state table: everything a run needs to go on to the bit, gathered and restored in one order.
 
 Gathered: model, scheduler, optimizer, scaler, averages, progress, data, the parts of the epoch driver, hooks, RNG.
-Restored in the same order, the RNG last. A missing or unknown entry is an error or a stated warning.
+Restored in the same order, the RNG last; only the parts, which may refuse, come first, so that a state that does not
+fit changes nothing. A missing or unknown entry is an error or a stated warning.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from treadle.changed import note_what_is_overruled, note_what_starts_fresh, refuse_what_does_not_fit
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.checkpoint.schema import FORMAT_NAME, FORMAT_VERSION, KEYS, to_plain, versions
 from treadle.errors import CheckpointError
@@ -17,7 +19,7 @@ from treadle.fitting import fitting_state
 from treadle.frozen import without
 from treadle.hooks.base import BaseHook
 from treadle.naming import load_model_state, model_state
-from treadle.optim import load_optimizer_state, optimizer_state, overruled_settings
+from treadle.optim import load_optimizer_state, optimizer_state
 from treadle.rank_state import gather_rank_state, load_epoch_means, own_rng
 
 if TYPE_CHECKING:
@@ -132,24 +134,31 @@ def restore_state(engine: Engine, tree: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: the model or the optimizer does not fit.
     """
-    _note_what_starts_fresh(engine, tree)
-    _note_what_is_overruled(engine, tree)
-    _load_what_a_step_changes(engine, tree)
+    note_what_starts_fresh(engine, tree)
+    tree, kept = _fitting(engine, tree)
+    for part in engine.state_parts:
+        part.load_state_dict(tree)
+    note_what_is_overruled(engine, tree)
+    _load_what_a_step_changes(engine, tree, kept)
     _load_progress(engine, tree)
     rng = own_rng(engine, tree.get("rng"))
     if tree.get("data") is not None:
         engine.cursor.load_state_dict(tree["data"], rng=rng)
-    for part in engine.state_parts:
-        part.load_state_dict(tree)
     _load_hooks(engine, tree)
     if rng is not None:
         rng.restore()
 
 
-def _load_what_a_step_changes(engine: Engine, tree: Mapping[str, Any]) -> None:
+def _fitting(engine: Engine, tree: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+    """Returns the tree without what was asked to be left out, and the names of weights that stay; changes nothing."""
     kept = engine.base.check(engine.model, tree.get("base"))
     if not engine.state_options.strict:
         tree, kept = fitting_state(engine, tree, kept)
+    refuse_what_does_not_fit(engine, tree, kept)
+    return tree, kept
+
+
+def _load_what_a_step_changes(engine: Engine, tree: Mapping[str, Any], kept: frozenset[str]) -> None:
     load_model_state(engine.model, tree["model"], kept=kept)
     _load_schedule(engine, tree)
     if tree.get("optimizer") is not None:
@@ -168,50 +177,14 @@ def roll_back(engine: Engine, tree: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: the model or the optimizer does not fit.
     """
-    _load_what_a_step_changes(engine, tree)
+    _load_what_a_step_changes(engine, *_fitting(engine, tree))
     engine.applied_steps = int((tree.get("progress") or {}).get("applied_steps", engine.applied_steps))
-
-
-def _note_what_is_overruled(engine: Engine, tree: Mapping[str, Any]) -> None:
-    saved = tree.get("optimizer")
-    if saved is None:
-        return
-    settings = overruled_settings(engine.optimizer, saved, scheduled=engine.lr_scheduler is not None)
-    if settings:
-        engine.logger.warning(
-            "the optimizer goes on with the checkpoint's %s; to change a setting, set it in a hook's on_before_train, "
-            "or start a new run from load_weights(...)",
-            ", ".join(settings),
-        )
-
-
-def _note_what_starts_fresh(engine: Engine, tree: Mapping[str, Any]) -> None:
-    if "model" not in tree:
-        raise CheckpointError(f"the checkpoint has no 'model' entry; its keys are {sorted(tree)}")
-    missing = [key for key in ("optimizer", "global_step", "progress", "rng", "data") if tree.get(key) is None]
-    if missing:
-        engine.logger.warning(
-            "nothing is loaded for %s, which the checkpoint lacks or which was left out: these start fresh and the "
-            "resume is not exact",
-            ", ".join(missing),
-        )
-    saved = tree.get("versions") or {}
-    for name, now in versions().items():
-        if name in ("torch", "numpy") and saved.get(name) not in (None, now):
-            engine.logger.warning(
-                "the checkpoint was written with %s %s and this is %s: kernels may round differently",
-                name,
-                saved[name],
-                now,
-            )
 
 
 def _load_schedule(engine: Engine, tree: Mapping[str, Any]) -> None:
     saved = tree.get("scheduler")
     if engine.lr_scheduler is not None and saved is not None:
-        before = vars(engine.lr_scheduler)
-        kept = {key: _as_before(before.get(key), value) for key, value in saved.items()}
-        engine.lr_scheduler.load_state_dict(kept)
+        engine.lr_scheduler.load_state_dict(_as_built(engine.lr_scheduler, saved))
         if (tree.get("progress") or {}).get("applied_steps"):
             # The optimizer did step, in another process; torch would warn of a wrong order at an epoch's end.
             engine.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -219,6 +192,17 @@ def _load_schedule(engine: Engine, tree: Mapping[str, Any]) -> None:
         engine.logger.warning("no scheduler state is loaded: the scheduler starts fresh and the resume is not exact")
     elif saved is not None:
         engine.logger.warning("the checkpoint's scheduler state is ignored: this run has no scheduler")
+
+
+def _as_built(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a scheduler's saved state, and those of the schedulers that it is made of, in their own containers."""
+    before = vars(scheduler)
+    state = {key: _as_before(before.get(key), value) for key, value in saved.items()}
+    if state.get("_schedulers"):
+        state["_schedulers"] = [
+            _as_built(part, own) for part, own in zip(scheduler._schedulers, state["_schedulers"], strict=True)
+        ]
+    return state
 
 
 def _as_before(before: Any, value: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import spectra_kit
 from fault_points import in_child
 from helpers import scalar_engine
-from treadle import BaseHook, CheckpointingHook
+from treadle import BaseHook, CheckpointingHook, JsonlHook, SessionLogHook, StepLogHook
 from treadle.checkpoint import load_checkpoint, lock
 from treadle.checkpoint.lock import LOCK_NAME, RunLock, check_free, run_lock
 from treadle.errors import CheckpointError
@@ -304,3 +304,35 @@ def test_a_file_in_place_of_the_folder_is_a_clear_error(tmp_path):
     with pytest.raises(CheckpointError, match="file"):
         RunLock().take(tmp_path / "file" / "run")
     check_free(tmp_path / "file" / "run")
+
+
+class FinishedElsewhere(BaseHook):
+    """Another process takes the folder between the look at it and the first event."""
+
+    def __init__(self, folder):
+        self.folder, self.holder = folder, None
+
+    def checkpoint_to_resume(self, trainer):
+        def hold(ready, wait):
+            with run_lock(self.folder):
+                ready()
+                wait()
+
+        self.holder = Holder(hold)
+
+
+def test_a_process_that_is_refused_has_touched_no_file_of_the_other(tmp_path):
+    lines = '{"step": 1, "loss": 0.5}\n'
+    for name in ("metrics.jsonl", "steps.jsonl", "sessions.jsonl"):
+        (tmp_path / name).write_text(lines)
+    other = FinishedElsewhere(tmp_path / "checkpoints")
+    logs = [hook(tmp_path / f"{name}.jsonl") for hook, name in
+            ((JsonlHook, "metrics"), (StepLogHook, "steps"), (SessionLogHook, "sessions"))]  # fmt: skip
+    engine = scalar_engine(hooks=[*logs, CheckpointingHook(1, path=tmp_path / "checkpoints"), other])
+    with pytest.raises(CheckpointError, match="is in use by process"):
+        engine.run([1.0], max_steps=2)
+    other.holder.finish()
+    found = {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")}
+    assert found == dict.fromkeys(("metrics.jsonl", "steps.jsonl", "sessions.jsonl"), lines)
+    engine.run([1.0], max_steps=2)
+    assert engine.step == 2, "and goes on once the folder is free"

@@ -28,8 +28,8 @@ LEVELS = {
         "frozen", "fitting", "state_options", "predictions", "shards", "cuda_graph", "compiling"],
     # What goes round a run and into files. session, state, target and evaluation know the engine by its type only, so
     # the engine can be read without them and they without the engine. Configuration and data sets stand alone.
-    2: ["checkpoint", "hooks.base", "session", "state", "rank_state", "target", "evaluation", "startup", "observers",
-        "flight", "out_of_memory", "config", "builder", "datasets", "pretrained", "exchange"],
+    2: ["checkpoint", "hooks.base", "session", "state", "changed", "rank_state", "target", "evaluation", "startup",
+        "observers", "flight", "out_of_memory", "config", "builder", "datasets", "pretrained", "exchange"],
     # The loop, its step, and the functions that were cut out of it for length.
     3: ["engine", "events", "bookkeeping", "epoch_end", "capture", "captured_step", "capture_check"],
     # Hooks see the engine as an argument and never import it.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from helpers import Augmented, MeanSquare, Snapshots, small_model
-from treadle import CheckpointError, ConfigError, Engine, TensorLoader, set_seed
+from helpers import Augmented, MeanSquare, Snapshots, differences, small_model, through_a_file
+from treadle import BestRule, CheckpointError, ConfigError, Engine, EpochTrainer, TensorLoader, set_seed
+from treadle.hooks import EmaHook
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
@@ -124,3 +126,114 @@ def test_a_scaler_that_comes_or_goes_is_said(caplog):
     assert "the fp16 scale starts fresh" in caplog.text
     resumed(stopped(loader, precision="fp16"), loader)
     assert "gradient-scaler state is ignored" in caplog.text
+
+
+def scheduled(make, optimizer=torch.optim.AdamW):
+    model = small_model()
+    built = optimizer(model.parameters(), lr=0.01)
+    return Engine(model, built, MeanSquare(), device="cpu", scheduler=make(built))
+
+
+def moved(make, optimizer=torch.optim.AdamW):
+    """The state of a run of a few steps under a schedule."""
+    engine = scheduled(make, optimizer)
+    engine.run(DataLoader(Augmented(), batch_size=4), max_steps=3)
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (lambda o: lrs.CosineAnnealingLR(o, 10), lambda o: lrs.CosineAnnealingLR(o, 20), "T_max=10 (built as 20)"),
+        (
+            lambda o: lrs.SequentialLR(o, [lrs.ConstantLR(o, 0.5, 2), lrs.StepLR(o, 2)], [2]),
+            lambda o: lrs.SequentialLR(o, [lrs.ConstantLR(o, 0.5, 2), lrs.StepLR(o, 3)], [4]),
+            "_milestones=[2] (built as [4]), step_size=2 (built as 3)",
+        ),
+        (lambda o: lrs.MultiStepLR(o, [2, 2]), lambda o: lrs.MultiStepLR(o, [3]), "milestones={2: 2} (built as"),
+    ],
+)
+def test_another_setting_of_the_schedule_is_said_since_the_checkpoints_goes_on(caplog, old, new, said):
+    state = moved(old)
+    scheduled(new).load_state_dict(state)
+    assert f"the schedule goes on with the checkpoint's {said}" in caplog.text
+    caplog.clear()
+    scheduled(old).load_state_dict(through_a_file(state))
+    assert "goes on with the checkpoint's" not in caplog.text
+
+
+def test_another_kind_of_schedule_is_refused_in_words():
+    def plain(optimizer):
+        return lrs.StepLR(optimizer, 2)
+
+    state, engine = moved(plain), scheduled(lambda o: lrs.LambdaLR(o, lambda n: 1.0))
+    with pytest.raises(CheckpointError, match="has gamma, step_size, the LambdaLR of this run has lr_lambdas"):
+        engine.load_state_dict(state)
+    engine.load_state_dict({**state, "scheduler": None})
+    assert engine.step == 3
+
+
+@pytest.mark.parametrize("kinds", [("SGD", "AdamW"), ("Adam", "SGD"), ("Adam", "RMSprop"), ("Adagrad", "NAdam")])
+def test_another_kind_of_optimizer_is_refused_in_words(kinds):
+    old, new = (getattr(torch.optim, kind) for kind in kinds)
+    with pytest.raises(CheckpointError, match=f"of another kind: it has .*, the {kinds[1]} of this run has"):
+        scheduled(lambda o: None, new).load_state_dict(moved(lambda o: None, old))
+
+
+def test_an_optimizer_of_an_older_torch_that_lacks_a_switch_is_taken():
+    state = moved(lambda o: None)
+    for group in state["optimizer"]["param_groups"]:
+        del group["decoupled_weight_decay"], group["amsgrad"]
+        group["of_the_user"] = 1
+    engine = scheduled(lambda o: None)
+    engine.load_state_dict(state)
+    engine.run(DataLoader(Augmented(), batch_size=4), max_steps=4)
+
+
+class Averaged(torch.optim.SGD):
+    """Keeps a count of its own in its state."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        return super().step(closure)
+
+    def state_dict(self):
+        return {**super().state_dict(), "calls": self.calls}
+
+    def load_state_dict(self, state_dict):
+        self.calls = state_dict["calls"]
+        super().load_state_dict(state_dict)
+
+
+def test_what_an_optimizer_keeps_beside_torchs_entries_goes_on():
+    state = through_a_file(moved(lambda o: None, Averaged))
+    engine = scheduled(lambda o: None, Averaged)
+    engine.load_state_dict(state)
+    assert engine.optimizer.calls == 3
+
+
+@pytest.mark.parametrize("change", ["optimizer", "scheduler", "ema", "selection"])
+def test_a_state_that_does_not_fit_changes_nothing(change):
+    def make(changed=False):
+        set_seed(int(changed))
+        model = small_model()
+        groups = [{"params": [p]} for p in model.parameters()] if changed and change == "optimizer" else None
+        optimizer = torch.optim.AdamW(groups or model.parameters(), lr=0.02 if changed else 0.01)
+        schedule = lrs.ExponentialLR if not (changed and change == "scheduler") else lrs.ConstantLR
+        scheduler = schedule(optimizer, 0.5)
+        hooks = [EmaHook(0.9)]
+        engine = Engine(model, optimizer, MeanSquare(), scheduler=scheduler, device="cpu", hooks=hooks)
+        EpochTrainer(engine, best=BestRule("val_loss" if changed and change == "selection" else "train_loss"))
+        return engine
+
+    engine = make()
+    engine.run(DataLoader(Augmented(), batch_size=4), max_steps=3)
+    state, other = engine.state_dict(), make(changed=True)
+    if change == "ema":
+        state["ema"]["ema"]["shadow"].popitem()
+    before = other.state_dict()
+    with pytest.raises((CheckpointError, ConfigError)):
+        other.load_state_dict(state)
+    assert differences(other.state_dict(), before) == []

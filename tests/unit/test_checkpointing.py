@@ -94,6 +94,22 @@ def test_no_intact_file_is_an_error_and_not_a_fresh_start(tmp_path):
         run(tmp_path, 4)
 
 
+def test_after_a_resume_that_was_refused_the_same_trainer_does_not_start_from_nothing(tmp_path):
+    run(tmp_path, 2)
+    files = {path: path.read_bytes() for path in tmp_path.glob("checkpoint_step_*.pt")}
+    for path, content in files.items():
+        path.write_bytes(content[:-9])
+    engine = scalar_engine(hooks=[CheckpointingHook(1, path=tmp_path)])
+    with pytest.raises(CheckpointError, match="no intact checkpoint"):
+        engine.run([1.0], max_steps=3)
+    for path, content in files.items():
+        path.write_bytes(content)
+    engine.run([1.0], max_steps=3)
+    assert engine.applied_steps == 3
+    assert engine.model.weight.item() == -3.0
+    assert engine.resume_source.endswith("checkpoint_step_2.pt")
+
+
 def test_a_poisoned_state_is_neither_linked_nor_resumed_from_and_prunes_nothing(tmp_path):
     class Poisons(BaseHook):
         def on_after_step(self, trainer):

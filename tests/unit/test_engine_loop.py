@@ -217,6 +217,30 @@ def test_a_signal_before_the_first_step_saves_step_zero(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint_latest.pt", "checkpoint_step_0.pt"]
 
 
+class SendAt(BaseHook):
+    """Sends SIGTERM to this process at an event of the last epoch."""
+
+    def __init__(self, event):
+        setattr(self, event, lambda trainer: trainer.epoch == 2 and os.kill(os.getpid(), signal.SIGTERM))
+
+
+@pytest.mark.parametrize("event", ["on_after_epoch", "on_after_train"])
+def test_a_signal_after_the_last_step_is_not_swallowed(event):
+    saved = []
+    engine = scalar_engine(hooks=[SendAt(event), SignalHook(lambda: saved.append(engine.epoch), signal.SIGTERM)])
+    with pytest.raises(SystemExit) as left:
+        engine.run([1.0], epochs=2)
+    assert left.value.code == 143
+    assert saved == [2]
+
+
+def test_a_signal_that_ended_a_run_does_not_end_a_later_evaluation():
+    engine = scalar_engine(hooks=[SendAt("on_after_epoch"), SignalHook(lambda: None, signal.SIGTERM)])
+    with pytest.raises(SystemExit):
+        engine.run([1.0], epochs=2)
+    assert engine.evaluate([2.0])["loss"] == -4.0
+
+
 def test_a_signal_in_an_evaluation_abandons_it_and_logs_nothing_of_it():
     class Sends(Slopes):
         def step(self, model, batch, totals=None, generator=None):

@@ -450,6 +450,9 @@ def schedules():
             ],
             [3],
         ),
+        "SequentialOfMultiStep": lambda o: torch.optim.lr_scheduler.SequentialLR(
+            o, [torch.optim.lr_scheduler.ConstantLR(o, 0.5, 3), MultiStepLR(o, [2, 4])], [5]
+        ),
         "Cyclic": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.1, 1.0, step_size_up=3),
         "WarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
     }

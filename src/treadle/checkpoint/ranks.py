@@ -5,14 +5,17 @@ A failure on one rank raises the same error on all of them, at the same point, s
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from treadle import distributed
 from treadle.checkpoint.files import first_line
+from treadle.checkpoint.lock import RunLock
 from treadle.checkpoint.store import open_checkpoint
 from treadle.errors import CheckpointError, RankLostError
 
@@ -83,6 +86,26 @@ def on_rank_0(work: Callable[[], Result]) -> Result:
     """
     results = on_all_ranks(lambda: work() if distributed.rank() == 0 else None)
     return cast(Result, results[0])
+
+
+@contextlib.contextmanager
+def held_by_rank_0(folder: Path) -> Iterator[None]:
+    """Holds a folder for a run on any number of ranks inside the block; all ranks enter it.
+
+    Raises:
+        CheckpointError: another process holds it, or it cannot be written; on all ranks.
+
+    Example:
+        >>> with held_by_rank_0(Path("run")):
+        ...     os.listdir("run")
+        ['.treadle-lock']
+    """
+    lock = RunLock()
+    on_rank_0(lambda: lock.take(folder))
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def on_all_ranks(work: Callable[[], Result]) -> list[Result]:

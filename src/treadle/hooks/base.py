@@ -38,15 +38,17 @@ the next one.
 Which hooks override the three events of a step is looked up after `on_before_train`, and again when hooks are added or
 removed; a method that is replaced on a hook later than that is not called if the hook did not override it before.
 
-A hook sees the engine as ``trainer``. Besides the eleven events it may *declare* five values, which the engine asks
-for and acts on itself: the averages it keeps, the checkpoint to resume from, what to do at a signal, what to do with a
-step whose gradient is not finite, and what ranks tell each other for it in each step.
+A hook sees the engine as ``trainer``. Besides the eleven events it may *declare* six values, which the engine asks
+for and acts on itself: the averages it keeps, the checkpoint to resume from, what it claims for a run, what to do at a
+signal, what to do with a step whose gradient is not finite, and what ranks tell each other for it in each step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -131,6 +133,13 @@ class BaseHook:
     def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
         """Returns the checkpoint to start from, or None; asked for before any event of a fresh run."""
         return None
+
+    def claim(self, trainer: Engine) -> AbstractContextManager[None]:
+        """Returns what is entered before any event of a run and left after the last: a folder held for this process.
+
+        What another process holds is refused there, before any hook has touched a file of it.
+        """
+        return contextlib.nullcontext()
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
         """Returns what to do at a signal, or None; asked for when training starts."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.checkpoint.files import remove_link
-from treadle.checkpoint.lock import RunLock, check_free, run_lock
+from treadle.checkpoint.lock import check_free, run_lock
 from treadle.checkpoint.marker import is_whole, tidy, unfinished
 from treadle.checkpoint.rank_writer import RankWriter
-from treadle.checkpoint.ranks import on_rank_0, open_on_ranks, writers_group
+from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks, writers_group
 from treadle.checkpoint.store import Retention, find_latest, point_to, save_checkpoint
 from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks.base import BaseHook
@@ -92,7 +93,6 @@ class CheckpointingHook(BaseHook):
         exit_plan(exit_signals, lambda: None, code=exit_code, wait=exit_wait)  # refuse bad values now
         self._saved_step: int | None = None
         self._resumed_from: Path | None = None
-        self._lock = RunLock()
         self._background = background
         self._sharded = sharded
         self._writer = RankWriter()
@@ -111,6 +111,7 @@ class CheckpointingHook(BaseHook):
         Raises:
             CheckpointError: another process trains in this folder, or no file is intact.
         """
+        self._resumed_from = None
         folder = self.folder(trainer)
         links, numbered = on_rank_0(lambda: self._readied(folder))
         if self.load is None:
@@ -146,9 +147,12 @@ class CheckpointingHook(BaseHook):
         files = [path for path in numbered if re.fullmatch(_FILE, path.name)]
         return links, [*files, *(path for path in numbered if re.fullmatch(_FOLDER, path.name) and is_whole(path))]
 
+    def claim(self, trainer: Engine) -> AbstractContextManager[None]:
+        """Holds the folder for this process, and so checks that it can be written before any work is lost."""
+        return held_by_rank_0(self.folder(trainer))
+
     def on_before_train(self, trainer: Engine) -> None:
-        """Takes the folder for this process, and so checks that it can be written before any work is lost."""
-        on_rank_0(lambda: self._lock.take(self.folder(trainer)))
+        """Makes ready to write."""
         if self._writes_folders(trainer):
             writers_group()  # made here, where all ranks are at the same point
         self._saved_step = trainer.step if self._resumed_from is not None else None
@@ -171,11 +175,8 @@ class CheckpointingHook(BaseHook):
         trainer.request_write(self.wait_for_writes)
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Waits for what is being written and gives the folder back."""
-        try:
-            self._writer.close(error)
-        finally:
-            self._lock.release()
+        """Waits for what is being written."""
+        self._writer.close(error)
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
         """Saves at a signal, if signals were named."""

@@ -1,0 +1,126 @@
+"""What changed between a checkpoint and the run that takes it: refused before anything is loaded, or said in words."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from treadle.checkpoint.schema import versions
+from treadle.errors import CheckpointError
+from treadle.naming import check_model_state
+from treadle.optim import aligned_groups, is_same_setting, overruled_settings
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+# Of torch's schedulers: what moves with the steps, or belongs to the optimizer's groups. The rest are settings.
+_MOVING = {
+    "base_lrs", "max_lrs", "last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "mode_worse",
+    "total_size", "verbose",
+}  # fmt: skip
+
+
+def refuse_what_does_not_fit(engine: Engine, tree: Mapping[str, Any], kept: Collection[str]) -> None:
+    """Looks at model, optimizer, schedule and averages before any of them is changed.
+
+    Raises:
+        CheckpointError: one of them is not that of the checkpoint.
+    """
+    check_model_state(engine.model, tree["model"], kept=kept)
+    if tree.get("optimizer") is not None:
+        aligned_groups(engine.optimizer, engine.model, tree["optimizer"])
+    if engine.lr_scheduler is not None and tree.get("scheduler") is not None:
+        _refuse_another_schedule(engine.lr_scheduler, tree["scheduler"])
+    for name, entry in (tree.get("ema") or {}).items():
+        if name in engine.averages:
+            check_model_state(engine.averages[name].module, entry["shadow"], what="average", kept=kept)
+
+
+def note_what_is_overruled(engine: Engine, tree: Mapping[str, Any]) -> None:
+    """Warns of settings of the optimizer and the schedule that were built otherwise than the checkpoint has them."""
+    scheduled = engine.lr_scheduler is not None
+    if tree.get("optimizer") is not None:
+        settings = overruled_settings(engine.optimizer, tree["optimizer"], scheduled=scheduled)
+        _say_that_the_checkpoint_wins(engine, "optimizer", settings)
+    if scheduled and tree.get("scheduler") is not None:
+        _say_that_the_checkpoint_wins(engine, "schedule", overruled_schedule(engine.lr_scheduler, tree["scheduler"]))
+
+
+def _say_that_the_checkpoint_wins(engine: Engine, what: str, settings: list[str]) -> None:
+    if settings:
+        engine.logger.warning(
+            "the %s goes on with the checkpoint's %s; to change a setting, set it in a hook's on_before_train, "
+            "or start a new run from load_weights(...)",
+            what, ", ".join(settings),
+        )  # fmt: skip
+
+
+def overruled_schedule(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
+    """Returns what a checkpoint's schedule sets otherwise than it was built: ``"T_max=10 (built as 20)"``.
+
+    Of torch's schedulers, and those that they are made of; what others keep may move with the steps.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        >>> old, new = (torch.optim.lr_scheduler.StepLR(optimizer, size) for size in (1, 2))
+        >>> overruled_schedule(new, old.state_dict())
+        ['step_size=1 (built as 2)']
+    """
+    return [
+        f"{key}={old!r} (built as {new[key]!r})"
+        for new, settings in _pairs(scheduler, saved)
+        for key, old in settings.items()
+        if key in new and not is_same_setting(old, new[key])
+    ]
+
+
+def _refuse_another_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
+    for new, old in _pairs(scheduler, saved):
+        missing, strange = sorted(new.keys() - old.keys()), sorted(old.keys() - new.keys())
+        if missing and strange:
+            raise CheckpointError(
+                f"scheduler: the checkpoint's is of another kind: it has {', '.join(strange)}, the "
+                f"{type(scheduler).__name__} of this run has {', '.join(missing)}. Build it as it was, or give "
+                "load_state_dict a state whose 'scheduler' is None, and this one starts fresh"
+            )
+
+
+def _pairs(scheduler: Any, saved: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yields the settings of a scheduler of torch and those saved, then of each scheduler that it is made of."""
+    if not type(scheduler).__module__.startswith("torch."):
+        return
+    own = {key: value for key, value in scheduler.state_dict().items() if _is_setting(key)}
+    yield own, {key: value for key, value in saved.items() if _is_setting(key)}
+    for part, state in zip(getattr(scheduler, "_schedulers", []), saved.get("_schedulers") or [], strict=False):
+        yield from _pairs(part, state)
+
+
+def _is_setting(key: str) -> bool:
+    return key == "_milestones" or not (key.startswith("_") or key in _MOVING)
+
+
+def note_what_starts_fresh(engine: Engine, tree: Mapping[str, Any]) -> None:
+    """Warns of what a checkpoint lacks, and of versions under which kernels may round differently.
+
+    Raises:
+        CheckpointError: it has no model.
+    """
+    if "model" not in tree:
+        raise CheckpointError(f"the checkpoint has no 'model' entry; its keys are {sorted(tree)}")
+    missing = [key for key in ("optimizer", "global_step", "progress", "rng", "data") if tree.get(key) is None]
+    if missing:
+        engine.logger.warning(
+            "nothing is loaded for %s, which the checkpoint lacks or which was left out: these start fresh and the "
+            "resume is not exact",
+            ", ".join(missing),
+        )
+    saved = tree.get("versions") or {}
+    for name, now in versions().items():
+        if name in ("torch", "numpy") and saved.get(name) not in (None, now):
+            engine.logger.warning(
+                "the checkpoint was written with %s %s and this is %s: kernels may round differently",
+                name,
+                saved[name],
+                now,
+            )
