@@ -72,28 +72,40 @@ def _available() -> str:
     return ", ".join(names)
 
 
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a tensor on a device, without waiting for copies from pinned memory.
+
+    A copy to the CPU is waited for: the host would read it before it is there.
+
+    Example:
+        >>> moved(torch.ones(1), torch.device("cpu"))
+        tensor([1.])
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     """Moves every tensor of a batch to ``device`` in new containers; the caller's batch is not changed.
 
-    Copies from pinned memory do not wait for the device. An object that moves itself, such as a batch of graphs or a
-    PackedSequence, is asked to, through a copy where it would change in place.
+    Copies from pinned memory do not wait for the device, those to the CPU do. An object that moves itself, such as a
+    batch of graphs or a PackedSequence, is asked to, through a copy where it would change in place.
 
     Example:
         >>> to_device([torch.zeros(1)], torch.device("cpu"))
         [tensor([0.])]
     """
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        return moved(batch, device)
 
-    def moved(value: Any) -> Any:
+    def moved_object(value: Any) -> Any:
         if not moves_itself(value):
             return NotImplemented
         mutable = not isinstance(value, tuple)
         own = copy.copy(value) if mutable else value
         willing = _takes_non_blocking(cast("Hashable", type(value)))
-        return own.to(device, non_blocking=True) if willing else own.to(device)
+        return own.to(device, non_blocking=device.type != "cpu") if willing else own.to(device)
 
-    return map_nested_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch, special=moved)
+    return map_nested_tensor(lambda tensor: moved(tensor, device), batch, special=moved_object)
 
 
 @functools.cache

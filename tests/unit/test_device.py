@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from treadle.device import get_device, to_device
+from treadle.device import get_device, moved, to_device
 from treadle.errors import ConfigError
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -50,9 +50,9 @@ def test_a_cuda_index_beyond_the_last_is_refused(monkeypatch):
 
 def test_moving_a_batch_leaves_the_callers_batch_alone():
     batch = {"x": torch.zeros(2), "meta": ["a", 1]}
-    moved = to_device(batch, torch.device("meta"))
-    assert moved["x"].device.type == "meta"
-    assert moved["meta"] == ["a", 1]
+    there = to_device(batch, torch.device("meta"))
+    assert there["x"].device.type == "meta"
+    assert there["meta"] == ["a", 1]
     assert batch["x"].device.type == "cpu"
 
 
@@ -70,5 +70,21 @@ def test_a_batch_that_moves_itself_is_asked_not_to_wait_if_it_can(takes):
             asked.append(None)
             return self
 
-    to_device([Willing() if takes else Plain()], torch.device("cpu"))
+    to_device([Willing() if takes else Plain()], torch.device("meta"))
     assert asked == [True if takes else None]
+
+
+def test_what_comes_to_the_cpu_is_waited_for():
+    class There:
+        def to(self, device, non_blocking=False):
+            asked.append((device.type, non_blocking))
+            return self
+
+    class ThereTensor(torch.Tensor):
+        to = There.to
+
+    asked = []
+    for batch in (There(), ThereTensor(torch.ones(2)), [ThereTensor(torch.ones(2))]):
+        to_device(batch, torch.device("cpu"))
+    moved(ThereTensor(torch.ones(2)), torch.device("cpu"))
+    assert asked == [("cpu", False)] * 4

@@ -18,6 +18,7 @@ from treadle.astro.losses import Stats, check_shapes, loss_of_logits
 from treadle.astro.sampling import LossPositions, choose_positions
 from treadle.astro.step_records import records_of, records_of_stats
 from treadle.astro.vocab import VocabSpec
+from treadle.device import moved
 from treadle.distributed import replicated, unwrap
 from treadle.errors import ConfigError
 from treadle.task import StepOutput
@@ -91,7 +92,7 @@ class AstroTask:
         tokens, types, attn_mask = _parts_of(batch)
         targets = tokens[:, 1:]
         # Whole parts are moved, since a copy of a slice could not go straight from pinned memory.
-        inputs = [part.to(self.device, non_blocking=True)[:, :-1] for part in (tokens, types, attn_mask)]
+        inputs = [moved(part, self.device)[:, :-1] for part in (tokens, types, attn_mask)]
         if self._own_loss is not None:
             return self._step_of_own_loss(model, inputs, targets)
         if not any((self._counts(targets) if totals is None else totals).values()):
@@ -119,10 +120,10 @@ class AstroTask:
 
     def _step_of_own_loss(self, model: nn.Module, inputs: list[Tensor], targets: Tensor) -> StepOutput:
         assert self._own_loss is not None
-        moved = targets.to(self.device, non_blocking=True)
-        self._targets = moved, targets
+        there = moved(targets, self.device)
+        self._targets = there, targets
         try:
-            loss, stats = self._own_loss(self._run(model, inputs, hidden=False), moved)
+            loss, stats = self._own_loss(self._run(model, inputs, hidden=False), there)
         finally:
             self._targets = None
         weight = self._num_targets(targets)

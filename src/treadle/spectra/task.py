@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from treadle.device import moved
 from treadle.distributed import unwrap
 from treadle.spectra.losses import masked_mse, masked_sse
 from treadle.spectra.model import ChemoMAE
@@ -100,14 +101,14 @@ class SpectraTask:
     ) -> StepOutput:
         """Returns the masked loss of a batch, weighted by what it is a mean over."""
         given = batch if isinstance(batch, PreparedSpectra) else self._prepared(model, batch)
-        x = given.x.to(self.device, non_blocking=True)
-        seen = x if given.seen is None else given.seen.to(self.device, non_blocking=True)
+        x = moved(given.x, self.device)
+        seen = x if given.seen is None else moved(given.seen, self.device)
         if self.fixed_visible is not None:
             x_recon, _, visible_mask = model(seen, self._visible_for(x))
         elif given.visible_mask is None:
             x_recon, _, visible_mask = model(seen)
         else:
-            visible_mask = given.visible_mask.to(self.device, non_blocking=True)
+            visible_mask = moved(given.visible_mask, self.device)
             x_recon, _, visible_mask = model(seen, visible_mask, visible_count=given.visible_count)
         mask = ~visible_mask
         loss = self.loss_fn(x_recon, x, mask, reduction=self.reduction)
@@ -125,7 +126,7 @@ class SpectraTask:
         x = spectra_of(batch)
         seen = None
         if self.augmenter is not None and model.training:
-            x = x.to(self.device, non_blocking=True)
+            x = moved(x, self.device)
             seen = self.augmenter(x)
         inner = unwrap(model)
         if self.fixed_visible is not None or not isinstance(inner, ChemoMAE):
