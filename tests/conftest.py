@@ -35,3 +35,10 @@ def _registry():
     yield
     REGISTRY._objects.clear()
     REGISTRY._objects.update(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_left_open():
+    """What a module's tests leave open is an error there, not in whichever test a collection happens to come."""
+    yield
+    gc.collect()
