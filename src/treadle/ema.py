@@ -34,7 +34,8 @@ class Ema(AveragedModel):
     """Exponential moving average of a model's weights: s = d·s + (1 - d)·w.
 
     The shadow starts as a copy of the weights it is given, so there is no first-update copy. Half-precision
-    weights are averaged in float32: in bfloat16 a step of 1e-4 of the difference would round to nothing.
+    weights are averaged in float32: in bfloat16 a step of 1e-4 of the difference would round to nothing. A buffer whose
+    shape changes, such as a table that grows with the inputs, is copied anew.
 
     Of a sharded model every rank averages its parts. ``module`` then has the parameters and buffers under their names
     and cannot be called: use :meth:`swapped_into`.
@@ -43,7 +44,7 @@ class Ema(AveragedModel):
         model: the model to average, wrapped or not.
         decay: d in [0, 1].
         update_interval: applied steps between updates, >= 1.
-        use_buffers: average floating buffers; False copies them. Integer buffers are always copied.
+        use_buffers: average floating and complex buffers; False copies them. Integer buffers are always copied.
         device: where the shadow lives; None puts it beside the model.
 
     Raises:
@@ -96,7 +97,7 @@ class Ema(AveragedModel):
         source = unwrap(model)
         averaged: tuple[list[Tensor], list[Tensor]] = ([], [])
         for shadow, live, is_buffer in self._pairs(source):
-            if shadow.is_floating_point() and (self.use_buffers or not is_buffer):
+            if (shadow.is_floating_point() or shadow.is_complex()) and (self.use_buffers or not is_buffer):
                 averaged[0].append(shadow)
                 alike = live.dtype == shadow.dtype and live.device == shadow.device
                 averaged[1].append(live if alike else live.to(device=shadow.device, dtype=shadow.dtype))
@@ -113,7 +114,11 @@ class Ema(AveragedModel):
         """Gives shadow, live weight, and whether it is a buffer: of what is spread over ranks, this rank's parts."""
         if self._sharded:
             reshard(source)
-        for number, (shadows, lives) in enumerate(zip(_tensors(self.module), _tensors(source), strict=True)):
+        own, theirs = _tensors(self.module), _tensors(source)
+        if [buffer.shape for buffer in own[1]] != [buffer.shape for buffer in theirs[1]]:
+            _follow_buffers(self.module, source)
+            own = _tensors(self.module)
+        for number, (shadows, lives) in enumerate(zip(own, theirs, strict=True)):
             for shadow, live in zip(shadows, lives, strict=True):
                 yield (local(shadow), local(live), number == 1) if self._sharded else (shadow, live, number == 1)
 
@@ -128,7 +133,8 @@ class Ema(AveragedModel):
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
         """Puts the averaged weights into ``model`` inside the block and the raw ones back afterwards, to the bit."""
         target = unwrap(model)
-        raw = [live.detach().clone() for _, live, _ in self._pairs(target)]
+        before = [live for _, live, _ in self._pairs(target)]
+        raw = [live.detach().clone() for live in before]
         try:
             with torch.no_grad():
                 for shadow, live, _ in self._pairs(target):
@@ -136,8 +142,10 @@ class Ema(AveragedModel):
             yield
         finally:
             with torch.no_grad():
-                for (_, live, _), saved in zip(self._pairs(target), raw, strict=True):
-                    live.copy_(saved)
+                now = [live for _, live, _ in self._pairs(target)]
+                for live, saved in zip(now if len(now) == len(raw) else before, raw, strict=True):
+                    if live.shape == saved.shape:  # else a buffer that grew, which its module relies on by now
+                        live.copy_(saved)
 
     def export(self, model: nn.Module) -> dict[str, Tensor]:
         """Returns the averaged weights in the model's own dtypes and names: what an evaluation scored."""
@@ -207,6 +215,19 @@ def _tensors(root: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
                     found[id(value)] = value
         waiting.extend(reversed(module._modules.values()))
     return list(parameters.values()), list(buffers.values())
+
+
+def _follow_buffers(module: nn.Module, source: nn.Module) -> None:
+    """Gives an average the buffers that have come, gone or changed their shape in the model, as tables that grow do."""
+    for inner, live in zip(module.modules(), source.modules(), strict=True):
+        for name, buffer in live._buffers.items():
+            own = inner._buffers.get(name)
+            if own is None or buffer is None or own.shape != buffer.shape:
+                copied = None if buffer is None else buffer.detach().clone()
+                if copied is not None and own is not None:
+                    copied = copied.to(own.device)
+                inner.register_buffer(name, copied, persistent=name not in live._non_persistent_buffers_set)
+    _widen_halves(module)
 
 
 def _widen_halves(module: nn.Module) -> None:

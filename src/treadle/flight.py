@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from treadle import distributed
 from treadle.compiling import is_compiled
-from treadle.gradients import total_norm
+from treadle.gradients import elements, total_norm
 from treadle.nested import flatten_nested_dict
 from treadle.optim import parameter_names
 from treadle.seed import RngState
@@ -77,7 +77,7 @@ def is_finite(value: Any) -> bool:
         False
     """
     if isinstance(value, Tensor):
-        local = value.to_local() if hasattr(value, "to_local") else value
+        local = elements(value.to_local() if hasattr(value, "to_local") else value)
         return not (local.is_floating_point() or local.is_complex()) or bool(torch.isfinite(local).all())
     if isinstance(value, Mapping):
         return all(is_finite(item) for item in value.values())

@@ -44,7 +44,24 @@ def total_norm(grads: Sequence[Tensor]) -> Tensor:
         >>> total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
         tensor(5.)
     """
-    return get_total_norm(grads) if are_whole(grads) else _norm_over_ranks(grads)
+    if not are_whole(grads):
+        return _norm_over_ranks(grads)
+    try:
+        return get_total_norm(grads)
+    except NotImplementedError:  # of a sparse gradient, which is rare: nothing is asked before in every step
+        return get_total_norm([elements(grad) for grad in grads])
+
+
+def elements(tensor: Tensor) -> Tensor:
+    """Returns a tensor as it is, and of a sparse one what it stores, every place once.
+
+    Example:
+        >>> elements(torch.eye(3).to_sparse())
+        tensor([1., 1., 1.])
+    """
+    if tensor.layout == torch.strided:
+        return tensor
+    return tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor.values()
 
 
 @torch.no_grad()

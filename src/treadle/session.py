@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -136,13 +137,19 @@ def check_before_training(engine: Engine) -> None:
     """Raises or warns about what would train a wrong model in silence.
 
     Raises:
-        ConfigError: a lazy parameter is not initialised.
+        ConfigError: a lazy parameter is not initialised, or the optimizer wants a closure.
     """
     lazy = [name for name, parameter in engine.model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ConfigError(
             f"model: lazy parameter {lazy[0]!r} is not initialised, so no optimizer or average can hold it; "
             "run one batch through the model before building the optimizer"
+        )
+    wanted = inspect.signature(engine.optimizer.step).parameters.get("closure")
+    if wanted is not None and wanted.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer: a {type(engine.optimizer).__name__} wants a closure that runs the model several times a step; "
+            "here a step runs it once. Use an optimizer whose step() needs no closure"
         )
     engine.stray_parameters = [parameter for _, parameter in uncovered_parameters(engine.model, engine.optimizer)]
     names = [name for name, _ in uncovered_parameters(engine.model, engine.optimizer)]

@@ -228,6 +228,68 @@ def test_an_average_reads_nothing_on_the_host():
     assert reads.seen == []
 
 
+def test_complex_weights_are_averaged_too():
+    model = nn.Module()
+    model.register_parameter("w", nn.Parameter(torch.tensor([1.0 + 2.0j])))
+    model.register_parameter("real", nn.Parameter(torch.tensor([1.0])))
+    model.register_buffer("b", torch.tensor([1.0 + 2.0j]))
+    ema = Ema(model, 0.5, use_buffers=True)
+    with torch.no_grad():
+        for tensor in state_of(model).values():
+            tensor.add_(2.0)
+    ema.update(model, applied_steps=1)
+    assert ema.module.w.tolist() == ema.module.b.tolist() == [2.0 + 2.0j]
+    assert ema.module.real.tolist() == [2.0]
+
+
+class Table(nn.Module):
+    """Keeps a table as long as its longest input, made at the first one."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+        self.dtype = dtype
+        self.register_buffer("table", None, persistent=False)
+        self.register_buffer("running", torch.zeros(2))
+
+    def forward(self, x):
+        if self.table is None or len(self.table) < len(x):
+            self.table = torch.arange(len(x), dtype=self.dtype)
+        return self.w * (x + self.table[: len(x)]).sum()
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_average_follows_buffers_that_come_and_grow(use_buffers, dtype):
+    model = Table(dtype)
+    ema = Ema(model, 0.5, use_buffers=use_buffers)
+    for step, size in enumerate((2, 5, 3, 6), start=1):
+        model(torch.ones(size))
+        ema.update(model, applied_steps=step)
+        assert ema.module.table.shape == model.table.shape
+    assert ema.module.table.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert "table" not in ema.module.state_dict()
+
+
+@pytest.mark.parametrize("size", [3, 7])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_buffer_that_grows_in_an_evaluation_does_not_keep_the_raw_weights_away(size, begun):
+    model = Table()
+    if begun:
+        model(torch.ones(5))
+    ema = Ema(model, 0.5)
+    with torch.no_grad():
+        model.w.fill_(3.0)
+        model.running.fill_(3.0)
+    ema.move(model)
+    with ema.swapped_into(model):
+        assert model.w.item() == 2.0
+        model(torch.ones(size))
+    assert model.w.item() == 3.0
+    assert model.running.tolist() == [3.0, 3.0]
+    assert model.table.tolist() == list(range(max(size, 5 if begun else 0)))
+
+
 def test_the_walk_gives_what_torch_lists_in_its_order():
     shared, tied = nn.Linear(2, 2), nn.BatchNorm1d(2)
     model = nn.Sequential(shared, nn.Sequential(tied, nn.ReLU(), shared), Compiled(nn.Linear(2, 2, bias=False)), tied)

@@ -23,7 +23,7 @@ from helpers import Augmented, MeanSquare, Scalar, Slopes, differences, scalar_e
 from treadle import EpochTrainer, StepOutput, Total, Weighted
 from treadle.engine import Engine
 from treadle.errors import ConfigError, NonFiniteError
-from treadle.hooks import BaseHook, EmaHook, LoggingHook
+from treadle.hooks import BaseHook, EmaHook, LoggingHook, NonFiniteHook
 from treadle.seed import set_seed
 
 INF, NAN = math.inf, math.nan
@@ -211,6 +211,47 @@ def test_clipping_follows_unscaling_and_the_norm_is_that_before_it(precision):
     engine.run([[3.0, 4.0]], max_steps=1)
     assert engine.step_info["grad_norm"].item() == 5.0
     assert (-model.weight).tolist() == pytest.approx([0.6, 0.8], abs=1e-5)
+
+
+class Looks:
+    """Looks rows up; the mean over them is weighted by their number."""
+
+    def step(self, model, batch, totals=None, generator=None):
+        return StepOutput(model(torch.tensor(batch)).square().mean(), weight=float(len(batch)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"grad_clip": 0.1}, {"accumulation_steps": 2}, {"precision": "fp16"}])
+def test_sparse_gradients_train_the_weights_that_dense_ones_do(settings):
+    engines = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Embedding(6, 2, sparse=sparse)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engines.append(Engine(model, optimizer, Looks(), device="cpu", **settings))
+        engines[-1].run([[0, 2, 2], [5], [1, 1, 1, 0]], max_steps=4)
+    sparse, dense = engines
+    assert sparse.applied_steps == 4
+    assert torch.allclose(sparse.model.weight, dense.model.weight, rtol=1e-5)
+    assert sparse.step_info["grad_norm"].item() == pytest.approx(dense.step_info["grad_norm"].item(), rel=1e-5)
+
+
+def test_a_sparse_gradient_that_is_not_finite_is_refused(tmp_path):
+    model = nn.Embedding(3, 1, sparse=True)
+    with torch.no_grad():
+        model.weight[1] = float("inf")
+    hook = NonFiniteHook("skip", path=tmp_path)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), Looks(), device="cpu", hooks=[hook])
+    engine.run([[1, 0]], max_steps=1)
+    assert engine.applied_steps == 0
+    assert '"first_parameter": "weight"' in next(tmp_path.glob("*/event.json")).read_text()
+
+
+def test_an_optimizer_that_wants_a_closure_is_refused_before_the_first_step():
+    engine = scalar_engine()
+    engine.optimizer = torch.optim.LBFGS(engine.model.parameters())
+    with pytest.raises(ConfigError, match="LBFGS wants a closure"):
+        engine.run([1.0], max_steps=1)
+    assert engine.step == 0
 
 
 @pytest.mark.parametrize("clip", [None, 0, 0.0])

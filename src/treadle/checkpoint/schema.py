@@ -19,6 +19,7 @@ from torch import Tensor
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.distributed import is_dtensor
 from treadle.errors import CheckpointError
+from treadle.gradients import elements
 from treadle.shards import Part, gathered, own_block, without_pending_sums
 
 FORMAT_NAME = "treadle"
@@ -197,8 +198,7 @@ def is_finite(value: Any) -> bool:
 
 def _all_finite(value: Tensor) -> bool:
     """Looks at the extremes only, which are NaN if anything is: a tenth of the time of ``isfinite``, and no memory."""
-    if value.layout is not torch.strided:
-        value = value._values() if value.layout is torch.sparse_coo else value.values()
+    value = elements(value)
     if value.is_complex():
         value = torch.view_as_real(value.resolve_conj())
     if not value.is_floating_point() or value.numel() == 0:
