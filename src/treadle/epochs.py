@@ -11,7 +11,7 @@ from torch import Tensor
 
 from treadle.best import BestRule
 from treadle.engine import Engine
-from treadle.evaluation import for_each_batch
+from treadle.evaluation import for_each_batch, refuse_no_batch
 from treadle.predictions import joined, kept_outputs
 from treadle.target import Target
 
@@ -99,9 +99,15 @@ class EpochTrainer:
             engine.epoch_applied_steps = 0
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, Any]:
-        """Returns the weighted means over a loader: of the averaged weights if the engine keeps an average."""
+        """Returns the weighted means over a loader: of the averaged weights if the engine keeps an average.
+
+        Raises:
+            ConfigError: the loader is empty, on every rank.
+        """
         with self.scored_weights():
-            return self.engine.evaluate(loader)
+            values = self.engine.evaluate(loader)
+        refuse_no_batch(self.engine.eval_cursor.position, "val_loader: it")
+        return values
 
     def predict(self, loader: Iterable[Any], forward: Callable[[Any], Any]) -> Any:
         """Returns the joined outputs of ``forward(batch)`` over a loader, by the rules of an evaluation."""

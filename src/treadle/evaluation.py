@@ -14,6 +14,7 @@ from torch.utils.data import DistributedSampler
 from treadle import distributed
 from treadle.data.cursor import Cursor
 from treadle.data.sources import generators_of, samplers_of
+from treadle.errors import ConfigError
 from treadle.means import RunningMeans
 from treadle.nested import as_number, flatten_nested_dict, unflatten
 from treadle.precision import Precision
@@ -115,6 +116,20 @@ def for_each_batch(
             left_in_common -= 1
             with precision.autocast():
                 fn(batches[0])
+
+
+def refuse_no_batch(count: int, loader: str) -> None:
+    """Raises ConfigError where a loader gave no batch on any rank; all ranks call it.
+
+    Args:
+        count: how many it gave on this one.
+        loader: names it, as in ``"val_loader: it"``.
+
+    Example:
+        >>> refuse_no_batch(1, "val_loader: it")
+    """
+    if not distributed.agree(count):
+        raise ConfigError(f"{loader} gave no batch; there is nothing to take a mean over")
 
 
 def copies_in(loader: Any) -> list[str]:

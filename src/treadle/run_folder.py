@@ -15,6 +15,36 @@ from treadle.engine import Engine
 from treadle.errors import CheckpointError, ConfigError
 
 
+def loss_name(loss_fn: Any) -> str:
+    """Returns what a loss is called in a checkpoint's config: the same in every process.
+
+    Example:
+        >>> loss_name(loss_name), loss_name(None)
+        ('loss_name', 'None')
+    """
+    text = repr(loss_fn)
+    return getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__) if " at 0x" in text else text
+
+
+def say_if_other_loss(engine: Engine, tree: Mapping[str, Any], settings: Iterable[str]) -> None:
+    """Warns of a checkpoint that was trained on another loss: the run would mix the values of both.
+
+    Args:
+        engine: with the settings of this run in its ``config``.
+        tree: what was loaded.
+        settings: keys of the config that say what the loss is.
+    """
+    saved, own = tree.get("config") or {}, engine.config or {}
+    both = [key for key in settings if key in saved and key in own]
+    other = [f"{key}={saved[key]!r} (here {own[key]!r})" for key in both if saved[key] != own[key]]
+    if other:
+        engine.logger.warning(
+            "the checkpoint was trained on another loss: %s. Its history, its best value and the optimizer's averages "
+            "are of that loss and stay in force; else start a new run elsewhere, from load_weights(...)",
+            ", ".join(other),
+        )  # fmt: skip
+
+
 class RunFolder:
     """Finds and loads the checkpoints of a trainer; what they are called is for a subclass to say.
 
@@ -24,10 +54,13 @@ class RunFolder:
 
     Attributes:
         path: the folder; None writes nothing.
+        loss_settings: keys of the engine's config that say what the loss is.
 
     Example:
         >>> # folder = RunFolder(engine, "checkpoint_dir")
     """
+
+    loss_settings: tuple[str, ...] = ()
 
     def __init__(self, engine: Engine, argument: str):
         self.engine = engine
@@ -103,6 +136,7 @@ class RunFolder:
                 f"{source}: {error}. Another model needs another {self._argument}, or resume_from=None to start "
                 "afresh here"
             ) from error
+        say_if_other_loss(engine, tree, self.loss_settings)
         engine.resume_source = str(source)
         engine.logger.info("resumed from %s at step %d, epoch %d", source, engine.step, engine.epoch)
 

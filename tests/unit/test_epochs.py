@@ -31,6 +31,14 @@ def trainer_of(values=(), best=None, **kwargs):
     return EpochTrainer(engine, best=best)
 
 
+def test_a_loader_without_batches_is_refused_unless_another_rank_had_some(monkeypatch):
+    trainer = trainer_of()
+    with pytest.raises(ConfigError, match="val_loader: it gave no batch"):
+        trainer.evaluate([])
+    monkeypatch.setattr("treadle.evaluation.distributed.agree", lambda count: count + 1)
+    assert math.isnan(trainer.evaluate([])["loss"])
+
+
 def test_a_record_per_epoch_starts_at_one_and_holds_both_losses_and_the_rate():
     trainer = trainer_of([3.0, 2.0])
     history = trainer.fit([1.0, 1.0], [0.0], 2)

@@ -7,7 +7,6 @@ from typing import Any
 
 from treadle.astro.step_records import numbers_of
 from treadle.engine import Engine
-from treadle.errors import ConfigError
 from treadle.means import RunningMeans
 from treadle.selection import SelectingEpochs
 from treadle.task import add_output
@@ -46,8 +45,6 @@ class AstroEpochs(SelectingEpochs):
             ConfigError: the loader is empty.
         """
         values = super().evaluate(loader)
-        if self.engine.eval_cursor.position == 0:
-            raise ConfigError("val_loader: it gave no batch; there is nothing to take a mean over")
         loss = values.pop("loss")
         return numbers_of({"loss": loss, "records": values}, self._weights)
 

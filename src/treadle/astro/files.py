@@ -42,6 +42,8 @@ class AstroFolder(RunFolder):
         >>> # folder = AstroFolder(engine, vocab)
     """
 
+    loss_settings = ("loss_config", "use_ce")
+
     def __init__(self, engine: Engine, vocab: VocabSpec):
         super().__init__(engine, "output_dir")
         self._layout = layout_of(vocab)

@@ -11,7 +11,7 @@ from treadle import distributed
 from treadle.best import BestRule
 from treadle.engine import Engine
 from treadle.errors import ConfigError
-from treadle.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules
+from treadle.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules, refuse_no_batch
 from treadle.functional.task import EvalTask
 from treadle.nested import as_number, flatten_nested_dict
 from treadle.selection import SelectingEpochs
@@ -132,8 +132,7 @@ class FaceEpochs(SelectingEpochs):
             values = self.engine.evaluate(loader, self._task)
             if not self._task.gives_loss:
                 values.pop("loss")
-        if self.engine.eval_cursor.position == 0:
-            raise ConfigError("evaluate: the loader gave no batch; there is nothing to take a mean over")
+        refuse_no_batch(self.engine.eval_cursor.position, "evaluate: the loader")
         return _as_record(values)
 
     def loss_of(self, batch: Any) -> float:

@@ -29,6 +29,8 @@ class NumberedFolder(RunFolder):
         >>> # folder = NumberedFolder(engine, trainer._save_checkpoint, HistoryFile(lambda: []))
     """
 
+    loss_settings = ("loss",)
+
     def __init__(self, engine: Engine, save: Save, history: HistoryFile):
         super().__init__(engine, "save_dir")
         self._history = history

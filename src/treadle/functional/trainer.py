@@ -42,6 +42,7 @@ from treadle.hooks.base import BaseHook
 from treadle.optim import check_scheduler
 from treadle.parallel import ParallelConfig, spread
 from treadle.precision import in_full_precision
+from treadle.run_folder import loss_name
 from treadle.trackers import TrackerChoice, with_trackers
 
 _log = logging.getLogger("treadle.functional")
@@ -135,7 +136,7 @@ class Trainer:
             **settings.engine_arguments(),
         )
         engine.face = "functional"
-        engine.config = dataclasses.asdict(settings)
+        engine.config = {**dataclasses.asdict(settings), "loss": loss_name(self.loss_fn)}
         return engine
 
     def _overrides(self, method: str) -> bool:

@@ -204,7 +204,7 @@ def _curve_values(score: Tensor, target: Tensor) -> dict[str, float]:
         return {"roc_auc": math.nan, "ap": math.nan}
     auroc, average_precision = _curves()
     # Ranks, since torchmetrics would take the sigmoid of a logit, which rounds to 1 from 37 on: different ones tie.
-    rank = score.unique(return_inverse=True)[1]
+    rank = torch.unique(score, return_inverse=True)[1]
     share = rank.double() / len(score)
     return {"roc_auc": float(auroc(share, target)), "ap": float(average_precision(share, target))}
 

@@ -47,7 +47,7 @@ from treadle.hooks.base import BaseHook
 from treadle.hooks.progress import ProgressHook
 from treadle.optim import check_scheduler, move_optimizer_state
 from treadle.parallel import ParallelConfig, spread
-from treadle.run_folder import RunFolder, write_best_and_last
+from treadle.run_folder import RunFolder, loss_name, write_best_and_last
 from treadle.trackers import TrackerChoice, with_trackers
 
 _log = logging.getLogger("treadle.graphs")
@@ -155,7 +155,7 @@ class GraphTrainer:
         self._engine.face = "graphs"
         self._engine.config = self.config = {
             "experiment_name": experiment_name, "task_type": task_type, "num_classes": self.num_classes,
-            "loss": repr(self.loss_fn), "grad_clip": grad_clip, "mixed_precision": mixed_precision,
+            "loss": loss_name(self.loss_fn), "grad_clip": grad_clip, "mixed_precision": mixed_precision,
             "accumulation_steps": accumulation_steps, "scheduler_interval": scheduler_interval, "eval_seed": eval_seed,
         }  # fmt: skip
         self._epochs = GraphEpochs(self._engine, task, self._outputs)
@@ -338,6 +338,8 @@ class GraphTrainer:
 
 class BestAndLast(RunFolder):
     """The folder of ``best.pt`` and ``last.pt``."""
+
+    loss_settings = ("task_type", "num_classes", "loss")
 
     def candidates(self, folder: Path) -> Iterable[Path]:
         """Returns both, also where they are not finite."""

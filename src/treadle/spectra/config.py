@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,25 @@ _ALLOWED = {
     "reduction": ("sum", "mean", "batch_mean"),
     "selection": ("best", "last"),
 }
+
+
+_BOOLS = ("amp", "enable_tf32", "use_ema", "background_saves")
+_NUMBERS = ("grad_clip", "ema_decay", "early_stop_start_ratio", "early_stop_min_delta")
+_WHOLE = ("early_stop_patience", "accumulation_steps", "max_non_finite_grad_retries", "eval_seed")
+
+
+def check_types(
+    settings: Any, *, bools: Iterable[str] = (), numbers: Iterable[str] = (), whole: Iterable[str] = ()
+) -> None:
+    """Raises ConfigError where a setting is of another type; None is left to those that know whether it may be."""
+    kinds = ((bools, bool, "True or False"), (numbers, Real, "a number"), (whole, Integral, "a whole number"))
+    for fields, kind, words in kinds:
+        for field in fields:
+            value = getattr(settings, field)
+            # True is a number to Python, and "no" is true.
+            fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+            if value is not None and not fits:
+                raise ConfigError(f"{type(settings).__name__}.{field}={value!r}: must be {words}")
 
 
 def check_allowed(owner: str, field: str, value: Any, allowed: tuple[str, ...]) -> None:
@@ -88,6 +109,11 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         for field, allowed in _ALLOWED.items():
             check_allowed("TrainerConfig", field, getattr(self, field), allowed)
+        check_types(self, bools=_BOOLS, numbers=_NUMBERS, whole=_WHOLE)
+        source = self.resume_from
+        self._check(
+            source is None or isinstance(source, (str, os.PathLike)), "resume_from", 'must be "auto", a path or None'
+        )
         as_parallel(self.parallel)
         check_capture(self.capture)
         check_compile(self.compile, name="TrainerConfig.compile")

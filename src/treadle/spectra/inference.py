@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from treadle.checkpoint.store import save_tensor, write_bytes, write_text
+from treadle.data.cursor import Cursor
 from treadle.device import get_device
 from treadle.errors import ConfigError
-from treadle.evaluation import evaluate, for_each_batch
+from treadle.evaluation import evaluate, for_each_batch, refuse_no_batch
 from treadle.hooks.history import dump_records
 from treadle.precision import Precision
-from treadle.spectra.config import check_allowed
+from treadle.spectra.config import check_allowed, check_types
 from treadle.spectra.task import SpectraTask, spectra_of
 
 _log = logging.getLogger("treadle.spectra")
@@ -44,6 +45,7 @@ class TesterConfig:
     eval_seed: int = 0
 
     def __post_init__(self) -> None:
+        check_types(self, bools=("amp", "log_history"), whole=("eval_seed",))
         check_allowed("TesterConfig", "amp_dtype", self.amp_dtype, ("bf16", "fp16"))
         check_allowed("TesterConfig", "loss_type", self.loss_type, ("mse", "sse"))
         check_allowed("TesterConfig", "reduction", self.reduction, ("sum", "mean", "batch_mean"))
@@ -71,7 +73,7 @@ class Tester:
         """Returns the weighted mean loss and appends it to the test history.
 
         Raises:
-            ConfigError: the history file is damaged; it is not overwritten.
+            ConfigError: the loader is empty, or the history file is damaged; it is not overwritten.
         """
         cfg = self.cfg
         history = self._read_history() if cfg.log_history else []
@@ -79,7 +81,10 @@ class Tester:
             self.device, loss_type=cfg.loss_type, reduction=cfg.reduction, fixed_visible=cfg.fixed_visible
         )
         precision = _precision(cfg.amp, cfg.amp_dtype, self.device)
-        loss = float(evaluate(self.model, loader, task, precision=precision, eval_seed=cfg.eval_seed)["loss"])
+        cursor = Cursor()
+        values = evaluate(self.model, loader, task, precision=precision, eval_seed=cfg.eval_seed, cursor=cursor)
+        refuse_no_batch(cursor.position, "loader: it")
+        loss = float(values["loss"])
         if cfg.log_history:
             record = {"phase": "test", "test_loss": loss, "loss_type": cfg.loss_type, "reduction": cfg.reduction}
             write_text(dump_records([*history, record]), self._history_path)
@@ -116,6 +121,7 @@ class ExtractorConfig:
     return_numpy: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self, bools=("amp", "return_numpy"))
         check_allowed("ExtractorConfig", "amp_dtype", self.amp_dtype, ("bf16", "fp16"))
         if self.save_path is not None and Path(self.save_path).suffix not in (".npy", ".pt", ".pth"):
             raise ConfigError(f"ExtractorConfig.save_path={os.fspath(self.save_path)!r}: must end in .npy, .pt or .pth")
@@ -138,7 +144,11 @@ class Extractor:
         self.model = model.to(self.device)
 
     def __call__(self, loader: Any) -> Tensor | np.ndarray[Any, np.dtype[np.float32]]:
-        """Returns (N, latent_dim) float32 on the CPU, as a tensor or, with ``return_numpy``, as an array."""
+        """Returns (N, latent_dim) float32 on the CPU, as a tensor or, with ``return_numpy``, as an array.
+
+        Raises:
+            ConfigError: the loader is empty.
+        """
         rows: list[Tensor] = []
         encoder: Any = self.model.encoder
 
@@ -147,6 +157,7 @@ class Extractor:
             rows.append(encoder(x, torch.ones_like(x, dtype=torch.bool)).float().cpu())
 
         for_each_batch(self.model, loader, encode, precision=_precision(self.cfg.amp, self.cfg.amp_dtype, self.device))
+        refuse_no_batch(len(rows), "loader: it")
         latents = torch.cat(rows)
         if self.cfg.save_path is not None:
             path = Path(self.cfg.save_path)

@@ -32,10 +32,10 @@ from treadle.hooks.base import BaseHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.history import HistoryHook
 from treadle.naming import model_state
-from treadle.optim import move_optimizer_state
+from treadle.optim import check_scheduler, move_optimizer_state
 from treadle.parallel import spread
 from treadle.precision import PrecisionName, tf32
-from treadle.run_folder import held_by_rank_0, write_best_and_last
+from treadle.run_folder import held_by_rank_0, say_if_other_loss, write_best_and_last
 from treadle.spectra.config import TrainerConfig
 from treadle.spectra.files import Selection, write_epoch
 from treadle.spectra.task import Augmenter, SpectraTask
@@ -62,7 +62,8 @@ class SpectraTrainer:
         augmenter: changes the model's input in training, see :class:`SpectraAugmenter`.
 
     Raises:
-        ConfigError: ``device`` and ``cfg.device`` differ, or a device is not available.
+        ConfigError: ``device`` and ``cfg.device`` differ, a device is not available, or the scheduler is built over
+            another optimizer.
 
     Example:
         >>> # trainer = SpectraTrainer(model, optimizer, train_loader, val_loader, cfg=TrainerConfig(out_dir="run"))
@@ -90,6 +91,7 @@ class SpectraTrainer:
         compiled = compile_model(model.to(self.device), check_compile(self.cfg.compile))
         self.model = spread(compiled, self.cfg.parallel, optimizer)
         move_optimizer_state(optimizer)
+        check_scheduler(scheduler, optimizer)
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.train_loader = train_loader
@@ -205,7 +207,11 @@ class SpectraTrainer:
             return float(self._epochs.train_epoch(self.train_loader)["loss"])
 
     def validate(self) -> float:
-        """Returns the weighted mean loss of the scored weights under fixed masks; NaN without a ``val_loader``."""
+        """Returns the weighted mean loss of the scored weights under fixed masks; NaN without a ``val_loader``.
+
+        Raises:
+            ConfigError: the ``val_loader`` is empty.
+        """
         if self.val_loader is None:
             return math.nan
         return float(self._epochs.evaluate(self.val_loader)["loss"])
@@ -234,6 +240,7 @@ class SpectraTrainer:
             raise CheckpointError(
                 f"{source}: {error}. Another model needs another out_dir, or resume_from=None to start afresh here"
             ) from error
+        say_if_other_loss(self._engine, tree, ("loss_type", "reduction"))
         self._engine.resume_source = source
         _log.info("resumed from %s at step %d, epoch %d", source, self.step, self.epoch)
 

@@ -35,6 +35,17 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_checkpoint_of_another_loss_is_named(tmp_path, caplog):
+    make(tmp_path).train(1)
+    with caplog.at_level(logging.WARNING, "treadle"):
+        make(tmp_path).train(1, resume_from="auto")
+        assert caplog.messages == []
+        make(tmp_path, meaningful_loss={"weight_image": 0.7}).train(1, resume_from="auto")
+    (line,) = caplog.messages
+    assert "another loss: loss_config={" in line
+    assert "'weight_image': 0.7" in line
+
+
 def test_construction_writes_nothing(tmp_path):
     make(tmp_path / "run", save_every_steps=1)
     assert list(tmp_path.iterdir()) == []

@@ -25,6 +25,16 @@ def run(folder, epochs=2, **rest):
     return trainer
 
 
+def test_a_checkpoint_of_another_loss_is_named(tmp_path, caplog):
+    run(tmp_path, epochs=1)
+    with caplog.at_level(logging.WARNING, "treadle"):
+        make().load_checkpoint(tmp_path / "best_model.pt")
+        assert caplog.messages == []
+        make(loss_fn=nn.L1Loss()).load_checkpoint(tmp_path / "best_model.pt")
+    (line,) = caplog.messages
+    assert "another loss: loss='MSELoss()' (here 'L1Loss()')" in line
+
+
 def test_a_checkpoint_holds_the_documented_table_and_the_epochs_record(tmp_path):
     trainer = run(tmp_path, max_grad_norm=0.5)
     tree = load_checkpoint(tmp_path / "checkpoint_epoch_2.pt")

@@ -13,7 +13,7 @@ from helpers import differences
 from treadle import load_weights
 from treadle.checkpoint import load_checkpoint, verify_checkpoint
 from treadle.errors import CheckpointError, ConfigError
-from treadle.graphs import get_scheduler
+from treadle.graphs import get_loss_fn, get_scheduler
 from treadle.hooks import EmaHook
 
 
@@ -202,6 +202,27 @@ def test_without_the_optimizer_all_that_moves_with_it_starts_fresh_and_is_named(
         assert differences(other._engine.state_dict()[key], fresh[key]) == [], key
     assert "optimizer, global_step, progress" in caplog.text
     assert len(other.fit(data(), data(), epochs=1)["train"]) == 1
+
+
+def test_a_run_that_goes_on_from_its_own_checkpoint_is_told_nothing(tmp_path, caplog):
+    make(tmp_path).fit(data(), data(), epochs=1)
+    with caplog.at_level(logging.WARNING, "treadle"):
+        make(tmp_path).fit(data(), data(), epochs=2, resume_from="auto")
+    assert caplog.messages == []
+
+
+def test_a_checkpoint_of_another_loss_is_named(tmp_path, caplog):
+    make(tmp_path, loss_fn=lambda pred, target: (pred - target).square().mean()).fit(data(), data(), epochs=1)
+    with caplog.at_level(logging.WARNING, "treadle"):
+        make(tmp_path, loss_fn=lambda pred, target: (pred - target).square().mean()).load_checkpoint("last.pt")
+        assert caplog.messages == []  # two functions of one name
+        make(tmp_path, loss_fn=get_loss_fn("regression", "mae")).load_checkpoint("last.pt")
+    (line,) = caplog.messages
+    assert "another loss: loss=" in line
+    assert "GraphLoss('regression', 'mae', num_classes=None)" in line
+    caplog.clear()
+    make(tmp_path, loss_fn=get_loss_fn("regression", "mae")).load_checkpoint("last.pt", load_optimizer=False)
+    assert "another loss" not in caplog.text  # the weights alone
 
 
 def test_a_model_that_is_not_finite_overwrites_nothing(tmp_path):

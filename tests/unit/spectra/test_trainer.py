@@ -300,6 +300,57 @@ def test_training_on_real_spectra_beats_the_mean_of_the_row(tmp_path):
     assert loss < 0.9 * 31 / 32  # predicting the row's mean costs (L-1)/L after SNV
 
 
+def test_a_checkpoint_of_another_loss_is_named(tmp_path, caplog):
+    make(tmp_path).fit(1)
+    with caplog.at_level("WARNING", logger="treadle"):
+        make(tmp_path, early_stop_patience=3).fit(1)
+        assert caplog.messages == []
+        make(tmp_path, loss_type="sse", reduction="sum").fit(1)
+    (line,) = caplog.messages
+    assert "loss_type='mse' (here 'sse'), reduction='mean' (here 'sum')" in line
+
+
+def test_a_validation_loader_without_batches_is_refused(tmp_path):
+    trainer = make(tmp_path)
+    trainer.val_loader = []
+    with pytest.raises(ConfigError, match="val_loader: it gave no batch"):
+        trainer.fit(2)
+    with pytest.raises(ConfigError, match="val_loader: it gave no batch"):
+        trainer.validate()
+    with pytest.raises(ConfigError, match="loader: it gave no batch"):
+        Tester(trainer.model, TesterConfig(tmp_path, device="cpu"))([])
+    assert not (tmp_path / "test_history.json").exists()
+    with pytest.raises(ConfigError, match="loader: it gave no batch"):
+        Extractor(trainer.model, ExtractorConfig(device="cpu"))([])
+
+
+def test_a_scheduler_of_another_optimizer_is_refused(tmp_path):
+    trainer = make(tmp_path, scheduler=False)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    with pytest.raises(ConfigError, match="another optimizer"):
+        SpectraTrainer(
+            trainer.model, trainer.optimizer, [spectra(4)], cfg=TrainerConfig(tmp_path, device="cpu"),
+            scheduler=torch.optim.lr_scheduler.StepLR(other, 1),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"amp": "no"}, {"use_ema": "false"}, {"enable_tf32": 1}, {"grad_clip": "1.0"}, {"grad_clip": True},
+        {"early_stop_patience": 2.5}, {"accumulation_steps": True}, {"eval_seed": "a"},
+        {"ema_decay": "0.9"}, {"resume_from": True}, {"max_non_finite_grad_retries": 1.5},
+    ],
+)  # fmt: skip
+def test_settings_of_another_type_are_refused_when_they_are_made(values):
+    (field,) = values
+    with pytest.raises(ConfigError, match=rf"TrainerConfig\.{field}="):
+        TrainerConfig(**values)
+    if field in ("amp", "eval_seed"):
+        with pytest.raises(ConfigError, match=rf"TesterConfig\.{field}="):
+            TesterConfig(**values)
+
+
 def test_tf32_flags_hold_while_fit_runs_and_are_put_back(tmp_path):
     seen = []
 
