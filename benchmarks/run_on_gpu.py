@@ -25,7 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FIRST = ("test_capture_on_a_gpu", "test_no_face_waits_on_a_gpu", "resume/test_on_a_gpu", "test_trainer_on_a_gpu")
+FIRST = (
+    "test_capture_on_a_gpu", "test_no_face_waits_on_a_gpu", "resume/test_on_a_gpu", "test_trainer_on_a_gpu",
+    "test_bench_on_a_gpu", "test_compiling_on_a_gpu",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Outcome:
 def pieces(data: Path | None, *, tiny: bool) -> Iterator[Piece]:
     """Yields all pieces, what matters most first."""
     tests = test_files()
-    first = [path for path in tests if any(name in path for name in FIRST)]
+    first = [path for name in FIRST for path in tests if name in path]
     molecules = ("--data", str(data.resolve())) if data and not tiny else ()
     yield from (of_tests(path) for path in first)
     yield of_script("spectra", tiny, limit=420)

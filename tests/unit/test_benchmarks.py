@@ -142,5 +142,5 @@ def test_every_file_with_tests_of_a_gpu_is_a_piece(monkeypatch):
     module = importlib.import_module("run_on_gpu")
     names = [piece.name for piece in module.pieces(None, tiny=True)]
     assert len(set(names)) == len(names)
-    assert sum("test_capture_on_a_gpu" in name for name in names[:4]) == 1
+    assert "test_capture_on_a_gpu" in names[0]
     assert {Path(piece.command[1]).name for piece in module.pieces(None, tiny=False)} > {"spectra.py", "tokens.py"}
