@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treadle.errors import ConfigError
+
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -21,14 +23,19 @@ def set_seed(seed: int = 42, deterministic: bool = False) -> None:
     """Seeds python, numpy and torch (all devices).
 
     Args:
-        seed: any integer; numpy gets it modulo 2**32.
+        seed: an integer from -2**63 to 2**64 - 1; numpy gets it modulo 2**32.
         deterministic: also ask torch for deterministic algorithms, set the cuDNN flags, and set
             ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` if it is unset.
+
+    Raises:
+        ConfigError: torch has no such seed.
 
     Example:
         >>> set_seed(7); a = torch.rand(1); set_seed(7); torch.equal(a, torch.rand(1))
         True
     """
+    if not -(2**63) <= seed < 2**64:
+        raise ConfigError(f"seed={seed}: must be from -2**63 to 2**64 - 1, which torch takes; choose a smaller number")
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -112,7 +112,8 @@ def build_from_cfg(cfg: Any, registry: Registry = REGISTRY, recursive: bool = Fa
 
     Raises:
         ConfigError: an unknown name, a path that cannot be imported, or arguments that the constructor does not
-            take, named by their place in ``cfg``. Errors raised inside the constructor leave unchanged.
+            take, named by their place in ``cfg``; a text where a constructor that fails takes a number. Other errors
+            raised inside the constructor leave unchanged.
 
     Example:
         >>> build_from_cfg({"type": "torch.nn.Linear", "*": [3], "out_features": 2}, bias=False)
@@ -166,6 +167,8 @@ def build_at(place: str, cfg: Mapping[str, Any], registry: Registry, recursive: 
     except (TypeError, ValueError) as error:
         if isinstance(error, TypeError) and _refused_by_call(target, positional, named, error):
             raise ConfigError(_refusal(target, named, name, place, str(error))) from error
+        if (wrong := _text_for_number(target, cfg, name, place)) is not None:
+            raise ConfigError(wrong) from error
         _note_values(error, place, name, cfg)
         raise
 
@@ -175,6 +178,17 @@ def _note_values(error: Exception, place: str, name: str, cfg: Mapping[str, Any]
     if hasattr(error, "add_note") and not isinstance(error, ConfigError):  # from Python 3.11 on
         given = ", ".join(f"{key}={value!r}" for key, value in cfg.items() if key not in ("type", "*"))
         error.add_note(f"while building {place + ': ' if place else ''}{name}({given})")
+
+
+def _text_for_number(target: Callable[..., Any], cfg: Mapping[str, Any], name: str, place: str) -> str | None:
+    """Says which value of a configuration is a text where the constructor that failed takes a number."""
+    signature = _signature(target)
+    for key, item in signature.parameters.items() if signature else ():
+        is_number = type(item.default) in (int, float) or item.annotation in (int, float, "int", "float")
+        if is_number and isinstance(cfg.get(key), str):
+            default = "" if item.default is item.empty else f", such as its default, {item.default!r}"
+            return f"{join_path(place, key)}={cfg[key]!r}: {name!r} takes a number here{default}, and this is a text"
+    return None
 
 
 def find_target(name: Any, place: str, registry: Registry) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from treadle.astro.config import MeaningfulLossConfig, TrainingConfig
-from treadle.cli.settings import at_least, without
+from treadle.cli.settings import at_least, check_seeds, without
 from treadle.cli.split_config import DataConfig
 from treadle.errors import ConfigError
 
@@ -82,6 +82,16 @@ class ModelConfig:
     dropout: float = 0.1
     """In [0, 1)."""
 
+    def __post_init__(self) -> None:
+        at_least(
+            1, model__d_model=self.d_model, model__n_layers=self.n_layers, model__n_heads=self.n_heads,
+            model__d_ff=self.d_ff,
+        )  # fmt: skip
+        if self.d_model % self.n_heads:
+            raise ConfigError(f"model.n_heads={self.n_heads!r}: must divide model.d_model={self.d_model!r}")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"model.dropout={self.dropout!r}: must be at least 0 and below 1")
+
 
 def _data_config() -> DataConfig:
     # XDF has 16 tiles: with a tenth only two would be looked at in the end.
@@ -132,6 +142,7 @@ class AstroRunConfig:
 
     def __post_init__(self) -> None:
         at_least(1, threads=self.threads)
+        check_seeds(seed=self.seed)
         if not 0 <= self.hidden_scalars <= 0.5:
             raise ConfigError(f"hidden_scalars={self.hidden_scalars!r}: must lie in [0, 0.5]")
         if not 0 <= self.scalars_last < 1:

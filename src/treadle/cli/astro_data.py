@@ -15,6 +15,7 @@ from treadle.astro.survey_tokens import ScalarDropout, Sequences, SurveyTokenize
 from treadle.astro.surveys import Survey, load_surveys
 from treadle.astro.tokenizer_files import load_tokenizers
 from treadle.cli.astro_config import AstroRunConfig
+from treadle.cli.console import as_settings
 from treadle.cli.ranks import by_rank_0, shared_batches
 from treadle.cli.split_config import DataConfig
 from treadle.datasets.splits import split_by_group
@@ -125,5 +126,5 @@ def _fit(config: AstroRunConfig, train: Surveys) -> SurveyTokenizers:
     from threadpoolctl import threadpool_limits  # comes with scikit-learn
 
     # With one thread sums have one order, so that a run that is begun again has the same codebooks.
-    with threadpool_limits(1):
+    with threadpool_limits(1), as_settings("tokens", vars(config.tokens)):
         return fit_tokenizers(list(train.values()), **vars(config.tokens), seed=config.seed)

@@ -24,7 +24,7 @@ from treadle.cli.astro_config import FLAGS, FREE, AstroRunConfig
 from treadle.cli.astro_data import TOKENIZERS, AstroData, prepare_data
 from treadle.cli.astro_report import finish_run, print_results, print_start
 from treadle.cli.console import as_settings, without_epoch_lines
-from treadle.cli.overrides import apply_overrides
+from treadle.cli.overrides import apply_overrides, leaves
 from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of
 from treadle.cli.run_folder import (
     explain_changes,
@@ -35,6 +35,7 @@ from treadle.cli.run_folder import (
     stored_json,
     writable,
 )
+from treadle.cli.setting_names import settings_named
 from treadle.cli.settings import changes
 from treadle.cli.start_block import cpu_threads, print_settings
 from treadle.device import get_device
@@ -96,7 +97,7 @@ def run_astro(
     if finished is not None:
         print_results(finished, out, results)
         return finished
-    with cpu_threads(run.config.threads):
+    with cpu_threads(run.config.threads), settings_named(dict(leaves(run.config))):
         metrics = _run(run, resume=resume, explicit=device is not None)
     if metrics is not None:
         print_results(metrics, out, results)
@@ -150,7 +151,7 @@ def build_trainer(run: AstroRun, data: AstroData) -> AstroTrainer:
     vocab, parallel = tokenizers.vocab(), parallel_of(config.training.parallel)
     training = dataclasses.replace(config.training, seed=config.seed, parallel=parallel)
     set_seed(config.seed)
-    with as_settings("model"):
+    with as_settings("model", vars(config.model)):
         model = CausalTransformerLM(vocab.vocab_size, vocab.n_types, **vars(config.model), max_len=data.longest)
     if config.start_from_codebooks:
         initialise_from_codebooks(

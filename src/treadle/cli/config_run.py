@@ -14,6 +14,7 @@ from rich.console import Console
 from treadle import distributed
 from treadle.cli.config_target import PackRun, pack_commands, read_target, train_from
 from treadle.cli.run_record import RunRecordHook
+from treadle.cli.setting_places import settings_placed
 from treadle.cli.tracking import tracked
 from treadle.config import format_config
 from treadle.engine import Engine
@@ -39,6 +40,11 @@ def run_config(
         ConfigError: the file or a setting is wrong.
         TreadleError: the run failed.
     """
+    with settings_placed(file, settings):
+        _run(file, settings, results=results, messages=messages, trackers=trackers)
+
+
+def _run(file: Path, settings: Sequence[str], *, results: Console, messages: Console, trackers: str | None) -> None:
     target = read_target(file, settings)
     if isinstance(target, PackRun):
         pack = pack_commands(target.face)
@@ -75,11 +81,12 @@ def _end_block(trainer: Any, *, seconds: float) -> str:
 
 def show_config(file: Path, settings: Sequence[str], console: Console) -> None:
     """Prints the configuration as it would be used."""
-    target = read_target(file, settings)
-    if isinstance(target, PackRun):
-        pack_commands(target.face).show(target.settings, target.device, console)
-    else:
-        console.print(format_config(target), markup=False, soft_wrap=True)
+    with settings_placed(file, settings):
+        target = read_target(file, settings)
+        if isinstance(target, PackRun):
+            pack_commands(target.face).show(target.settings, target.device, console)
+            return
+    console.print(format_config(target), markup=False, soft_wrap=True)
 
 
 class _Keeper:

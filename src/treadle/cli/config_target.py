@@ -13,6 +13,7 @@ from typing import Any
 
 from treadle.builder import build_trainer
 from treadle.cli.overrides import read_value
+from treadle.cli.setting_places import settings_placed
 from treadle.cli.settings import flat
 from treadle.config import apply_overrides, load_config
 from treadle.errors import ConfigError, nearest
@@ -152,10 +153,11 @@ def checked_target(target: str, arguments: Sequence[str]) -> dict[str, Any] | Pa
         >>> checked_target("text", ["epochs=3"]).face
         'text'
     """
-    found = resolve(target, arguments)
-    if isinstance(found, PackRun):
-        pack_commands(found.face).check(found.settings, found.device)
-    elif found is None and not (is_named_like_config(target) and Path(target).is_file()):
+    with settings_placed(Path(target), arguments):
+        found = resolve(target, arguments)
+        if isinstance(found, PackRun):
+            pack_commands(found.face).check(found.settings, found.device)
+    if found is None and not (is_named_like_config(target) and Path(target).is_file()):
         near = nearest(target, PACKS)
         meant = f"; {near}" if near.startswith("did you mean") else ""
         raise ConfigError(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from rich.console import Console
 from rich.text import Text
 
 from treadle.cli.launch import launched_rank, leave_for_torchrun
+from treadle.cli.setting_names import in_section
 from treadle.cli.user_errors import described
 from treadle.errors import ConfigError, TreadleError
 from treadle.hooks.bar import is_terminal
@@ -119,11 +120,23 @@ def _message(error: Exception) -> str | None:
 
 
 @contextlib.contextmanager
-def as_settings(section: str) -> Iterator[None]:
-    """Turns the ValueError of a constructor into a ConfigError that names the section of the settings."""
+def as_settings(section: str, fields: Collection[str]) -> Iterator[None]:
+    """Turns what a constructor refuses into a ConfigError that names the setting.
+
+    Args:
+        section: where the settings of the constructor stand.
+        fields: their names in it.
+
+    Raises:
+        ConfigError: the constructor raised ValueError.
+
+    Example:
+        >>> with as_settings("model", ["width"]):
+        ...     raise ValueError("width=0 must be 1 or more")
+        Traceback (most recent call last):
+        treadle.errors.ConfigError: model.width=0 must be 1 or more
+    """
     try:
         yield
-    except TreadleError:
-        raise
     except ValueError as error:
-        raise ConfigError(f"{section}: {error}") from error
+        raise ConfigError(in_section(str(error), section, fields)) from error

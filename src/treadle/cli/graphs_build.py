@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from treadle.capture import check_capture
 from treadle.cli.graphs_config import GraphsConfig, given
@@ -128,6 +131,30 @@ def train_loader(config: GraphsConfig, data: GraphDataset) -> Iterable[Any]:
     )
 
 
+def optimizer_and_schedule(config: GraphsConfig, model: torch.nn.Module) -> tuple[Optimizer, LRScheduler | None]:
+    """Returns the optimizer of a model and its schedule, over the epochs of the run.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong.
+    """
+    optimizer = get_optimizer_from_config(model, given(config.training.optimizer))
+    schedule = given(config.training.scheduler)
+    refuse_unknown("training.scheduler", schedule, _SCHEDULER_KEYS)
+    kind = schedule.pop("type", "cosine_warmup")
+    return optimizer, get_scheduler(optimizer, kind, total_epochs=config.training.epochs, **schedule)
+
+
+def refuse_wrong(config: GraphsConfig) -> None:
+    """Refuses what optimizer and schedule would refuse, without data and model.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong.
+    """
+    longer = (config.training.scheduler.get("warmup_epochs") or 0) + config.training.epochs + 1
+    without_warning = dataclasses.replace(config.training, epochs=longer)  # a long warm-up is told of once, later
+    optimizer_and_schedule(dataclasses.replace(config, training=without_warning), torch.nn.Linear(1, 1))
+
+
 def build_trainer(
     config: GraphsConfig,
     data: GraphDataset,
@@ -155,12 +182,7 @@ def build_trainer(
     training = config.training
     set_seed(config.seed, deterministic=config.deterministic)
     model = build_model(config, data).to(device)
-    optimizer = get_optimizer_from_config(model, given(training.optimizer))
-    schedule = given(training.scheduler)
-    refuse_unknown("training.scheduler", schedule, _SCHEDULER_KEYS)
-    scheduler = get_scheduler(
-        optimizer, schedule.pop("type", "cosine_warmup"), total_epochs=training.epochs, **schedule
-    )
+    optimizer, scheduler = optimizer_and_schedule(config, model)
     loss_fn = get_loss_fn(
         data.task_type,
         training.loss.get(data.task_type),

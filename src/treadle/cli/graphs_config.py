@@ -9,10 +9,14 @@ from importlib.resources import files
 from typing import Any
 
 from treadle.capture import check_capture
+from treadle.cli.console import as_settings
 from treadle.cli.overrides import from_mapping, refuse_unknown_setting
-from treadle.cli.settings import flat
+from treadle.cli.settings import at_least, check_seeds, flat
 from treadle.compiling import check_compile
+from treadle.config.sections import typed
+from treadle.config.tree import copied
 from treadle.errors import ConfigError, nearest, refuse_unknown
+from treadle.graphs.model_options import ModelOptions
 from treadle.parallel import as_parallel
 
 CONF = "treadle.graphs.conf"
@@ -35,6 +39,23 @@ FREE = (
 )  # fmt: skip
 """What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
 
+RENAMED = {
+    "optimizer_type": "training.optimizer.type", "scheduler_type": "training.scheduler.type",
+    "loss_type": "training.loss", "patience": "training.early_stopping", "get_dataset": "dataset.name",
+}  # fmt: skip
+"""Arguments of the library -> settings, where the two have other names."""
+
+_AT_LEAST_0 = ("lr", "weight_decay", "eps", "momentum")
+_KINDS: dict[str, Any] = {
+    "model.dropout": float, "model.attn_dropout": float | None, "model.drop_path_rate": float | None,
+    "model.use_local": bool | None, "model.use_global": bool | None,
+    "dataset.root": str, "dataset.pe_cache_dir": str | None, "dataset.use_preprocessed_pe": bool,
+    "dataset.num_workers": int | None,
+    **{f"training.optimizer.{name}": float | None for name in _AT_LEAST_0}, "training.optimizer.betas": list | None,
+    "training.scheduler.warmup_epochs": int | None, "training.scheduler.step_size": int | None,
+    "training.scheduler.min_lr": float | None, "training.scheduler.gamma": float | None,
+}  # fmt: skip
+"""Of settings in sections whose keys are for others to know: what takes them compares or hands on without a look."""
 _TASKS = ("regression", "classification", "multilabel", "edge_prediction")
 _NONE_IS_A_CHOICE = ("pe.node.type", "pe.node.normalize", "pe.relative.type", "training.scheduler.type")
 _OPEN = ("dataset.graph_params", "dataset.task_params")  # their keys are for the data set to know
@@ -63,12 +84,16 @@ class TrainingConfig:
     scheduler: dict[str, Any]
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "buckets"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"training.{name}={value!r}: must be at least 1")
-        if self.num_workers < 0:
-            raise ConfigError(f"training.num_workers={self.num_workers!r}: must be at least 0")
+        at_least(
+            1, training__epochs=self.epochs, training__batch_size=self.batch_size, training__buckets=self.buckets,
+            training__accumulation_steps=self.accumulation_steps, training__early_stopping=self.early_stopping,
+        )  # fmt: skip
+        at_least(0, training__num_workers=self.num_workers, training__grad_clip=self.grad_clip)
+        numbers = {f"training__optimizer__{name}": self.optimizer.get(name) for name in _AT_LEAST_0}
+        at_least(0, **numbers)
+        betas = self.optimizer.get("betas")
+        if betas is not None and not (len(betas) == 2 and all(0 <= float(beta) < 1 for beta in betas)):
+            raise ConfigError(f"training.optimizer.betas={betas}: must be two numbers in [0, 1), such as [0.9,0.999]")
         refuse_unknown("training.loss", self.loss, _TASKS)
         as_parallel(self.parallel)
         check_capture(self.capture)
@@ -102,8 +127,13 @@ class GraphsConfig:
     log_every: int
 
     def __post_init__(self) -> None:
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"threads={self.threads!r}: must be at least 1, or null")
+        at_least(1, threads=self.threads)
+        at_least(0, dataset__num_workers=self.dataset.get("num_workers"))
+        check_seeds(seed=self.seed)
+        options = given(self.model)
+        if options.keys() <= vars(ModelOptions(num_features=1)).keys():  # what is unknown, get_model names
+            with as_settings("model", self.model):
+                ModelOptions(num_features=1, **options)
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> GraphsConfig:
@@ -114,9 +144,10 @@ class GraphsConfig:
         """
         # Of runs of before they were settings.
         added = {"parallel": None, "capture": False, "buckets": None, "compile": False}
+        values = with_kinds(values)
         section = {**added, **_section(values, "training")}
         training = from_mapping(TrainingConfig, section, where="training")
-        return from_mapping(cls, {**values, "training": training}, where="settings")
+        return from_mapping(cls, {**values, "training": training}, where="")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as nested plain values."""
@@ -128,6 +159,27 @@ def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(section, Mapping):
         raise ConfigError(f"{name}={section!r}: must be a section of settings")
     return section
+
+
+def with_kinds(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested settings with those of open sections checked for their type; a number may stand for a text.
+
+    Raises:
+        ConfigError: a value is of the wrong type.
+
+    Example:
+        >>> with_kinds({"dataset": {"root": 2024}})
+        {'dataset': {'root': '2024'}}
+    """
+    made = copied(dict(values))
+    for key, kind in _KINDS.items():
+        *path, name = key.split(".")
+        section: Any = made
+        for part in path:
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict) and name in section:
+            section[name] = typed(section[name], kind, key=key, text=str(section[name]))
+    return made  # type: ignore[no-any-return]
 
 
 def given(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,12 +20,13 @@ from treadle.checkpoint.lock import check_free
 from treadle.checkpoint.ranks import open_on_ranks
 from treadle.checkpoint.store import find_latest, load_weights, write_text
 from treadle.cli.console import without_epoch_lines
-from treadle.cli.graphs_build import build_trainer, loader, prepare_data, train_loader
-from treadle.cli.graphs_config import FREE, GraphsConfig, read_settings
+from treadle.cli.graphs_build import build_trainer, loader, prepare_data, refuse_wrong, train_loader
+from treadle.cli.graphs_config import FREE, RENAMED, GraphsConfig, read_settings
 from treadle.cli.graphs_idle import refuse_idle
 from treadle.cli.graphs_report import finish_run, print_results, print_start
 from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of, rank_0_first
 from treadle.cli.run_folder import explain_changes, finished_metrics, readable, refuse_other_run, set_aside, writable
+from treadle.cli.setting_names import settings_named
 from treadle.cli.settings import changes, flat
 from treadle.cli.start_block import cpu_threads
 from treadle.graphs import GraphDataset, GraphTrainer
@@ -107,7 +108,7 @@ def train_graphs(config: GraphsConfig, run: GraphRun) -> dict[str, Any] | None:
     if finished is not None:
         print_results(finished, run.out, run.results)
         return finished
-    with cpu_threads(config.threads):
+    with cpu_threads(config.threads), settings_named(flat(config.to_dict()), RENAMED):
         metrics = _train(config, run, device)
     if metrics is not None:
         print_results(metrics, run.out, run.results)
@@ -115,6 +116,7 @@ def train_graphs(config: GraphsConfig, run: GraphRun) -> dict[str, Any] | None:
 
 
 def _train(config: GraphsConfig, run: GraphRun, device: torch.device) -> dict[str, Any] | None:
+    refuse_wrong(config)  # before the data are loaded
     data = rank_0_first(lambda: prepare_data(config, run.messages))  # what it downloads and encodes lies on the disk
     parallel = parallel_of(config.training.parallel)
     trainer = build(config, run, data, device, parallel=parallel)  # wrong values are refused before idle ones

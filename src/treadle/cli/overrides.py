@@ -8,11 +8,13 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from treadle.cli.setting_names import in_section
 from treadle.config.sections import typed
 from treadle.errors import ConfigError, nearest
 
 Config = TypeVar("Config")
 
+_SYNONYMS = {"lr": "learning_rate", "learning_rate": "lr"}
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -39,7 +41,8 @@ def apply_overrides(
         >>> apply_overrides(Settings(), ["lr=1e-3"])
         Settings(lr=0.001)
     """
-    known = dict(leaves(config))
+    known = {key: value for key, value in leaves(config) if key not in (elsewhere or {})}
+    given: dict[str, str] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         key = key.strip()
@@ -48,8 +51,8 @@ def apply_overrides(
         if elsewhere and key in elsewhere:
             raise ConfigError(f"{key}: is not set this way; use {elsewhere[key]}")
         refuse_unknown_setting(key, known)
-        config = _replaced(config, key.split("."), key, text.strip())
-    return config
+        given[key] = text.strip()
+    return _replaced(config, given, "")
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -81,7 +84,7 @@ def from_mapping(kind: type[Config], values: Mapping[str, Any], *, where: str) -
     Args:
         kind: a dataclass.
         values: the section; not changed.
-        where: its name, for messages.
+        where: its name, for messages; empty for the root.
 
     Raises:
         ConfigError: a key is unknown or missing, a value is of the wrong type, or the dataclass refuses it.
@@ -93,16 +96,18 @@ def from_mapping(kind: type[Config], values: Mapping[str, Any], *, where: str) -
         >>> from_mapping(Settings, {"lr": 1}, where="optimizer")
         Settings(lr=1.0)
     """
-    hints = typing.get_type_hints(kind)
+    hints, place = typing.get_type_hints(kind), f"{where}." if where else ""
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # a dataclass, as said
     for key in values:
-        refuse_unknown_setting(f"{where}.{key}", {f"{where}.{name}": values.get(name) for name in names})
+        refuse_unknown_setting(f"{place}{key}", {f"{place}{name}": values.get(name) for name in names})
     missing = [name for name in names if name not in values]
     if missing:
-        raise ConfigError(f"{where}.{missing[0]}: is missing")
-    return kind(
-        **{name: typed(values[name], hints[name], key=f"{where}.{name}", text=str(values[name])) for name in names}
-    )
+        raise ConfigError(f"{place}{missing[0]}: is missing")
+    fields = {name: typed(values[name], hints[name], key=f"{place}{name}", text=str(values[name])) for name in names}
+    try:
+        return kind(**fields)
+    except ValueError as error:
+        raise ConfigError(in_section(str(error), where, names)) from error
 
 
 def refuse_unknown_setting(key: str, known: Mapping[str, Any]) -> None:
@@ -123,19 +128,32 @@ def refuse_unknown_setting(key: str, known: Mapping[str, Any]) -> None:
     if inside:
         raise ConfigError(f"{key}: is a section; set its fields one by one, for example {inside[0]}={known[inside[0]]}")
     # "lr" is far from "optimizer.lr" letter by letter, though nobody could mean anything else.
-    same_end = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    last = key.rsplit(".", 1)[-1]
+    same_end = [name for name in known if name.rsplit(".", 1)[-1] in (last, _SYNONYMS.get(last))]
     section = [name for name in known if "." in key and name.startswith(f"{key.rsplit('.', 1)[0]}.")]
     advice = f"did you mean {same_end[0]!r}?" if same_end else nearest(key, section or known)
     raise ConfigError(f"unknown setting {key!r}; {advice}")
 
 
-def _replaced(config: Any, path: Sequence[str], key: str, text: str) -> Any:
-    name = path[0]
-    if len(path) > 1:
-        value = _replaced(getattr(config, name), path[1:], key, text)
-    else:
-        value = typed(read_value(text), typing.get_type_hints(type(config))[name], key=key, text=text)
-    return dataclasses.replace(config, **{name: value})
+def _replaced(config: Config, given: Mapping[str, str], section: str) -> Config:
+    """Returns a copy with what is given of a section, all at once: its rules may compare one field with another."""
+    prefix = f"{section}." if section else ""
+    if not any(key.startswith(prefix) for key in given):
+        return config
+    hints, made = typing.get_type_hints(type(config)), {}
+    fields = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]  # a dataclass, as said
+    for name in fields:
+        key, value = f"{prefix}{name}", getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            made[name] = _replaced(value, given, key)
+        elif key in given:
+            made[name] = typed(read_value(given[key]), hints[name], key=key, text=given[key])
+    own = [name for name in fields if f"{prefix}{name}" in given]
+    try:
+        return dataclasses.replace(config, **made)  # type: ignore[type-var]
+    except ValueError as error:
+        only = own[0] if len(own) == 1 else None
+        raise ConfigError(in_section(str(error), section, fields, only=only)) from error
 
 
 def read_value(text: str) -> Any:

@@ -99,3 +99,33 @@ def at_least(least: float, **values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not value >= least:
             raise ConfigError(f"{name.replace('__', '.')}={value!r}: must be at least {least:g}")
+
+
+def between(least: float, most: float, **values: float) -> None:
+    """Raises ConfigError for a setting that lies outside of [least, most].
+
+    Args:
+        least: the smallest value that is allowed.
+        most: the largest one.
+        values: by dotted key, written with two underscores for a dot.
+
+    Example:
+        >>> between(0, 1, model__dropout=0.1)
+    """
+    for name, value in values.items():
+        if not least <= value <= most:
+            raise ConfigError(f"{name.replace('__', '.')}={value!r}: must lie between {least:g} and {most:g}")
+
+
+def check_seeds(**seeds: int) -> None:
+    """Raises ConfigError for a seed that numpy and scikit-learn would refuse, perhaps after the training.
+
+    Args:
+        seeds: by dotted key, written with two underscores for a dot.
+
+    Example:
+        >>> check_seeds(seed=0, data__split_seed=7)
+    """
+    for name, seed in seeds.items():
+        if not 0 <= seed < 2**32:
+            raise ConfigError(f"{name.replace('__', '.')}={seed!r}: must be a whole number from 0 to {2**32 - 1}")

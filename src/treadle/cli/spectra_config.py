@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from treadle.cli.run_folder import explain_changes
-from treadle.cli.settings import without
+from treadle.cli.settings import at_least, between, check_seeds, without
 from treadle.cli.split_config import DataConfig
-from treadle.errors import ConfigError
 from treadle.spectra.config import TrainerConfig
 
 FLAGS = {"trainer.out_dir": "--out", "trainer.device": "--device", "trainer.resume_from": "--resume or --no-resume"}
@@ -55,6 +54,9 @@ class ModelConfig:
     n_mask: int = 24
     """Blocks hidden from the encoder. Many, since tokens that are not seen cost nothing."""
 
+    def __post_init__(self) -> None:
+        between(0, 1, model__dropout=self.dropout)
+
 
 @dataclass
 class OptimizerConfig:
@@ -65,6 +67,9 @@ class OptimizerConfig:
     weight_decay: float = 0.05
     """Decoupled decay of the weight matrices."""
 
+    def __post_init__(self) -> None:
+        at_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
+
 
 @dataclass
 class ScheduleConfig:
@@ -74,6 +79,10 @@ class ScheduleConfig:
     """Epochs of warm-up."""
     min_lr_scale: float = 0.02
     """Share of the learning rate that is left after the last step."""
+
+    def __post_init__(self) -> None:
+        at_least(0, schedule__warmup_epochs=self.warmup_epochs)
+        between(0, 1, schedule__min_lr_scale=self.min_lr_scale)
 
 
 def _trainer_config() -> TrainerConfig:
@@ -111,9 +120,8 @@ class SpectraConfig:
     """Fields of ``TrainerConfig``."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "threads"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be at least 1")
+        at_least(1, epochs=self.epochs, batch_size=self.batch_size, threads=self.threads)
+        check_seeds(seed=self.seed)
 
     @classmethod
     def for_device(cls, device: torch.device) -> SpectraConfig:

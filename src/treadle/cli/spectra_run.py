@@ -21,9 +21,10 @@ from treadle.checkpoint.lock import check_free
 from treadle.checkpoint.ranks import open_on_ranks
 from treadle.checkpoint.store import find_latest, write_text
 from treadle.cli.console import as_settings, without_epoch_lines
-from treadle.cli.overrides import apply_overrides
+from treadle.cli.overrides import apply_overrides, leaves
 from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of, ranks_line
 from treadle.cli.run_folder import finished_metrics, readable, refuse_other_run, stored_json, writable
+from treadle.cli.setting_names import settings_named
 from treadle.cli.settings import changes
 from treadle.cli.spectra_config import FLAGS, SpectraConfig, check_changes
 from treadle.cli.spectra_data import SpectraData, prepare_data
@@ -68,7 +69,7 @@ def run_spectra(
     if finished is not None:
         print_results(finished, out, results)
         return finished
-    with cpu_threads(config.threads):
+    with cpu_threads(config.threads), settings_named(dict(leaves(config))):
         return _run(
             config, out=out, device=where, explicit=device is not None, resume=resume, consoles=(results, messages)
         )
@@ -132,7 +133,7 @@ def show_settings(settings: Sequence[str], device: str | None, console: Console)
 
 def build_model(config: SpectraConfig, seq_len: int) -> ChemoMAE:
     """Returns the model with its initial weights, drawn from the global RNG."""
-    with as_settings("model"):
+    with as_settings("model", vars(config.model)):
         return ChemoMAE(seq_len=seq_len, **vars(config.model))
 
 
@@ -149,9 +150,9 @@ def build_trainer(
     """Returns the trainer with its loaders, optimizer, schedule, bar and signals."""
     train_loader = data.loader(data.train, config.batch_size, shuffle=True, seed=config.seed, device=device)
     model = model.to(device)
-    with as_settings("optimizer"):
+    with as_settings("optimizer", vars(config.optimizer)):
         optimizer = build_optimizer(model, **vars(config.optimizer))
-    with as_settings("schedule"):
+    with as_settings("schedule", vars(config.schedule)):
         scheduler = build_scheduler(
             optimizer,
             steps_per_epoch=steps_per_epoch(train_loader, config.trainer.accumulation_steps),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from treadle.cli.settings import check_seeds
 from treadle.datasets.splits import Rows
 from treadle.errors import ConfigError
 
@@ -32,6 +33,7 @@ class DataConfig:
                 f"data.val_fraction={self.val_fraction!r} and data.test_fraction={self.test_fraction!r} leave nothing "
                 "to train on: their sum must be below 1"
             )
+        check_seeds(data__split_seed=self.split_seed)
         if self.max_rows is not None and self.max_rows < 10:
             raise ConfigError(
                 f"data.max_rows={self.max_rows!r}: must be None or at least 10, so that every part has rows"

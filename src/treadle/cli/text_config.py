@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from treadle.capture import check_capture
-from treadle.cli.settings import at_least
+from treadle.cli.settings import at_least, between, check_seeds
 from treadle.compiling import check_compile
 from treadle.errors import ConfigError
 from treadle.parallel import as_parallel
@@ -59,6 +59,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         at_least(2, data__block_length=self.block_length)
         at_least(1, data__max_topics=self.max_topics)
+        check_seeds(data__split_seed=self.split_seed)
 
 
 @dataclass
@@ -84,6 +85,9 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """Decoupled decay of the weight matrices."""
 
+    def __post_init__(self) -> None:
+        at_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
+
 
 @dataclass
 class ScheduleConfig:
@@ -93,6 +97,10 @@ class ScheduleConfig:
     """Steps of warm-up."""
     min_lr_scale: float = 0.05
     """Share of the learning rate that is left after the last step."""
+
+    def __post_init__(self) -> None:
+        at_least(0, schedule__warmup_steps=self.warmup_steps)
+        between(0, 1, schedule__min_lr_scale=self.min_lr_scale)
 
 
 @dataclass
@@ -121,6 +129,9 @@ class TrainingConfig:
         as_parallel(self.parallel)
         check_compile(self.compile, name="training.compile")
         check_capture(self.capture)
+        if self.mixed_precision not in (None, "bf16", "fp16"):
+            raise ConfigError(f"training.mixed_precision={self.mixed_precision!r}: must be none, bf16 or fp16")
+        at_least(0, training__grad_clip=self.grad_clip)
         at_least(
             1, training__accumulation_steps=self.accumulation_steps,
             training__checkpoint_interval=self.checkpoint_interval,
@@ -146,7 +157,7 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         at_least(1, lora__epochs=self.epochs, lora__r=self.r)
-        at_least(0, lora__lr=self.lr)
+        at_least(0, lora__lr=self.lr, lora__alpha=self.alpha)
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"lora.dropout={self.dropout!r}: must be at least 0 and below 1")
 
@@ -171,6 +182,7 @@ class SamplesConfig:
     def __post_init__(self) -> None:
         at_least(1, samples__count=self.count, samples__num_tokens=self.num_tokens, samples__top_k=self.top_k)
         at_least(0, samples__temperature=self.temperature)
+        check_seeds(samples__seed=self.seed)
 
 
 @dataclass
@@ -203,6 +215,7 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size, threads=self.threads)
+        check_seeds(seed=self.seed)
 
     @classmethod
     def for_device(cls, device: torch.device) -> TextConfig:

@@ -86,10 +86,10 @@ def prepare_data(config: TextConfig) -> TextData:
     statements = {name: text for name, text in topics.items() if is_statement(manual[name])}
     others = {name: text for name, text in topics.items() if name not in statements}
     seed = config.data.split_seed
-    with as_settings("data"):
+    with as_settings("data", vars(config.data)):
         train, val = split_topics(others, val_fraction=config.data.val_fraction, seed=seed)
         tokenizer = train_tokenizer(train.values(), config.data.vocab_size)
-    with as_settings("lora"):
+    with as_settings("lora", vars(config.lora)):
         lora_train, lora_val = split_topics(statements, val_fraction=config.lora.val_fraction, seed=seed)
 
     def part(topics: Mapping[str, str]) -> Part:

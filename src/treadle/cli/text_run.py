@@ -15,9 +15,10 @@ from rich.console import Console
 from treadle.capture import Capture, check_capture
 from treadle.checkpoint.store import load_weights
 from treadle.cli.console import as_settings
-from treadle.cli.overrides import apply_overrides
+from treadle.cli.overrides import apply_overrides, leaves
 from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of
 from treadle.cli.run_folder import finished_metrics, refuse_other_run
+from treadle.cli.setting_names import settings_named
 from treadle.cli.start_block import cpu_threads, print_settings
 from treadle.cli.text_config import TextConfig
 from treadle.cli.text_data import Part, TextData, check_same_on_ranks, prepare_data
@@ -79,7 +80,7 @@ def run_text(
     if finished is not None:
         print_results(finished, out, results)
         return finished
-    with cpu_threads(config.threads), without_progress_bars():
+    with cpu_threads(config.threads), without_progress_bars(), settings_named(dict(leaves(config))):
         run = TextRun(config, prepare_data(config), out, where, messages)
         metrics = _run(run, resume=resume, explicit=device is not None)
     if metrics is not None:
@@ -144,13 +145,13 @@ def build_base(run: TextRun, *, parallel: str | None = None) -> tuple[Any, Train
     """
     config = run.config
     set_seed(config.seed)
-    with as_settings("model"):
+    with as_settings("model", vars(config.model)):
         model = build_gpt2(config.data.vocab_size, n_positions=config.data.block_length, **vars(config.model))
     steps = config.epochs * _steps_per_epoch(run.data.train, config)
-    with as_settings("optimizer"):
+    with as_settings("optimizer", vars(config.optimizer)):
         optimizer = build_optimizer(model.to(run.device), **vars(config.optimizer))
-    with as_settings("schedule"):
-        schedule = config.schedule
+    schedule = config.schedule
+    with as_settings("schedule", vars(schedule)):
         scheduler = build_warmup_cosine(
             optimizer, warmup_steps=schedule.warmup_steps, total_steps=steps, min_lr_scale=schedule.min_lr_scale
         )
@@ -166,7 +167,7 @@ def build_lora(model: Any, run: TextRun) -> Trainer:
     """
     config = run.config
     set_seed(config.seed)
-    with as_settings("lora"):
+    with as_settings("lora", vars(config.lora)):
         adapted = add_lora(model, r=config.lora.r, alpha=config.lora.alpha, dropout=config.lora.dropout)
         optimizer = build_optimizer(adapted.to(run.device), lr=config.lora.lr, weight_decay=0.0)
     steps = config.lora.epochs * _steps_per_epoch(run.data.lora_train, config)

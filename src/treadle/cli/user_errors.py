@@ -39,6 +39,9 @@ def described(error: BaseException) -> str | None:
     if os.environ.get(WHOLE):
         return None
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(Path(frame.filename))]
+    if isinstance(error, SyntaxError) and error.filename and not _is_ours(Path(error.filename)):
+        line = (error.text or "").strip()
+        return f"{type(error).__name__}: {error.msg}\n  {_short(error.filename)}, line {error.lineno}: {line}"
     if not frames:
         return None
     text = str(error).strip()

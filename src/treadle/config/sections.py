@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -58,7 +59,7 @@ def typed(value: Any, hint: Any, *, key: str, text: str | None = None) -> Any:
         text: how the value was written, which a field for strings takes as it is; None: a string was given as one.
 
     Raises:
-        ConfigError: it is of another type.
+        ConfigError: it is of another type, or no finite number.
 
     Example:
         >>> typed(1, float, key="lr"), typed(2024, str, key="folder", text="2024")
@@ -67,6 +68,8 @@ def typed(value: Any, hint: Any, *, key: str, text: str | None = None) -> Any:
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) or _is_union(hint) else (hint,)
     for option in options:
         if _fits(value, option):
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{key}={value if text is None else text}: must be a finite number")
             return float(value) if option is float else value
     if text is not None and str in options:  # a string that happens to look like a number, such as a folder named 2024
         return text

@@ -47,7 +47,8 @@ def parse(raw: bytes, file: Path) -> dict[str, Any]:
         text = raw.decode("utf-8-sig")
         loaded = omegaconf.OmegaConf.load(io.StringIO(text))
     except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: no YAML configuration: {error}") from error
+        reason = " ".join(str(error).split()).replace(' in "<file>", line', ", line")
+        raise ConfigError(f"{file}: no YAML configuration: {reason}") from error
     content = omegaconf.OmegaConf.to_container(loaded, resolve=False)
     blank = all(line.strip() == "" or line.lstrip().startswith("#") for line in text.splitlines())
     if blank or not isinstance(content, dict):

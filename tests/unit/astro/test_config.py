@@ -82,7 +82,7 @@ def test_a_file_may_refer_to_a_default(tmp_path):
         ("training: {batch_size: 0}", "training.batch_size=0: must be at least 1"),
         ("training: {total_steps: 0}", "training.total_steps=0: must be at least 1"),
         ("training: {grad_clip: -1}", "training.grad_clip=-1.0: must be at least 0"),
-        ("training: {learning_rate: .nan}", "training.learning_rate=nan: must be above 0"),
+        ("training: {learning_rate: .nan}", "training.learning_rate=nan: must be a finite number"),
         ("training: {min_lr_ratio: 2}", "training.min_lr_ratio=2.0"),
         ("training: {meaningful_loss: {weight_image: -1}}", "weight_image=-1.0"),
         ("training: {meaningful_loss: {sample_k_per_modality: 0}}", "sample_k=0"),

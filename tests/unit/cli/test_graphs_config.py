@@ -130,11 +130,11 @@ def test_a_wrong_text_is_refused(text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"foo": 1}, "unknown setting 'settings.foo'"),
+        ({"foo": 1}, "unknown setting 'foo'"),
         ({"training": {"epochs": 3}}, "training.batch_size: is missing"),
         ({"training": 3}, "training=3: must be a section"),
         ({"training": {**read_settings([]).to_dict()["training"], "loss": {"foo": "mae"}}}, "unknown key 'foo'"),
-        ({"seed": "1"}, "settings.seed=1: must be int"),
+        ({"seed": "1"}, "seed=1: must be int"),
     ],
 )
 def test_stored_settings_of_another_form_are_refused(change: dict[str, object], words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 
@@ -111,18 +112,29 @@ def test_a_wrong_shape_names_the_place_in_the_users_file_and_what_the_loader_gav
     assert told[1:] == ["  TREADLE_TRACEBACK=1 shows the whole traceback"]
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take notes from Python 3.11 on")
-def test_a_value_of_the_wrong_type_for_a_part_is_shown_with_the_part(tmp_path, monkeypatch, capsys):
+def test_a_value_of_the_wrong_type_for_a_part_is_named_with_its_section_and_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "train", raising=False)
     assert treadle("new", "config", ".") == 0
-    assert treadle("train", "run.yaml", "optimizer.lr=fast", "trainer.device=cpu") == 1
+    assert treadle("train", "run.yaml", "optimizer.lr=fast", "trainer.device=cpu") == 2
+    wrong = "optimizer.lr='fast': 'torch.optim.AdamW' takes a number here, such as its default, 0.001"
+    assert f"error: {wrong}" in capsys.readouterr().err
+    config = (tmp_path / "run.yaml").read_text()
+    line = next(number for number, text in enumerate(config.splitlines(), 1) if "lr: " in text)
+    (tmp_path / "run.yaml").write_text(re.sub(r"\blr: [\de.-]+", "lr: fast", config))
+    assert treadle("train", "run.yaml", "trainer.device=cpu") == 2
     sys.modules.pop("train", None)
-    error = capsys.readouterr().err
-    assert "while building" in error
-    assert "torch.optim.AdamW(lr='fast')" in error
-    assert "train.py, line" in error
+    assert capsys.readouterr().err.rstrip().endswith(f"and this is a text (run.yaml, line {line})")
+
+
+def test_a_syntax_error_in_the_users_file_is_named_with_its_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "not_python.py").write_text("x = 1\ndef f(:\n")
+    (tmp_path / "run.yaml").write_text("seed: 0\nimports: [not_python.py]\ntrainer: {type: T}\n")
+    assert treadle("train", "run.yaml") == 1
+    assert capsys.readouterr().err == "error: SyntaxError: invalid syntax\n  not_python.py, line 2: def f(:\n"
 
 
 def test_a_file_that_the_users_code_misses_is_named_with_the_line(project, capsys):

@@ -269,7 +269,7 @@ def test_a_damaged_last_checkpoint_is_named_and_passed_over(
         (["model.num_heads=3"], ["hidden_dim=8", "num_heads=3"]),
         (["model.use_global=false"], ["pe.relative.enabled=false"]),
         (["model.use_local=false", "model.mpnn_type=gcn"], ["mpnn_type='gcn' would be without effect"]),
-        (["training.loss.regression=cross_entropy"], ["loss_type='cross_entropy'"]),
+        (["training.loss.regression=cross_entropy"], ["training.loss='cross_entropy'"]),
         (["training.metric_for_best=auc"], ["auc", "mae"]),
         (["training.optimizer.type=adamm"], ["'adamm'", "'adam'"]),
         (["training.scheduler.type=cosin"], ["'cosin'", "'cosine'"]),
