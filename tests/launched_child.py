@@ -1,6 +1,6 @@
 """A run that torchrun starts, for tests that kill its ranks or send them signals; every rank says where it is.
 
-torchrun --nproc-per-node 2 launched_child.py KIND FOLDER STEPS
+torchrun --nproc-per-node N launched_child.py KIND FOLDER STEPS
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def train(kind, folder, steps):
     saving = {"interval": 3, "keep_previous": 2, "exit_signals": signal.SIGTERM, "background": kind == "fsdp"}
     made = engine(kind, folder / "checkpoints", hooks=[Says(folder)], **saving)
     try:
-        made.run(loader(), max_steps=steps)
+        made.run(loader(12 * dist.get_world_size()), max_steps=steps)
     except SystemExit as leaving:
         (folder / f"left_{dist.get_rank()}").write_text(f"{leaving.code} {made.step}")
         raise

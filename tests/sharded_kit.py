@@ -51,20 +51,21 @@ class Cut(BaseHook):
         trainer.should_stop = trainer.should_stop or trainer.step == self.step
 
 
-def loader():
-    """Four steps an epoch on two ranks."""
-    rows = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(rows), batch_sampler=RankBatchSampler(24, 3, shuffle=True, seed=5))
+def loader(samples=24):
+    """Four steps an epoch on two ranks; twelve samples for each rank make as many on others."""
+    rows = torch.randn(samples, 3, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(rows), batch_sampler=RankBatchSampler(samples, 3, shuffle=True, seed=5))
 
 
-def engine(kind, folder=None, *, hooks=(), seed=0, **saving):
+def engine(kind, folder=None, *, hooks=(), seed=0, task=None, **saving):
     """An engine over a model of ``kind``: None, "ddp", "fsdp" or "hsdp", with averages, that saves to ``folder``."""
     set_seed(seed)
     settings = {"interval": 1, "keep_previous": None, **saving}
     kept = [CheckpointingHook(path=folder, **settings)] if folder is not None else []
     hooks = [EmaHook(0.5), *hooks, *kept]
     kind, spread = ("fsdp", {"replicas": 2}) if kind == "hsdp" else (kind, None)
-    return engine_of(kind, make=torch.optim.AdamW, lr=0.05, task=Fit(), model=Net(), hooks=hooks, settings=spread)
+    task = task or Fit()
+    return engine_of(kind, make=torch.optim.AdamW, lr=0.05, task=task, model=Net(), hooks=hooks, settings=spread)
 
 
 def run(kind, folder, steps, **settings):

@@ -22,13 +22,13 @@ PATIENCE = 200.0  # seconds; a start takes 20 s on a busy machine
 
 
 class Job:
-    """A run of two ranks under torchrun, in a folder of its own."""
+    """A run under torchrun, in a folder of its own."""
 
-    def __init__(self, kind, folder, *, steps=STEPS, max_restarts=0):
-        self.kind, self.folder, self.steps = kind, folder, steps
+    def __init__(self, kind, folder, *, ranks=2, steps=STEPS, max_restarts=0):
+        self.kind, self.folder, self.ranks, self.steps = kind, folder, ranks, steps
         folder.mkdir()
         self.log = folder / "log"
-        options = ["--nproc-per-node=2", f"--max-restarts={max_restarts}"]
+        options = [f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
         command = [*TORCHRUN_OF_FORKS, *options, launched_child.__file__, kind, str(folder), str(steps)]
         with self.log.open("w") as log:
             self.process = Forked(command, stdout=log, stderr=log, env=launch_environment())
@@ -54,6 +54,16 @@ class Job:
         checkpoints = self.folder / "checkpoints"
         self.wait_for(lambda: any(checkpoints.glob("checkpoint_step_*/UNFINISHED")))
         os.kill(self.place(rank)[0], signal.SIGKILL)
+
+    def kill_at_a_random_moment(self, rank, rng, *, after_step):
+        self.wait_for(lambda: self.place(rank)[1] >= after_step)
+        time.sleep(rng.random() * 3 * launched_child.STEP_TIME)
+        os.kill(self.place(rank)[0], signal.SIGKILL)
+
+    def forget_places(self):
+        """What the ranks said; those of the next start will say where they are."""
+        for rank in range(self.ranks):
+            (self.folder / f"rank_{rank}").unlink(missing_ok=True)
 
     def end(self):
         return self.process.wait(PATIENCE)
@@ -113,15 +123,28 @@ def test_twenty_random_kills_change_nothing(jobs, kind, tmp_path):
         if kind == "fsdp" and number % 4 == 0:
             job.kill_in_a_save(rng.randrange(2), after_step=step)
         else:
-            rank = rng.randrange(2)
-            job.wait_for(lambda rank=rank, step=step: job.place(rank)[1] >= step)
-            time.sleep(rng.random() * 3 * launched_child.STEP_TIME)
-            os.kill(job.place(rank)[0], signal.SIGKILL)
-        for rank in range(2):  # those of the next start will say where they are
-            (job.folder / f"rank_{rank}").unlink(missing_ok=True)
+            job.kill_at_a_random_moment(rng.randrange(2), rng, after_step=step)
+        job.forget_places()
     assert job.end() == 0, job.log.read_text()
     assert (job.folder / "restarts").read_text() == "20"
     check_equal(job, run_on_ranks(undisturbed, 2, str(tmp_path), steps, kind, timeout=PATIENCE)[0][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_each_of_eight_ranks_is_killed_in_turn_and_nothing_changes(jobs, kind, tmp_path):
+    rng, steps, apart = random.Random(kind), 54, 6  # a kill costs three steps at most, so each comes after the last
+    job = jobs(kind, ranks=8, steps=steps, max_restarts=8)
+    for number, rank in enumerate(rng.sample(range(8), 8)):
+        step = 2 + apart * number + rng.randrange(apart // 2)
+        if kind == "fsdp" and number % 4 == 0:
+            job.kill_in_a_save(rank, after_step=step)
+        else:
+            job.kill_at_a_random_moment(rank, rng, after_step=step)
+        job.forget_places()
+    assert job.end() == 0, job.log.read_text()
+    assert (job.folder / "restarts").read_text() == "8"
+    check_equal(job, run_on_ranks(undisturbed, 8, str(tmp_path), steps, kind, timeout=PATIENCE)[0][0])
 
 
 def test_a_signal_to_one_rank_saves_on_all_and_all_leave_with_its_number(jobs):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ranks import outcomes_on_ranks, run_on_ranks
+from torchrun_of_forks import all_forked_first
 
 
 def total(start):
@@ -54,3 +55,16 @@ def test_a_death_is_told_and_the_others_are_ended():
 def test_a_hang_is_reported_with_the_place():
     with pytest.raises(AssertionError, match=r"(?s)rank 0 of 2.*hangs_on_rank_0"):
         run_on_ranks(hangs_on_rank_0, 2, timeout=3)
+
+
+def test_no_rank_that_torchrun_forks_runs_before_all_are_forked(tmp_path):
+    ran = tmp_path / "ran"
+    with all_forked_first():
+        child = os.fork()
+        if child == 0:
+            ran.touch()
+            os._exit(0)
+        time.sleep(0.1)
+        before = ran.exists()
+    os.waitpid(child, 0)
+    assert (before, ran.exists()) == (False, True)
