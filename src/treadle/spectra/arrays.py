@@ -15,6 +15,13 @@ from torch import Tensor
 Spectra = TypeVar("Spectra", NDArray[Any], Tensor)
 
 
+def unmasked(X: NDArray[Any]) -> NDArray[Any]:
+    """A masked array with NaN where it is masked; any other array as it is."""
+    if isinstance(X, np.ma.MaskedArray):
+        return np.ma.filled(X.astype(np.float64), np.nan) if np.ma.is_masked(X) else X.data
+    return X
+
+
 def as_float64(X: object, name: str) -> Tensor:
     """A float64 tensor with the values of ``X``; a tensor stays on its device where float64 exists there."""
     if isinstance(X, Tensor):
@@ -26,7 +33,7 @@ def as_float64(X: object, name: str) -> Tensor:
         if X.dtype.kind not in "fiub":
             raise ValueError(f"{name} has dtype {X.dtype} but must hold real numbers; convert it with astype")
         # A copy: torch takes neither read-only memory nor foreign byte order (FITS files have both).
-        return torch.from_numpy(np.array(X, dtype=np.float64))
+        return torch.from_numpy(np.array(unmasked(X), dtype=np.float64))
     raise TypeError(
         f"{name} is a {type(X).__name__} but must be a NumPy array or a tensor; convert it with numpy.asarray"
     )

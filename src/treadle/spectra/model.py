@@ -74,6 +74,7 @@ class ChemoMAE(nn.Module):
         self.latent_dim = latent_dim
         self.n_blocks = n_blocks
         self.n_mask = n_mask
+        self._masks_by_blocks = type(self).make_visible is ChemoMAE.make_visible
         self.encoder = SpectrumEncoder(
             seq_len=seq_len,
             d_model=d_model,
@@ -134,8 +135,13 @@ class ChemoMAE(nn.Module):
         assert isinstance(x_recon, Tensor)
         return x_recon
 
-    def visible_count(self, n_mask: int | None = None) -> int:
-        """Return how many channels of each row a drawn mask leaves visible; ``n_mask`` as in `make_visible`."""
+    def visible_count(self, n_mask: int | None = None) -> int | None:
+        """Return how many channels of each row a drawn mask leaves visible; ``n_mask`` as in `make_visible`.
+
+        None where a subclass draws its masks in another way.
+        """
+        if not self._masks_by_blocks:
+            return None
         return (self.n_blocks - (self.n_mask if n_mask is None else n_mask)) * (self.seq_len // self.n_blocks)
 
     def make_visible(

@@ -6,6 +6,7 @@ so everything here that compares rows does so by angle.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from treadle.spectra.arrays import Spectra, as_float64, centre, device_of, like, per_row, take, write_into
 from treadle.spectra.augment import SpectraAugmenter
 
+_log = logging.getLogger("treadle.spectra")
+
 __all__ = ["SNVScaler", "SpectraAugmenter", "cosine_fps_downsample"]
 
 
@@ -24,7 +27,8 @@ class SNVScaler:
 
     y = (x - mean) / (std + eps) per row, with ddof 1 (0 for length 1), computed in float64 (Barnes, Dhanoa &
     Lister 1989). Container, device and floating dtype of the input come out again; integers give float32.
-    Constant rows become exact zeros. Nothing is learned from the data.
+    Constant rows become exact zeros. What is masked in an array is NaN. Nothing is learned from the data. Rows so faint
+    that eps would scale them are named in a warning.
 
     Args:
         eps: Added to the standard deviation, at least 0.
@@ -80,6 +84,7 @@ class SNVScaler:
         norm = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)
         std = norm / math.sqrt(max(work.shape[-1] - 1, 1))
         sd = torch.where(constant, 0.0, std) + self.eps
+        self._warn_of_faint(int((~constant & (std < 100 * self.eps)).sum()), constant.numel())
         # With eps = 0 a constant row would be 0 / 0.
         Y = like(torch.where(constant, 0.0, centred / sd), X)
         if not self.copy and Y.dtype == X.dtype:
@@ -89,6 +94,14 @@ class SNVScaler:
         if work.dim() == 1:
             mu, sd = mu.squeeze(-1), sd.squeeze(-1)
         return Y, like(mu, X), like(sd, X)
+
+    def _warn_of_faint(self, count: int, total: int) -> None:
+        if count:
+            _log.warning(
+                "SNVScaler: %d of %d rows have a standard deviation below 100 eps (eps=%g), so theirs does not become 1: "
+                "bring the spectra to another unit, or pass a smaller eps, such as eps=0.0",
+                count, total, self.eps,
+            )  # fmt: skip
 
     def inverse_transform(self, Y: Spectra, *, mu: Any, sd: Any) -> Spectra:
         """Undo `transform`: Y * sd + mu per row, in float64, out in the dtype of ``Y``.

@@ -129,7 +129,8 @@ class SpectraTask:
             x = moved(x, self.device)
             seen = self.augmenter(x)
         inner = unwrap(model)
-        if self.fixed_visible is not None or not isinstance(inner, ChemoMAE):
+        own_forward = type(inner).forward is not ChemoMAE.forward  # may not take a mask that is counted
+        if self.fixed_visible is not None or not isinstance(inner, ChemoMAE) or own_forward:
             return PreparedSpectra(x, seen)  # another model draws its mask itself
         return PreparedSpectra(x, seen, inner.make_visible(len(x), device="cpu"), inner.visible_count())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.spectra.clustering import CosineKMeans
+from treadle.errors import ConfigError
+from treadle.spectra.clustering import CosineKMeans, VMFMixture, silhouette_score_cosine
 from treadle.spectra.clustering._rows import UnitRows
 from treadle.spectra.clustering.kmeans import _farthest_rows
 
@@ -28,6 +30,38 @@ def blobs(*, k: int = 4, per: int = 50, d: int = 8, noise: float = 0.1, seed: in
 def objective(rows: torch.Tensor, centroids: torch.Tensor) -> float:
     unit = torch.nn.functional.normalize(rows.double(), dim=1)
     return float((1 - (unit @ centroids.double().T).amax(dim=1)).mean())
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda rows: rows[:, ::-1], lambda rows: rows.astype(">f4"), lambda rows: rows.T.copy().T,
+        lambda rows: np.ma.masked_array(rows, mask=False),
+    ],
+)  # fmt: skip
+def test_arrays_are_taken_in_any_layout_and_byte_order(view: Any) -> None:
+    rows = view(blobs().numpy())
+    labels = CosineKMeans(4, device="cpu").fit_predict(rows)
+    assert torch.equal(labels, CosineKMeans(4, device="cpu").fit_predict(np.array(rows, dtype=np.float32, order="C")))
+    score = silhouette_score_cosine(rows, labels.numpy()[::-1][::-1])
+    assert score == silhouette_score_cosine(np.array(rows, dtype=np.float32, order="C"), labels)
+
+
+def test_a_masked_number_is_no_number() -> None:
+    rows = np.ma.masked_array(blobs().numpy())
+    rows[3, 2] = np.ma.masked
+    with pytest.raises(ValueError, match="row 3 holds NaN"):
+        CosineKMeans(4, device="cpu").fit(rows)
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    for device in ("cuda", "gpu"):
+        with pytest.raises(ConfigError, match=f"device='{device}'"):
+            CosineKMeans(2, device=device)
+        with pytest.raises(ConfigError, match=f"device='{device}'"):
+            VMFMixture(2, device=device)
 
 
 def test_finds_the_groups() -> None:

@@ -15,6 +15,7 @@ from treadle.spectra.losses import masked_mse
 from treadle.spectra.model import ChemoMAE
 from treadle.spectra.optim import build_optimizer
 from treadle.spectra.preprocessing import SNVScaler
+from treadle.spectra.task import SpectraTask
 
 SPECTRA = Path(treadle.__path__[0]) / "datasets" / "spex_spectra.npz"
 
@@ -30,6 +31,42 @@ def small_model(**options: Any) -> ChemoMAE:
         "latent_dim": 5,
     }
     return ChemoMAE(**{**sizes, "n_blocks": 8, "n_mask": 3, **options})
+
+
+class FirstChannels(ChemoMAE):
+    """Shows the first channels, another number in each row."""
+
+    def make_visible(self, batch_size: int, **options: Any) -> Tensor:
+        return torch.arange(self.seq_len) < torch.arange(1, batch_size + 1)[:, None]
+
+
+def test_masks_that_a_subclass_draws_are_used_as_they_are() -> None:
+    torch.manual_seed(0)
+    model = FirstChannels(
+        seq_len=24, d_model=16, nhead=4, num_layers=1, dim_feedforward=32, latent_dim=5, n_blocks=8, n_mask=3
+    ).eval()
+    x = torch.randn(20, 24)
+    x_recon, z, visible_mask = model(x)
+    assert visible_mask.sum(dim=1).tolist() == list(range(1, 21))
+    assert torch.equal(z, model(x, visible_mask)[1])
+    output = SpectraTask(torch.device("cpu")).step(model, x)
+    assert output.weight == float((~visible_mask).sum())
+    assert torch.equal(output.loss, masked_mse(x_recon, x, ~visible_mask))
+
+
+class NoCount(ChemoMAE):
+    """With the forward pass that the specification names."""
+
+    def forward(self, x: Tensor, visible_mask: Tensor | None = None) -> Any:
+        return super().forward(x, visible_mask)
+
+
+def test_a_forward_pass_of_ones_own_needs_no_further_arguments() -> None:
+    torch.manual_seed(0)
+    model = NoCount(
+        seq_len=24, d_model=16, nhead=4, num_layers=1, dim_feedforward=32, latent_dim=5, n_blocks=8, n_mask=3
+    )
+    assert SpectraTask(torch.device("cpu")).step(model, torch.randn(4, 24)).weight == 4 * 9
 
 
 def ragged_mask(rows: int) -> Tensor:

@@ -27,6 +27,29 @@ def test_snv_numbers() -> None:
     assert SNVScaler().transform(torch.tensor([1.0, 2.0, 3.0])).tolist() == pytest.approx([-1, 0, 1], abs=1e-6)
 
 
+def test_spectra_so_faint_that_eps_would_scale_them_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    faint = rows(2) * 1e-17
+    with caplog.at_level("WARNING", "treadle.spectra"):
+        SNVScaler().transform(np.vstack([rows(2), np.ones((1, 256))]))
+        SNVScaler(eps=0.0).transform(faint)
+        assert caplog.messages == []
+        Y = SNVScaler().transform(faint)
+    assert np.linalg.norm(Y, axis=1).max() < 0.01  # as the formula says
+    (line,) = caplog.messages
+    assert "2 of 2 rows" in line
+    assert "eps=1e-12" in line
+    assert SNVScaler(eps=0.0).transform(faint) == pytest.approx(SNVScaler().transform(rows(2)), abs=1e-9)
+
+
+def test_a_masked_number_is_no_number() -> None:
+    X = np.ma.masked_array([[1.0, 2.0, 3.0], [1.0, 2.0, 9999.0]], mask=[[0, 0, 0], [0, 0, 1]])
+    Y = SNVScaler().transform(X)
+    assert Y[0].tolist() == pytest.approx([-1, 0, 1])
+    assert np.isnan(np.asarray(Y[1])).all()
+    with pytest.raises(ValueError, match="NaN"):
+        cosine_fps_downsample(X)
+
+
 def test_snv_of_the_shipped_spectra() -> None:
     with np.load(SPECTRA) as data:
         X = data["X"]

@@ -12,17 +12,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treadle.errors import ConfigError
+from treadle.spectra.arrays import unmasked
+
 DeviceLike: TypeAlias = str | torch.device | None
 RowsLike: TypeAlias = Tensor | np.ndarray[Any, Any]
 
 
 def resolve_device(device: DeviceLike) -> torch.device:
-    """Return the device asked for; None means CUDA, then MPS, then CPU, whichever is there first."""
+    """Return the device asked for; None means CUDA, then MPS, then CPU, whichever is there first.
+
+    Raises:
+        ConfigError: it is no device, or not available.
+    """
     if device is not None:
-        return torch.device(device)
+        try:
+            found = torch.device(device)
+            torch.empty(0, device=found)
+        except (RuntimeError, AssertionError) as error:
+            raise ConfigError(
+                f"device={device!r} is not available ({str(error).splitlines()[0]}); pass another, or None"
+            ) from error
+        return found
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def as_tensor(values: Any) -> Tensor:
+    """Return numbers as a tensor, whatever the layout and byte order of an array; what is masked is NaN."""
+    if isinstance(values, np.ndarray):
+        values = unmasked(values)
+        native = values.dtype.newbyteorder("=")
+        # torch takes neither steps backwards nor foreign bytes, and warns about memory that it must not write to.
+        if not values.flags.writeable or values.dtype != native or min(values.strides, default=0) < 0:
+            values = np.array(values, dtype=native, order="C")
+    return torch.as_tensor(values)
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
@@ -55,9 +80,7 @@ class UnitRows:
     """
 
     def __init__(self, X: RowsLike, *, device: torch.device, chunk: int | None) -> None:
-        if isinstance(X, np.ndarray) and not X.flags.writeable:
-            X = X.copy()  # torch warns about sharing memory it must not write to
-        self._rows_ND = torch.as_tensor(X).detach()
+        self._rows_ND = as_tensor(X).detach()
         if self._rows_ND.ndim != 2 or 0 in self._rows_ND.shape:
             shape = tuple(self._rows_ND.shape)
             raise ValueError(f"X has shape {shape}, but must be (N, D) with N >= 1 and D >= 1; reshape it.")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._rows import RowsLike, UnitRows, one_hot, resolve_device
+from ._rows import RowsLike, UnitRows, as_tensor, one_hot, resolve_device
 
 
 def silhouette_samples_cosine(X: RowsLike, labels: RowsLike | Sequence[int], *, chunk: int | None = None) -> Tensor:
@@ -80,7 +80,7 @@ def silhouette_score_cosine(X: RowsLike, labels: RowsLike | Sequence[int], *, ch
 
 def _check_labels(labels: RowsLike | Sequence[int], n_rows: int) -> tuple[Tensor, int]:
     """Return labels renumbered 0..K-1 and K; ValueError unless 2 <= K <= N - 1 (scikit-learn's rule)."""
-    labels_N = torch.as_tensor(labels)
+    labels_N = as_tensor(labels)
     if labels_N.ndim != 1 or len(labels_N) != n_rows:
         raise ValueError(f"labels has shape {tuple(labels_N.shape)}, but must be ({n_rows},): one per row of X.")
     if labels_N.is_floating_point() or labels_N.is_complex():
