@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DistributedSampler
@@ -69,17 +70,17 @@ def evaluate(
         means.align(distributed.gather_objects(means.names()))  # a rank may have had no batch, and so no names
     values = means.compute(distributed.sum_over_ranks)
     result = {"loss": values.get("loss", math.nan), **values.get("records", {})}
-    return {**result, **(_as_numbers(metrics.compute()) if metrics is not None else {})}
+    return {**result, **(_as_plain(metrics.compute()) if metrics is not None else {})}
 
 
-def _as_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turns 0-d tensors and numpy numbers into floats, for records and files; tables and texts stay as they are."""
-    flat = {}
+def _as_plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Turns numbers into floats and tensors and arrays into lists, for records and files; texts stay as they are."""
+    flat: dict[tuple[str, ...], Any] = {}
     for path, value in flatten_nested_dict(values).items():
         try:
             flat[path] = float(as_number(path, value))
         except TypeError:
-            flat[path] = value
+            flat[path] = value.tolist() if isinstance(value, (torch.Tensor, np.ndarray)) else value
     return unflatten(flat)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 from treadle.errors import ConfigError
@@ -24,7 +25,7 @@ class Target:
         after_epoch: writes epoch checkpoints and calls user callbacks.
 
     Raises:
-        ConfigError: not exactly one target is given.
+        ConfigError: not exactly one target is given, or it is no whole number >= 0.
     """
 
     max_steps: int | None = None
@@ -35,6 +36,9 @@ class Target:
     def __post_init__(self) -> None:
         if (self.max_steps is None) == (self.epochs is None):
             raise ConfigError(f"run: give exactly one of max_steps={self.max_steps} and epochs={self.epochs}")
+        for name, value in (("max_steps", self.max_steps), ("epochs", self.epochs)):
+            if value is not None and not (isinstance(value, Integral) and value >= 0):
+                raise ConfigError(f"run: {name}={value!r} must be a whole number >= 0, of the whole run")
 
     def __str__(self) -> str:
         return f"step {self.max_steps}" if self.max_steps is not None else f"epoch {self.epochs}"

@@ -283,6 +283,22 @@ def test_on_a_resume_the_history_file_is_that_of_the_checkpoint_at_once(tmp_path
     assert epochs_in(tmp_path / "history.json") == [1, 2]
 
 
+def test_epochs_that_never_happened_are_no_history_of_a_run_resumed_inside_its_first(tmp_path):
+    engine = scalar_engine()
+    EpochTrainer(engine)
+    engine.run([1.0, 2.0], max_steps=1)
+    history_run(tmp_path, 3)
+    trainer = None
+    hook = HistoryHook(tmp_path / "history.json", lambda: trainer.history)
+    resumed = scalar_engine(hooks=[hook], task=Slopes(fail_at={1: KeyboardInterrupt()}))
+    trainer = EpochTrainer(resumed)
+    resumed.load_state_dict(engine.state_dict())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit([1.0, 2.0], None, 3)
+    assert not (tmp_path / "history.json").exists()
+    assert epochs_in(tmp_path / "history.1.json") == [1, 2, 3]
+
+
 def test_a_fresh_run_renames_the_history_of_another(tmp_path):
     history_run(tmp_path, 2)
     history_run(tmp_path, 1)

@@ -217,6 +217,13 @@ def test_a_signal_before_the_first_step_saves_step_zero(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint_latest.pt", "checkpoint_step_0.pt"]
 
 
+@pytest.mark.parametrize("target", [{"max_steps": -1}, {"max_steps": 2.5}, {"epochs": -1}, {"epochs": "3"}])
+def test_a_target_that_is_no_whole_number_is_refused_by_name(target):
+    ((name, value),) = target.items()
+    with pytest.raises(ConfigError, match=re.escape(f"{name}={value!r} must be a whole number >= 0")):
+        scalar_engine().run([1.0], **target)
+
+
 class SendAt(BaseHook):
     """Sends SIGTERM to this process at an event of the last epoch."""
 

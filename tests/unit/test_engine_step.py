@@ -7,6 +7,7 @@ import logging
 import math
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from helpers import Augmented, MeanSquare, Scalar, Slopes, differences, scalar_e
 from treadle import EpochTrainer, StepOutput, Total, Weighted
 from treadle.engine import Engine
 from treadle.errors import ConfigError, NonFiniteError
-from treadle.hooks import BaseHook, EmaHook, LoggingHook, NonFiniteHook
+from treadle.hooks import BaseHook, EmaHook, HistoryHook, LoggingHook, NonFiniteHook
 from treadle.seed import set_seed
 
 INF, NAN = math.inf, math.nan
@@ -664,6 +665,24 @@ def test_epoch_metrics_see_all_outputs_and_come_back_as_numbers():
     result = engine.evaluate([1.0, 5.0, 2.0])
     assert result == {"loss": 0.0, "count": 3.0, "top": 5.0, "nested": {"x": 1.0}}
     assert type(result["count"]) is type(result["nested"]["x"]) is float
+
+
+def test_a_table_among_the_metrics_reaches_history_and_checkpoint_as_lists(tmp_path):
+    class Tables(Metrics):
+        def compute(self):
+            return {"confusion": np.eye(2), "per_class": torch.tensor([0.5, NAN]), "name": "a"}
+
+    class WithTables(Slopes):
+        def new_metrics(self):
+            return Tables()
+
+    engine = scalar_engine(task=WithTables())
+    trainer = EpochTrainer(engine)
+    engine.hooks.append(HistoryHook(tmp_path / "history.json", lambda: trainer.history))
+    (record,) = trainer.fit([1.0], [1.0], 1)
+    assert record["val_confusion"] == [[1.0, 0.0], [0.0, 1.0]]
+    assert '"val_per_class": [0.5, null]' in (tmp_path / "history.json").read_text()
+    assert engine.state_dict()["metrics"]["name"] == "a"
 
 
 def test_the_averaged_weights_are_the_ones_that_are_evaluated():

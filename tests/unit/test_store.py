@@ -262,6 +262,19 @@ def test_the_newest_by_write_time_is_found(tmp_path):
     assert loaded["model"]["w"][0] == 4
 
 
+def test_a_later_step_that_was_written_earlier_is_named(tmp_path, caplog):
+    write_many(tmp_path, [10, 9, 2])
+    assert find_latest(tmp_path.iterdir())[0].name == "checkpoint_step_2.pt"
+    assert "was written last, though checkpoint_step_10.pt has a larger number" in caplog.text
+    caplog.clear()
+    find_latest(tmp_path.iterdir(), prefer=tmp_path / "checkpoint_step_2.pt")
+    write_many(tmp_path, [2, 9, 10])
+    (tmp_path / "ckpt_epoch_011.pt").write_bytes(b"another kind of number")
+    os.utime(tmp_path / "ckpt_epoch_011.pt", ns=(1, 1))
+    find_latest(tmp_path.iterdir())
+    assert "larger number" not in caplog.text
+
+
 def test_equal_write_times_are_decided_by_number(tmp_path):
     for path in write_many(tmp_path, [9, 10, 2]):
         os.utime(path, ns=(5, 5))
@@ -382,6 +395,26 @@ def test_a_weights_only_export_is_returned_as_it_is(tmp_path):
     model.load_state_dict(weights)
     with pytest.raises(CheckpointError, match="no weights"):
         load_weights(save_checkpoint({"epoch": 1}, tmp_path / "b.pt"))
+
+
+class Counts(nn.Linear):
+    """Keeps more than tensors in its state dict."""
+
+    def get_extra_state(self):
+        return {"calls": 3}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+def test_weights_of_a_module_with_a_state_of_its_own_are_returned(tmp_path):
+    model = Counts(2, 2)
+    averaged = tree(1.0, model=model.state_dict(), ema={"ema": {"shadow": model.state_dict(), "decay": 0.9}})
+    averaged["format"] = {**averaged["format"], "scored": "ema"}
+    weights = load_weights(save_checkpoint(averaged, tmp_path / "a.pt"))
+    again = load_weights(save_checkpoint(weights, tmp_path / "weights.pt"))
+    model.load_state_dict(again)
+    assert model.calls == 3
 
 
 def test_small_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):

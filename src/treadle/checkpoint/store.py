@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -233,19 +234,38 @@ def find_latest(
     present = {os.path.realpath(path): path for path in reversed(list(candidates)) if os.path.lexists(path)}
     first = None if prefer is None else os.path.realpath(prefer)
     newest_first = sorted(present.items(), key=lambda item: (item[0] == first, write_order(item[1])), reverse=True)
-    for _, path in newest_first:
+    for number, (_, path) in enumerate(newest_first, start=1):
         if is_aside(path):
             continue
         try:
-            return path, load(path)
+            tree = load(path)
         except CheckpointError as error:
             _log.warning("%s; looking for an older one", error)
+            continue
+        if os.path.realpath(path) != first:
+            _warn_of_larger_numbers(path, [older for _, older in newest_first[number:]])
+        return path, tree
     if present:
         raise CheckpointError(
             f"no intact checkpoint among {_listed([path for _, path in newest_first])}; "
             "starting afresh must be asked for: remove the files, or resume from nothing"
         )
     return None
+
+
+def _warn_of_larger_numbers(taken: Path, older: Iterable[Path]) -> None:
+    """Says that a checkpoint of a later step was written earlier: so it is after a rewind, or a copy of the folder."""
+    of_its_kind = [path for path in older if _without_number(path) == _without_number(taken)]
+    furthest = max(of_its_kind, key=lambda path: write_order(path)[1], default=taken)
+    if write_order(furthest)[1] > write_order(taken)[1]:
+        _log.warning(
+            "%s is taken, which was written last, though %s has a larger number; if the folder was copied without its "
+            "write times, name the one to go on from", taken, furthest.name,
+        )  # fmt: skip
+
+
+def _without_number(path: Path) -> str:
+    return re.sub(r"\d+", "", path.name)
 
 
 def _listed(paths: list[Path]) -> str:
@@ -268,7 +288,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """
     tree = load_checkpoint(path)
     if not isinstance(tree.get("model"), Mapping):
-        if all(isinstance(value, Tensor) for value in tree.values()):
+        if all(isinstance(value, Tensor) or name.endswith("_extra_state") for name, value in tree.items()):
             return tree
         raise CheckpointError(f"checkpoint {os.fspath(path)!r} holds no weights: its keys are {sorted(tree)}")
     return scored_weights(tree)
@@ -281,5 +301,7 @@ def scored_weights(tree: Mapping[str, Any]) -> dict[str, Tensor]:
     averages = tree.get("ema") or {}
     if described.get("scored") == "ema" and averages:
         shadow: Mapping[str, Tensor] = next(iter(averages.values()))["shadow"]
-        return {name: value.to(model[name].dtype) for name, value in shadow.items()}
+        return {
+            name: value.to(model[name].dtype) if isinstance(value, Tensor) else value for name, value in shadow.items()
+        }
     return dict(model)

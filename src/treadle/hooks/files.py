@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,25 @@ def cut_lines(path: Path, step: int) -> set[str]:
     if "".join(kept) != text:
         write_text("".join(kept), path)
     return keys
+
+
+def append_lines(path: Path, lines: Sequence[str]) -> None:
+    """Appends lines to a file, all of them or none: what a full disk cut off is taken back.
+
+    Example:
+        >>> append_lines(Path("lines.txt"), ["a", "b"])
+        >>> Path("lines.txt").read_text()
+        'a\\nb\\n'
+    """
+    rest = "".join(f"{line}\n" for line in lines).encode()
+    with open(path, "ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def to_json(value: Any) -> Any:

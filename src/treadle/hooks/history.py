@@ -50,13 +50,13 @@ class HistoryHook(BaseHook):
         self.keep = keep
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Sets the file of another run aside when this one starts from nothing."""
-        if trainer.step == 0 and self.path.exists() and distributed.rank() == 0:
+        """Sets the file of another run aside when this one starts from nothing, or before its first epoch was over."""
+        if trainer.step > 0 and self.history():
+            self._write()  # epochs that were recorded after the checkpoint never happened
+        elif self.path.exists() and distributed.rank() == 0:
             aside = next_free(self.path)
             self.path.rename(aside)
             trainer.logger.info("%s belonged to an earlier run and is now %s", self.path.name, aside.name)
-        elif trainer.step > 0 and self.history():
-            self._write()  # epochs that were recorded after the checkpoint never happened
 
     def on_after_epoch(self, trainer: Engine) -> None:
         """Writes the file."""

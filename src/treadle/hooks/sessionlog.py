@@ -15,7 +15,7 @@ import torch
 from treadle import distributed
 from treadle.checkpoint.schema import versions
 from treadle.hooks.base import BaseHook
-from treadle.hooks.files import continue_lines, in_workspace, to_json
+from treadle.hooks.files import append_lines, continue_lines, in_workspace, to_json
 from treadle.hooks.tracking import Guard
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class SessionLogHook(BaseHook):
         path = in_workspace(trainer, self.path)
         if distributed.rank() != 0:
             return
-        self._started = time.time()
+        self._started = time.monotonic()  # the time of day may be set back
         self._due = self._started + _SHORTEST
         with self._guard(trainer, self, "opening the file"):
             continue_lines(trainer, path)
@@ -65,7 +65,7 @@ class SessionLogHook(BaseHook):
 
     def on_after_step(self, trainer: Engine) -> None:
         """Writes a line where a hundredth of this process's time has gone by since the last one."""
-        now = time.time()
+        now = time.monotonic()
         if self._file is None or now < self._due:
             return
         self._due = now + min(max((now - self._started) / 100, _SHORTEST), _LONGEST)
@@ -89,10 +89,8 @@ class SessionLogHook(BaseHook):
     def _write(self, trainer: Engine, event: str, **more: Any) -> None:
         assert self._file is not None
         line = {"event": event, "step": trainer.step, "epoch": trainer.epoch, "time": round(time.time(), 3)}
-        with open(self._file, "a", encoding="utf-8") as file:
-            file.write(
-                json.dumps(to_json({**line, "total_steps": trainer.total_steps, **more}), allow_nan=False) + "\n"
-            )
+        whole = to_json({**line, "total_steps": trainer.total_steps, **more})
+        append_lines(self._file, [json.dumps(whole, allow_nan=False)])
 
 
 def _surroundings(trainer: Engine) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from torch import Tensor
 from treadle import distributed
 from treadle.errors import ConfigError, NonFiniteError
 from treadle.hooks.base import BaseHook
-from treadle.hooks.files import continue_lines, in_workspace, to_json
+from treadle.hooks.files import append_lines, continue_lines, in_workspace, to_json
+from treadle.hooks.tracking import Guard
 from treadle.means import read_scalars
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class StepLogHook(BaseHook):
     ``epoch`` is 1-based, ``position`` counts the micro-batches of the epoch consumed, ``loss`` is the step's loss to
     the last bit (with accumulation the weighted mean, and ``losses`` holds each); NaN and infinities are null. The
     lines of ``interval`` steps are written at once, with one read of the device, and before every checkpoint. A
-    resumed run first cuts the lines after its step; a run that starts from nothing renames the file it finds.
+    resumed run first cuts the lines after its step; a run that starts from nothing renames the file it finds. Lines
+    that cannot be written, on a full disk say, are left out with a warning and do not end the training.
 
     Args:
         path: the file; a relative one lies in the trainer's workspace.
@@ -99,6 +101,7 @@ class StepLogHook(BaseHook):
         self.path = Path(path)
         self.interval = interval
         self._rows = StepRows()
+        self._guard = Guard()
         self._file: Path | None = None
 
     def on_before_train(self, trainer: Engine) -> None:
@@ -115,26 +118,26 @@ class StepLogHook(BaseHook):
             return
         self._rows.add(trainer)
         if trainer.step % self.interval == 0 or trainer.is_last_step:
-            self._flush()
+            self._flush(trainer)
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
         """Writes what a run that resumes from this state would not see again."""
-        self._flush()
+        self._flush(trainer)
         state_dict["hooks"][self.state_key] = {"through": trainer.step}
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
         """Writes what is left, and the step that ended training as non-finite."""
         if self._file is not None and isinstance(error, NonFiniteError) and error.step == trainer.step:
             self._rows.add(trainer)
-        self._flush()
+        self._flush(trainer)
         self._file = None
 
-    def _flush(self) -> None:
+    def _flush(self, trainer: Engine) -> None:
         if self._file is None or not len(self._rows):
             return
-        lines = [json.dumps(to_json(row), allow_nan=False) + "\n" for row in self._rows.read()]
-        with open(self._file, "a", encoding="utf-8") as file:
-            file.writelines(lines)
+        lines = [json.dumps(to_json(row), allow_nan=False) for row in self._rows.read()]
+        with self._guard(trainer, self, f"writing at step {trainer.step}"):
+            append_lines(self._file, lines)
 
 
 def read_steps(path: Path) -> Mapping[int, dict[str, Any]]:

@@ -28,6 +28,8 @@ class Clock:
         self.now += self.pace
         return self.now
 
+    monotonic = time
+
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -65,6 +67,12 @@ def test_lines_are_at_least_a_second_and_at_most_a_minute_apart(tmp_path, clock)
     engine = run_engine(None, [])
     hook.on_after_step(engine)
     assert hook._due - clock.now <= 60.0
+
+
+def test_a_clock_that_is_set_back_stops_no_lines(tmp_path, clock):
+    clock.time = lambda: 5.0
+    run_mini(tmp_path, [SessionLogHook()])
+    assert [line["event"] for line in lines(tmp_path)] == ["start", "step", "step", "step", "step", "end"]
 
 
 def test_a_failure_and_a_signal_are_told_apart(tmp_path):

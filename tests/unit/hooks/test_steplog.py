@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import signal
 
 import pytest
 import torch
@@ -147,3 +149,32 @@ def test_damaged_lines_are_left_out(tmp_path):
 def test_an_interval_below_one_is_refused():
     with pytest.raises(ConfigError, match="interval=0"):
         StepLogHook(interval=0)
+
+
+class Full(BaseHook):
+    """Lets files grow no further than the step log has by now, for one step: as a full disk does."""
+
+    def __init__(self, path, step):
+        self.path, self.step, self.before = path, step, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def on_before_step(self, trainer):
+        if trainer.step == self.step:
+            most = self.path.stat().st_size + 20
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, self.before[1]))
+
+    def on_before_optimizer_step(self, trainer):
+        if trainer.step > self.step:
+            self.on_close(trainer)
+
+    def on_close(self, trainer, error=None):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+def test_a_full_disk_costs_lines_and_not_the_training(tmp_path, caplog):
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        Fit(tmp_path, [Full(tmp_path / "steps.jsonl", 4), StepLogHook(interval=1)]).train()
+    finally:
+        signal.signal(signal.SIGXFSZ, before)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 5, 6, 7], "and no half line among them"
+    assert "StepLogHook: writing at step 4 failed" in caplog.text
