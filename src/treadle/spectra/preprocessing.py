@@ -98,7 +98,7 @@ class SNVScaler:
     def _warn_of_faint(self, count: int, total: int) -> None:
         if count:
             _log.warning(
-                "SNVScaler: %d of %d rows have a standard deviation below 100 eps (eps=%g), so theirs does not become 1: "
+                "SNVScaler: %d of %d rows have a standard deviation below 100 eps (eps=%g), so it does not become 1: "
                 "bring the spectra to another unit, or pass a smaller eps, such as eps=0.0",
                 count, total, self.eps,
             )  # fmt: skip
