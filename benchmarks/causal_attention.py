@@ -11,6 +11,8 @@ backward of the hidden states. A fifth of all positions is padding. Ways:
     mask           the same layers with a (B, 1, L, L) mask of causality and padding
     torch          nn.TransformerEncoder with a causal and a key-padding mask
     checkpointed   padding last, with gradient checkpointing
+
+The measured work takes a quarter of a minute on an H200.
 """
 
 from __future__ import annotations

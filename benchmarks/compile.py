@@ -1,6 +1,6 @@
 """What compiling costs and gives: the first step with an empty cache and with a full one, and the steps after it.
 
-    python benchmarks/compile.py           # writes results/compile.md and .json; takes some minutes
+    python benchmarks/compile.py           # writes results/compile.md and .json; some minutes on two cores
     python benchmarks/compile.py --tiny    # a trial without a compiler, writes nothing
 
 Two models of the packs are trained by an engine: the masked autoencoder of ``treadle train spectra`` and a GPT-2 as in
@@ -8,7 +8,8 @@ Two models of the packs are trained by an engine: the masked autoencoder of ``tr
 is empty (cold), in the second it has what the first left there (warm), as when a stopped run goes on. torch keeps the
 cache in the folder that TORCHINDUCTOR_CACHE_DIR names, else in the folder for temporary files.
 
-The first step includes compiling; the loss of step 20 shows whether the course is the plain one's.
+The first step includes compiling; the loss of step 20 shows whether the course is the plain one's. The table is written
+after every process. On a GPU the results are compile_gpu.md and .json; how long that takes is not known.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ by hand holds forward, backward, clipping and update, and is the floor that the 
 runs every way, in another order each time. A step is a mean: from the end of a warm-up, in which capturing happens, to
 the end of the last step, the GPU's work included. The table has medians over rounds, and medians of the ratios within
 each round. Peers that are not installed are left out, and one that fails is named on standard error; ``d256`` is
-without them.
+without them. The steps of five rounds take three minutes on an H200, of ``mlp`` less than one; capturing and the peers'
+own start come on top.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
     python benchmarks/run_on_gpu.py results --data molecules.pt     # everything, what matters most first
     python benchmarks/run_on_gpu.py results --only spectra tokens   # the pieces that have one of these in their name
+    python benchmarks/run_on_gpu.py results --rounds 2              # fewer rounds than the benchmarks' own
     python benchmarks/run_on_gpu.py results --minutes 25            # no piece goes on longer than that
     python benchmarks/run_on_gpu.py results --list                  # the pieces and their limits, nothing is run
     python benchmarks/run_on_gpu.py results --tiny                  # a trial on any machine
 
 The folder gets the tables, a log of each piece, and summary.md, which is written anew after each piece. ``--data`` is
-made by ``molecules.py``. The peers are those that can be imported; see ``spectra.py`` for chemomae. The limits add up
-to more than an hour; by older figures and estimates, all pieces together should need about half of that on an H200.
+made by ``molecules.py``. The peers are those that can be imported; see ``spectra.py`` for chemomae. All pieces together
+should need about half an hour on an H200, by older figures and estimates; they have not been run there together.
 """
 
 from __future__ import annotations
@@ -66,23 +67,24 @@ class Outcome:
 # -- the pieces ---------------------------------------------------------------------------------------------------
 
 
-def pieces(data: Path | None, *, tiny: bool) -> Iterator[Piece]:
+def pieces(data: Path | None, *, tiny: bool, rounds: int | None = None) -> Iterator[Piece]:
     """Yields all pieces, what matters most first."""
+    fewer = ("--rounds", str(rounds)) if rounds else ()
     tests = test_files()
     first = [path for name in FIRST for path in tests if name in path]
     molecules = ("--data", str(data.resolve())) if data and not tiny else ()
     yield from (of_tests(path) for path in first)
-    yield of_script("spectra", tiny, limit=420)
-    yield of_script("graphs_gpu", tiny, *molecules, limit=540)
-    yield of_script("tokens", tiny, limit=540)
+    yield of_script("spectra", tiny, *fewer, limit=420)
+    yield of_script("graphs_gpu", tiny, *molecules, *fewer, limit=540)
+    yield of_script("tokens", tiny, *fewer, limit=540)
     for target in ("spectra", "graphs", "astro", "text"):
         compiled = ("--compile",) if target == "text" and not tiny else ()
         yield Piece(f"bench-{target}", (sys.executable, "-m", "treadle", "bench", target, *compiled), 240)
     yield from (of_tests(path) for path in tests if path not in first)
-    yield of_script("loader", tiny, limit=420)
+    yield of_script("loader", tiny, *fewer, limit=420)
     for workload in ("mlp", "d128", "d256"):
         chosen = () if tiny else ("--workloads", workload)
-        yield of_script("overhead_gpu", tiny, *chosen, limit=240, name=f"overhead_gpu-{workload}")
+        yield of_script("overhead_gpu", tiny, *chosen, *fewer, limit=240, name=f"overhead_gpu-{workload}")
     yield of_script("compile", tiny, limit=540)
     yield of_script("token_losses", tiny, *(("--dry", "--repeats", "1") if tiny else ()), limit=180)
     yield of_script("causal_attention", tiny, limit=180)
@@ -96,7 +98,7 @@ def test_files() -> list[str]:
 
 def of_tests(path: str) -> Piece:
     command = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--durations=5", path)
-    return Piece(path.removesuffix(".py").replace("/", "-"), command, 180)
+    return Piece(path.removesuffix(".py").replace("/", "-"), command, 300)
 
 
 def of_script(script: str, tiny: bool, *arguments: str, limit: int, name: str = "") -> Piece:
@@ -162,13 +164,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="of the results")
     parser.add_argument("--only", nargs="+", metavar="PART", help="pieces that have one of these in their name")
     parser.add_argument("--data", type=Path, help="molecules, made by molecules.py; else made-up graphs")
+    parser.add_argument("--rounds", type=int, help="of the benchmarks that have rounds; else their own numbers")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="for all pieces together")
     parser.add_argument("--list", action="store_true", help="name the pieces, run nothing")
     parser.add_argument("--tiny", action="store_true", help="the trial form of each benchmark")
     options = parser.parse_args()
     chosen = [
         piece
-        for piece in pieces(options.data, tiny=options.tiny)
+        for piece in pieces(options.data, tiny=options.tiny, rounds=options.rounds)
         if not options.only or any(part in piece.name for part in options.only)
     ]
     if options.list:
