@@ -400,6 +400,6 @@ def test_labels_that_do_not_count_are_counted_on_the_host_and_no_step_waits(accu
             torch.cuda.set_sync_debug_mode("default")
 
     (eager, one), (captured, other) = fit(False, []), fit(True, [Watch()])
-    assert len(captured._engine.steps._steps) <= 2  # where two micro-batches weigh the same, and where they do not
+    assert 1 <= len(captured._engine.steps._steps) <= 2  # where two micro-batches weigh the same, and where they do not
     assert one["train_loss"] == other["train_loss"]
     assert equal(dict(eager.model.state_dict()), dict(captured.model.state_dict()))
