@@ -91,8 +91,18 @@ def kmeans_codebook(x: ArrayLike | Tensor, k: int, *, seed: int = 0, max_iter: i
     return np.asarray(fitted.cluster_centers_, dtype=np.float32)
 
 
+def unmasked(values: Any) -> Any:
+    """Returns a masked array with NaN where it is masked, and anything else as it is.
+
+    Example:
+        >>> unmasked(np.ma.masked_array([1, 2], mask=[False, True])).tolist()
+        [1.0, nan]
+    """
+    return values.astype(np.float64).filled(np.nan) if np.ma.is_masked(values) else values
+
+
 def as_array(values: ArrayLike | Tensor, name: str) -> NDArray[Any]:
-    """Returns real numbers as a NumPy array.
+    """Returns real numbers as a NumPy array; what is masked is NaN.
 
     Raises:
         ConfigError: they are something else.
@@ -100,7 +110,7 @@ def as_array(values: ArrayLike | Tensor, name: str) -> NDArray[Any]:
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()  # NumPy has no bfloat16
-    array = np.asarray(values)
+    array = np.asarray(unmasked(values))
     if array.dtype.kind not in "fiu":
         raise ConfigError(f"{name} has dtype {array.dtype}: must hold real numbers; convert it with astype")
     return array

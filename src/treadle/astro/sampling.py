@@ -158,7 +158,7 @@ def choose_positions(
         {'ce': 5, 'img': 1, 'sca': 2, 'spec/a': 1, 'spec/b': 1}
     """
     config = LossConfig.read(config)
-    flat = _ids(targets, vocab.vocab_size)
+    flat = flat_ids(targets, vocab.vocab_size)
     weights = config.term_weights(vocab)
     counts = dict.fromkeys(["ce", "img", "sca", *(f"spec/{group}" for group in vocab.spectrum_groups)], 0)
     ce_rows, ce_targets = valid_positions(flat, vocab.pad_id) if use_ce else (None, flat[:0])
@@ -187,7 +187,12 @@ def valid_positions(flat: Tensor, pad_id: int) -> tuple[Tensor | None, Tensor]:
     return (None, flat) if len(rows) == len(flat) else (rows, flat[rows])
 
 
-def _ids(targets: Tensor, vocab_size: int) -> Tensor:
+def flat_ids(targets: Tensor, vocab_size: int) -> Tensor:
+    """Returns targets as one row of ids on the host.
+
+    Raises:
+        ConfigError: they are no ids of the vocabulary.
+    """
     flat = targets.detach().cpu().reshape(-1)
     if flat.dtype.is_floating_point or flat.dtype == torch.bool:
         raise ConfigError(f"targets have dtype {flat.dtype}; they are ids, so give a tensor of whole numbers")

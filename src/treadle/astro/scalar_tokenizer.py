@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from treadle.astro.codebooks import quantile_bins
+from treadle.astro.codebooks import quantile_bins, unmasked
 from treadle.astro.tokenizers import Floats, Tokens, as_indices
 from treadle.errors import ConfigError
 
@@ -46,12 +46,12 @@ class ScalarTokenizer:
 
     @classmethod
     def fit(cls, table: ArrayLike, columns: Sequence[str], n_bins: int = 32) -> ScalarTokenizer:
-        """Fits bins to the finite numbers of each column of a table (N, C).
+        """Fits bins to the finite numbers of each column of a table (N, C); those that are masked are missing.
 
         Raises:
             ConfigError: the table is not (N, columns), a name stands twice, or a column has no two different numbers.
         """
-        values, names = np.asarray(table, dtype=np.float64), tuple(columns)
+        values, names = np.asarray(unmasked(table), dtype=np.float64), tuple(columns)
         if values.ndim != 2 or values.shape[1] != len(names) or len(set(names)) != len(names):
             raise ConfigError(
                 f"table of shape {values.shape} with the columns {names}: must be (N, columns), each once"
@@ -80,12 +80,12 @@ class ScalarTokenizer:
         return np.asarray(scaled, dtype=np.float32)
 
     def encode(self, table: ArrayLike) -> Tokens:
-        """Returns the bins (N, C) of a table; -1 where a number is not finite. Values beyond the edges: end bins.
+        """Returns the bins (N, C) of a table; -1 where a number is masked or not finite. Beyond the edges: end bins.
 
         Raises:
             ConfigError: the table has other columns.
         """
-        values = np.asarray(table, dtype=np.float64)
+        values = np.asarray(unmasked(table), dtype=np.float64)
         if values.ndim != 2 or values.shape[1] != len(self.columns):
             raise ConfigError(f"table of shape {values.shape}: must be (N, {len(self.columns)})")
         found = [

@@ -119,7 +119,7 @@ def _scalar_ids(vocab: VocabSpec, scalars: Sequence[int | None] | None) -> list[
         raise ConfigError(
             f"scalars: {len(scalars)} bins for {vocab.n_columns} columns; give one for each, None where it is missing"
         )
-    return [vocab.miss_id if bin is None else vocab.scalar_id(column, int(bin)) for column, bin in enumerate(scalars)]
+    return [vocab.miss_id if bin is None else vocab.scalar_id(column, bin) for column, bin in enumerate(scalars)]
 
 
 def collate_sequences(batch: Sequence[Mapping[str, Any]], pad_id: int = 0) -> dict[str, Tensor]:

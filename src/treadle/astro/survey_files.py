@@ -164,7 +164,7 @@ def read_survey(
     rows = len(read[wanted[0]])
     objects = np.arange(rows, dtype=np.intp)
     if object_id is not None:
-        objects = np.unique(read[object_id], return_inverse=True)[1].ravel().astype(np.intp)
+        objects = _objects(object_id, read[object_id])
     pictures = None if image is None else _pictures(image, read[image], image_shape)
     return Survey(
         name=name,
@@ -174,6 +174,18 @@ def read_survey(
         images=pictures,
         spectra=None if spectrum is None else _numbers(spectrum, read[spectrum], 2).astype(np.float32),
     )
+
+
+def _objects(column: str, ids: NDArray[Any]) -> NDArray[np.intp]:
+    """Numbers the objects; a row without an id would be one with all others of the kind."""
+    missing = ids.dtype.kind == "U" and bool((ids == "").any())
+    if ids.dtype.kind not in "iuU" or ids.ndim != 1 or missing:
+        found = "rows without one" if missing else f"the dtype {ids.dtype} and the shape {ids.shape}"
+        raise ConfigError(
+            f"object_id={column!r}: must be one text or whole number for each row, but has {found}; leave out or name "
+            "the rows without an id in the file"
+        )
+    return np.unique(ids, return_inverse=True)[1].ravel().astype(np.intp)
 
 
 def _pictures(column: str, values: NDArray[Any], shape: tuple[int, int, int] | None) -> NDArray[Any]:

@@ -76,7 +76,13 @@ def _from_arrow(name: str, array: Any) -> NDArray[Any]:
         raise ConfigError(f"column {name!r} is of the type {kind}; must hold numbers, text, or lists of numbers")
     if array.null_count:
         flags = kinds.is_boolean(kind)  # these reach float64 by way of whole numbers only
-        array = (array.cast(pyarrow.uint8()) if flags else array).cast(pyarrow.float64())
+        try:
+            array = (array.cast(pyarrow.uint8()) if flags else array).cast(pyarrow.float64())
+        except pyarrow.ArrowInvalid as error:
+            raise ConfigError(
+                f"column {name!r} has missing numbers, which are NaN, and whole numbers beyond 2**53, which that would "
+                "round; leave out these rows in the file, or write the column as text"
+            ) from error
     return np.array(array.to_numpy(zero_copy_only=False))  # a copy that may be changed
 
 

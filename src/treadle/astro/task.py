@@ -15,7 +15,7 @@ from treadle.astro.hidden_losses import loss_of_hidden
 from treadle.astro.loss_inputs import Codebooks, LossConfig
 from treadle.astro.loss_terms import LossValues
 from treadle.astro.losses import Stats, check_shapes, loss_of_logits
-from treadle.astro.sampling import LossPositions, choose_positions
+from treadle.astro.sampling import LossPositions, choose_positions, flat_ids
 from treadle.astro.step_records import records_of, records_of_stats
 from treadle.astro.vocab import VocabSpec
 from treadle.device import moved
@@ -148,7 +148,7 @@ class AstroTask:
 
     def _counts(self, targets: Tensor) -> dict[str, float]:
         vocab, k = self.vocab, self.config.sample_k
-        types = vocab.types_of(targets.detach().cpu().long()).reshape(-1)
+        types = vocab.types_of(flat_ids(targets, vocab.vocab_size))
         found = torch.bincount(types, minlength=vocab.n_types).tolist()
         image, scalar, *groups = found[5:]
         share = max(1, k // max(1, len(groups)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from treadle.astro.codebooks import kmeans_codebook
+from treadle.astro.codebooks import kmeans_codebook, unmasked
 from treadle.errors import ConfigError, refuse_unknown
 
 Tokens = NDArray[np.int64]
@@ -103,7 +103,7 @@ class ImageTokenizer:
             ConfigError: the shape, or the numbers do not fit.
             ImportError: scikit-learn is not installed.
         """
-        pictures = np.asarray(images)
+        pictures = np.asarray(unmasked(images))
         if pictures.ndim != 4 or pictures.size == 0:
             raise ConfigError(f"images of shape {pictures.shape}: must be (N, channels, height, width)")
         channels, height, width = pictures.shape[1:]
@@ -121,9 +121,9 @@ class ImageTokenizer:
         """Returns the tokens (N, T) of pictures (N, C, H, W).
 
         Raises:
-            ConfigError: pictures of another shape.
+            ConfigError: pictures of another shape, or not finite.
         """
-        pictures = np.asarray(images)
+        pictures = np.asarray(unmasked(images))
         if pictures.shape[1:] != self.shape:
             raise ConfigError(f"images of shape {pictures.shape}: the tokenizer was fitted to (N, {self.shape})")
         vectors = _patches(pictures, self.patch_size)
@@ -141,10 +141,13 @@ class ImageTokenizer:
 
 
 def _patches(pictures: NDArray[np.generic], size: int) -> Floats:
-    """(N, C, H, W) -> (N, T, C x size x size) float32."""
+    """(N, C, H, W) -> (N, T, C x size x size) float32, all of it finite."""
     count, channels, height, width = pictures.shape
     parts = pictures.reshape(count, channels, height // size, size, width // size, size).transpose(0, 2, 4, 1, 3, 5)
-    return np.ascontiguousarray(parts, dtype=np.float32).reshape(count, -1, channels * size * size)
+    vectors = np.ascontiguousarray(parts, dtype=np.float32).reshape(count, -1, channels * size * size)
+    if not np.isfinite(vectors).all():  # the nearest patch to NaN would be the first
+        raise ConfigError(f"images of shape {pictures.shape}: must be finite; fill or leave out those with holes")
+    return vectors
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,7 +263,7 @@ def as_indices(name: str, tokens: ArrayLike, size: int) -> Tokens:
 
 
 def _matrix(name: str, values: ArrayLike) -> Floats:
-    matrix = np.asarray(values, dtype=np.float32)
+    matrix = np.asarray(unmasked(values), dtype=np.float32)
     if matrix.ndim != 2 or matrix.size == 0 or not np.isfinite(matrix).all():
         raise ConfigError(f"{name} of shape {matrix.shape}: must be (N, points), finite and not empty")
     return matrix

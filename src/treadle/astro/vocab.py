@@ -228,4 +228,6 @@ def build_vocab_spec(
 def _inside(what: str, value: int, size: int) -> int:
     if isinstance(value, bool) or not 0 <= value < size:
         raise ConfigError(f"{what} {value!r} is out of range: it must lie in [0, {size})")
+    if value != int(value):
+        raise ConfigError(f"{what} {value!r} is no whole number; give the index of a codebook's entry")
     return int(value)

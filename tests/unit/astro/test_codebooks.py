@@ -23,6 +23,14 @@ def test_bins_hold_equally_many_values_and_their_centres_are_the_means():
     assert (np.diff(centers) > 0).all()
 
 
+def test_values_that_are_masked_are_left_out():
+    masked = np.ma.masked_array([1, 2, 9999, 3], mask=[0, 0, 1, 0])
+    for found, expected in zip(quantile_bins(masked, 3), quantile_bins([1.0, 2.0, 3.0], 3), strict=True):
+        assert np.array_equal(found, expected)
+    with pytest.raises(ConfigError, match="finite"):
+        kmeans_codebook(np.ma.masked_array(np.eye(3), mask=np.eye(3)), 2)
+
+
 def test_values_that_are_not_finite_are_left_out():
     values = np.array([[np.nan, 1.0, np.inf], [2.0, -np.inf, 3.0]])
     for found, expected in zip(quantile_bins(values, 3), quantile_bins([1.0, 2.0, 3.0], 3), strict=True):

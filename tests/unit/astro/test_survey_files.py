@@ -213,3 +213,26 @@ def test_without_its_package_the_extra_is_named(tmp_path, monkeypatch, ending, p
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=r"treadle\[survey\]"):
         read_columns(path)
+
+
+def parquet(folder, **columns):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = folder / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+@pytest.mark.parametrize("ids", [["a", None, "b"], [1, None, 2], [1.5, 2.5, 2.5]])
+def test_rows_without_an_id_are_not_taken_for_one_object(tmp_path, ids):
+    path = parquet(tmp_path, id=ids, g=[1.0, 2.0, 3.0])
+    with pytest.raises(ConfigError, match=r"'id'.*one text or whole number for each row"):
+        read_survey(path, "s", scalars=["g"], object_id="id")
+
+
+def test_large_whole_numbers_with_a_gap_are_not_rounded(tmp_path):
+    path = parquet(tmp_path, id=[2**60 + 1, 2**60 + 2, None], g=[1.0, 2.0, 3.0])
+    with pytest.raises(ConfigError, match=r"'id'.*missing.*2\*\*53"):
+        read_columns(path, ["id"])
+    assert read_columns(path, ["g"])["g"].tolist() == [1.0, 2.0, 3.0]

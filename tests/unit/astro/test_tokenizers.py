@@ -20,6 +20,28 @@ def test_a_codebook_with_an_entry_for_each_patch_gives_the_pictures_back():
     assert np.allclose(tokenizer.decode(tokens), images, atol=1e-3)
 
 
+def test_what_is_masked_is_missing_and_never_a_number():
+    mask = [[0, 1], [0, 0], [0, 0], [0, 0]]
+    table = np.ma.masked_array([[1.0, 9999.0], [2.0, 5.0], [3.0, 6.0], [4.0, 7.0]], mask=mask)
+    tokenizer = ScalarTokenizer.fit(table, ["x", "y"], 2)
+    assert tokenizer.edges[1].tolist() == [5.0, 6.0, 7.0]
+    assert tokenizer.encode(table)[0].tolist() == [0, MISSING]
+    spectra = np.ma.masked_array(np.arange(8.0).reshape(2, 4), mask=np.eye(2, 4))
+    with pytest.raises(ConfigError, match="finite"):
+        SpectrumTokenizer.fit(spectra, ["a"], 2, segment=2)
+
+
+@pytest.mark.parametrize("hole", [np.nan, np.inf, np.ma.masked])
+def test_a_picture_with_a_hole_is_refused_and_gets_no_token(hole):
+    images = np.ma.masked_array(np.random.default_rng(0).random((3, 1, 4, 4)))
+    tokenizer = ImageTokenizer.fit(images, 2, patch_size=2)
+    images[1, 0, 2, 3] = hole
+    with pytest.raises(ConfigError, match="finite"):
+        tokenizer.encode(images)
+    with pytest.raises(ConfigError, match="finite"):
+        ImageTokenizer.fit(images, 2, patch_size=2)
+
+
 def test_patches_are_counted_row_after_row():
     images = np.zeros((1, 1, 4, 4))
     images[0, 0, :2, 2:] = 9.0

@@ -53,6 +53,15 @@ def plain(trainer, batch, use_ce=True):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("id", [-1, VOCAB.vocab_size, VOCAB.vocab_size + 7])
+def test_an_id_outside_the_vocabulary_is_named(id):
+    batch = {name: part.clone() for name, part in next(iter(loader())).items()}
+    batch["tokens"][0, 2] = id
+    for run in (make(train=[batch]).train, lambda: make().evaluate([batch])):
+        with pytest.raises(ConfigError, match=rf"targets from .*{id}.*\[0, {VOCAB.vocab_size}\)"):
+            run()
+
+
 def test_the_constructor_and_train_have_the_documented_arguments():
     parameters = inspect.signature(AstroTrainer).parameters
     assert list(parameters) == [

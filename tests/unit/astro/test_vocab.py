@@ -16,6 +16,18 @@ def tiny() -> VocabSpec:
     return build_vocab_spec(2, 4, 2, ["a", "b"], scalar_bins=2)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"image": [1.7]}, r"image token 1\.7"), ({"scalars": [1.7, 0]}, r"bin 1\.7"),
+        ({"scalars": [True, 0]}, "bin True"), ({"scalars": [float("nan"), 0]}, "bin nan"), ({"spectra": {"a": torch.tensor([0.5])}}, r"token of a 0\.5"),
+    ],
+)  # fmt: skip
+def test_an_index_that_is_no_whole_number_is_refused(given, words):
+    with pytest.raises(ConfigError, match=words):
+        encode_sequence(tiny(), **given)
+
+
 def test_the_offsets_are_those_of_the_specification():
     vocab = build_vocab_spec()
     assert (vocab.pad_id, vocab.bos_id, vocab.eos_id, vocab.sep_id, vocab.miss_id) == (0, 1, 2, 3, 4)
