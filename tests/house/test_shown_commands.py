@@ -167,8 +167,8 @@ def test_a_command_that_is_shown_is_understood(line):
 @pytest.mark.parametrize(
     "line",
     [
-        "treadle trian spectra", "treadle train spectra --outt runs/a", "treadle report", "treadle export runs/a --to pt",
-        "torchrun --nproc=2 -m treadle trian spectra", "make cake", "python examples/no_such.py", "cargo build",
+        "treadle trian spectra", "treadle train spectra --outt runs/a", "treadle report", "make cake", "cargo build",
+        "treadle export runs/a --to pt", "torchrun --nproc=2 -m treadle trian spectra", "python examples/no_such.py",
         "treadle verify text lora.rank=3", "treadle train digits.yaml model.widht=8",
     ],
 )  # fmt: skip
