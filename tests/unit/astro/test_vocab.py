@@ -20,7 +20,8 @@ def tiny() -> VocabSpec:
     ("given", "words"),
     [
         ({"image": [1.7]}, r"image token 1\.7"), ({"scalars": [1.7, 0]}, r"bin 1\.7"),
-        ({"scalars": [True, 0]}, "bin True"), ({"scalars": [float("nan"), 0]}, "bin nan"), ({"spectra": {"a": torch.tensor([0.5])}}, r"token of a 0\.5"),
+        ({"scalars": [True, 0]}, "bin True"),
+        ({"scalars": [float("nan"), 0]}, "bin nan"), ({"spectra": {"a": torch.tensor([0.5])}}, r"token of a 0\.5"),
     ],
 )  # fmt: skip
 def test_an_index_that_is_no_whole_number_is_refused(given, words):
