@@ -216,12 +216,13 @@ def _class_scores(
         from sklearn.metrics import balanced_accuracy_score
     except ImportError as error:
         raise _missing(error) from error
-    names, counts = np.unique(y, return_counts=True)
+    names = np.unique(y)
+    counts = np.array([len(np.unique(groups[y == name])) for name in names])
     if len(names) < 2 or counts.min() < num_folds * 2:
         found = {str(name): int(count) for name, count in zip(names, counts, strict=True)}
         raise ValueError(
-            f"spectral_class holds {found} (class: rows), it must hold at least 2 classes of {num_folds * 2} "
-            "rows each: give more rows, or lower num_folds"
+            f"spectral_class holds {found} (class: different groups), it must hold at least 2 classes of "
+            f"{num_folds * 2} objects each: give more rows, or lower num_folds"
         )
     scores = []
     for train, test in _stratified_folds(y, groups, num_folds=num_folds, seed=seed):

@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -54,8 +55,11 @@ def sample_tokens(
     """
     if prompt_BT.dim() != 2 or prompt_BT.shape[1] < 1:
         raise ConfigError(f"prompt_BT: shape {tuple(prompt_BT.shape)}, must be (rows, tokens) with at least one token")
-    if temperature < 0:
-        raise ConfigError(f"temperature={temperature!r}: must be at least 0")
+    if not 0 <= temperature < math.inf:
+        raise ConfigError(f"temperature={temperature!r}: must be finite and at least 0")
+    for name, value, least in (("num_tokens", num_tokens, 0), ("context", context, 1)):
+        if value < least:
+            raise ConfigError(f"{name}={value!r}: must be at least {least}")
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k={top_k!r}: must be at least 1, or None for all tokens")
     device = next((parameter.device for parameter in model.parameters()), prompt_BT.device)

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer of one's own: any text comes back as it was, and no word is unknown."""
+"""A byte-level BPE tokenizer of one's own: any text without :data:`END` comes back as it was; no word is unknown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from treadle.text.extras import import_extra
 
 END = "<|endoftext|>"
-"""Stands before, between and behind documents; its id is 0."""
+"""Stands before, between and behind documents; its id is 0. Inside a text it is that token too, and ends a document."""
 _LEAST = 257  # every byte, and END
 
 

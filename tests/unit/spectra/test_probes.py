@@ -127,6 +127,14 @@ def test_pca_knows_only_the_training_rows():
     assert (np.diff(first[:60].std(axis=0)) < 0).all()
 
 
+def test_a_class_of_one_object_cannot_be_both_learned_and_tested():
+    x, colour, _ = planted()
+    classes = np.array(["M"] * 150 + ["L"] * 120 + ["T"] * 30)
+    names = np.array([f"object {i}" for i in range(270)] + ["one dwarf"] * 30)
+    with pytest.raises(ValueError, match=r"'T': 1.*classes of 10 objects each"):
+        probe_features(x, colour, classes, groups=names)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

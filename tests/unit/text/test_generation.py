@@ -107,9 +107,13 @@ def test_a_text_ends_where_the_model_ends_its_document():
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"temperature": -1.0}, "temperature=-1.0"), ({"top_k": 0}, "top_k=0"), ({"rows": 0}, "at least one token")],
-)
+    [
+        ({"temperature": -1.0}, "temperature=-1.0"), ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": 0}, "top_k=0"), ({"rows": 0}, "at least one token"), ({"context": 0}, "context=0"),
+        ({"num_tokens": -2}, "num_tokens=-2"),
+    ],
+)  # fmt: skip
 def test_what_cannot_be_drawn_is_refused(changes, words):
     prompt = torch.zeros(1, changes.pop("rows", 1), dtype=torch.long)
     with pytest.raises(ConfigError, match=words):
-        sample_tokens(Table(LOGITS), prompt, num_tokens=1, context=4, generator=generator(), **changes)
+        sample_tokens(Table(LOGITS), prompt, **{"num_tokens": 1, "context": 4, "generator": generator(), **changes})
