@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from treadle.errors import ConfigError
+from treadle.packing import packed, unpacked
 
 _FEW = 4  # ranks, up to which gloo's own collectives take no longer than doubling does
 _TAG = 0x74726561  # of messages in rounds, so that they meet none of the user's
@@ -227,5 +228,5 @@ def gather_objects(value: Any) -> list[Any]:
     if world_size() == 1:
         return [value]
     gathered: list[Any] = [None] * world_size()
-    dist.all_gather_object(gathered, value, group=control_group())
-    return gathered
+    dist.all_gather_object(gathered, packed(value), group=control_group())
+    return [unpacked(data) for data in gathered]

@@ -25,7 +25,7 @@ LEVELS = {
     # loop. The best rule and the schedules are pure numbers, a signal listener pure handlers.
     1: ["distributed", "device", "precision", "schedules", "signals", "best", "naming", "optim", "ema", "data", "task",
         "weights", "failure", "whereabouts", "guard", "gradients", "gradient_exchange", "parallel",
-        "frozen", "fitting", "state_options", "predictions", "shards", "cuda_graph", "compiling"],
+        "frozen", "fitting", "state_options", "predictions", "shards", "packing", "cuda_graph", "compiling"],
     # What goes round a run and into files. session, state, target and evaluation know the engine by its type only, so
     # the engine can be read without them and they without the engine. Configuration and data sets stand alone.
     2: ["checkpoint", "hooks.base", "session", "state", "changed", "rank_state", "target", "evaluation", "startup",

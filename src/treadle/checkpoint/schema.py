@@ -118,11 +118,12 @@ def _clone_part(tensor: Any, copies: dict[Any, Any], buffers: HostBuffers | None
     # All ranks must come to the same answer, or some would gather alone; they share memory on all ranks or on none.
     identity = ("part", local.untyped_storage()._cdata, local.storage_offset(), tensor.shape, tensor.dtype)
     if identity not in copies:
-        tensor = without_pending_sums(tensor)
-        source = tensor.to_local() if parts else gathered(tensor)
+        summed = without_pending_sums(tensor)
+        local = local if summed is tensor else summed.to_local()
+        source = local if parts else gathered(summed)
         if source.device.type != "meta":
             source = source.to("cpu", copy=True) if buffers is None else buffers.copy(source)
-        copies[identity] = Part(source, own_block(tensor)[0], tuple(tensor.shape)) if parts else source
+        copies[identity] = Part(source, own_block(summed)[0], tuple(tensor.shape)) if parts else source
     copied: Tensor | Part = copies[identity]
     return copied
 
