@@ -88,6 +88,7 @@ class GraphTransformer(nn.Module):
         if self.node_pe is None or node_pe is None:
             return nodes_ND
         _check_width("node_pe", node_pe, self.node_pe.node_pe_dim, "node_pe_dim")
+        _check_rows("node_pe", node_pe, len(x), "nodes")
         encoded_ND: Tensor = self.node_pe(nodes_ND, node_pe)
         return encoded_ND
 
@@ -97,6 +98,7 @@ class GraphTransformer(nn.Module):
         edge_attr = getattr(batch, "edge_attr", None)
         if edge_attr is None:
             edge_attr = torch.zeros(num_edges, dtype=torch.long, device=nodes_ND.device)
+        _check_rows("edge_attr", edge_attr, num_edges, "edges")
         encoded_ED: Tensor = self.edge_input(edge_attr)
         return encoded_ED
 
@@ -111,7 +113,9 @@ class GraphTransformer(nn.Module):
         if self.pair_bias is None or edge_pe is None:
             return layout
         _check_width("edge_pe", edge_pe, self.pair_bias.proj.in_features, "relative_pe_dim")
-        biased: AttentionLayout = self.pair_bias(layout, needed(batch, "edge_pe_index"), edge_pe)
+        pair_index = needed(batch, "edge_pe_index")
+        _check_rows("edge_pe", edge_pe, pair_index.shape[1], "pairs of edge_pe_index")
+        biased: AttentionLayout = self.pair_bias(layout, pair_index, edge_pe)
         return biased
 
     def _encoding(self, batch: Any, name: str, wanted: bool) -> Tensor | None:
@@ -162,6 +166,12 @@ def _head(options: ModelOptions) -> nn.Module:
     if options.task == "node":
         return NodeHead(width, num_classes, dropout=dropout)
     return EdgeHead(width, num_classes, dropout=dropout)
+
+
+def _check_rows(name: str, value: Tensor, rows: int, what: str) -> None:
+    """Refuses what would be broadcast."""
+    if len(value) != rows:
+        raise ConfigError(f"{name} has {len(value)} rows, but the batch has {rows} {what}; give one row for each")
 
 
 def _check_width(name: str, value: Tensor, width: int, argument: str) -> None:
