@@ -111,12 +111,16 @@ def for_each_batch(
         cursor.warn(copies_in(loader))
         cursor.open(loader)
         left_in_common = math.inf if cursor.lengths is None else cursor.lengths.common
-        while batches := cursor.take(1).batches:
-            if interrupted is not None and left_in_common > 0 and interrupted():
-                raise EvaluationAbandoned
-            left_in_common -= 1
-            with precision.autocast():
-                fn(batches[0])
+        try:
+            while batches := cursor.take(1).batches:
+                if interrupted is not None and left_in_common > 0 and interrupted():
+                    raise EvaluationAbandoned
+                left_in_common -= 1
+                with precision.autocast():
+                    fn(batches[0])
+        except BaseException:
+            cursor.close()  # workers must not live as long as the error does
+            raise
 
 
 def refuse_no_batch(count: int, loader: str) -> None:

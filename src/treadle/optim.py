@@ -266,7 +266,8 @@ def move_optimizer_state(optimizer: Optimizer) -> None:
 
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
     """Raises ConfigError if a scheduler moves another optimizer's learning rate."""
-    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+    built_over = getattr(scheduler, "optimizer", optimizer)
+    if built_over is not optimizer and getattr(built_over, "param_groups", None) is not optimizer.param_groups:
         raise ConfigError(
             f"scheduler: the {type(scheduler).__name__} was built over another optimizer and would never move this "
             "one's learning rate; build it over the optimizer that you pass"

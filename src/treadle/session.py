@@ -16,7 +16,7 @@ from treadle.errors import ConfigError
 from treadle.failure import failing_by_name
 from treadle.guard import FiniteGuard, RefusalPlan, skips_on_device
 from treadle.hooks.base import BaseHook
-from treadle.optim import uncovered_parameters
+from treadle.optim import check_scheduler, uncovered_parameters
 from treadle.out_of_memory import explaining_out_of_memory
 from treadle.rank_state import separate_streams
 from treadle.startup import start_block
@@ -137,7 +137,8 @@ def check_before_training(engine: Engine) -> None:
     """Raises or warns about what would train a wrong model in silence.
 
     Raises:
-        ConfigError: a lazy parameter is not initialised, or the optimizer wants a closure.
+        ConfigError: a lazy parameter is not initialised, the optimizer wants a closure, or the scheduler moves another
+            optimizer's learning rate.
     """
     lazy = [name for name, parameter in engine.model.named_parameters() if is_lazy(parameter)]
     if lazy:
@@ -145,6 +146,7 @@ def check_before_training(engine: Engine) -> None:
             f"model: lazy parameter {lazy[0]!r} is not initialised, so no optimizer or average can hold it; "
             "run one batch through the model before building the optimizer"
         )
+    check_scheduler(engine.lr_scheduler, engine.optimizer)
     wanted = inspect.signature(engine.optimizer.step).parameters.get("closure")
     if wanted is not None and wanted.default is inspect.Parameter.empty:
         raise ConfigError(

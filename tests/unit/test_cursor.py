@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import multiprocessing
 import random
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -16,12 +18,14 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from helpers import Augmented, differences, through_a_file
+from helpers import Augmented, differences, scalar_engine, through_a_file
 from treadle.checkpoint.schema import to_plain
 from treadle.data import Cursor, open_source, steps_per_epoch
 from treadle.errors import ConfigError
@@ -523,3 +527,68 @@ def test_after_a_resume_at_the_very_start_of_an_epoch_the_position_is_counted():
     again.load_state_dict(kept)
     again.open([10, 20, 30])
     assert again.take(2).batches == [30]
+
+
+class Unreadable(Items):
+    """Cannot read one item."""
+
+    def __getitem__(self, index):
+        if index == 5:
+            raise ValueError("item 5")
+        return torch.tensor(1.0)
+
+
+class UnreadableInOrder(IterableDataset):
+    def __iter__(self):
+        items = Unreadable()
+        return (items[index] for index in range(len(items)))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(("make", "evaluating"), [
+    (lambda: DataLoader(Unreadable(), batch_size=None, num_workers=2), False),
+    (lambda: DataLoader(Unreadable(), batch_size=None, num_workers=2), True),
+    (lambda: DataLoader(UnreadableInOrder(), batch_size=None, num_workers=1), False),
+    (lambda: StatefulDataLoader(Unreadable(), batch_size=None, num_workers=1), False),
+])  # fmt: skip
+def test_workers_end_with_a_pass_that_failed_and_not_with_its_error(make, evaluating):
+    engine, loader = scalar_engine(), make()
+    with pytest.raises(ValueError, match="item 5") as kept:
+        engine.evaluate(loader) if evaluating else engine.run(loader, epochs=1)
+    assert multiprocessing.active_children() == []
+    assert kept.value.__traceback__ is not None
+
+
+class OwnGenerator(Items):
+    """Draws from a generator that it keeps."""
+
+    def __init__(self, generator):
+        super().__init__(4)
+        self.chance = generator
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.Generator(), lambda: np.random.default_rng(0), lambda: random.Random(0)]
+)
+def test_a_generator_of_the_data_sets_own_is_named_when_the_loader_is_attached(make, caplog):
+    items = ConcatDataset([Subset(OwnGenerator(make()), [0, 1])])
+    for loader in (DataLoader(items), DataLoader(items, num_workers=1), DataLoader(Lines(OwnGenerator(make())))):
+        caplog.clear()
+        Cursor().attach(loader)
+        assert "OwnGenerator.chance is a random generator of the data set's own" in caplog.text
+
+
+class Lines(IterableDataset):
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __iter__(self):
+        return iter([1, 2])
+
+
+def test_a_generator_that_the_loader_draws_from_too_is_no_secret(caplog):
+    generator = torch.Generator()
+    Cursor().attach(DataLoader(OwnGenerator(generator), shuffle=True, generator=generator))
+    assert "generator" not in caplog.text
+    Cursor().attach(DataLoader(OwnGenerator(generator), shuffle=True, generator=generator, num_workers=1))
+    assert "OwnGenerator.chance" in caplog.text

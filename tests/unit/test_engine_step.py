@@ -25,6 +25,7 @@ from treadle import EpochTrainer, StepOutput, Total, Weighted
 from treadle.engine import Engine
 from treadle.errors import ConfigError, NonFiniteError
 from treadle.hooks import BaseHook, EmaHook, HistoryHook, LoggingHook, NonFiniteHook
+from treadle.optim import check_scheduler
 from treadle.seed import set_seed
 
 INF, NAN = math.inf, math.nan
@@ -245,6 +246,15 @@ def test_a_sparse_gradient_that_is_not_finite_is_refused(tmp_path):
     engine.run([[1, 0]], max_steps=1)
     assert engine.applied_steps == 0
     assert '"first_parameter": "weight"' in next(tmp_path.glob("*/event.json")).read_text()
+
+
+def test_a_scheduler_of_another_optimizer_is_refused_before_the_first_step():
+    engine, other = scalar_engine(), scalar_engine()
+    engine.lr_scheduler = StepLR(other.optimizer, 1)
+    with pytest.raises(ConfigError, match="StepLR was built over another optimizer"):
+        engine.run([1.0], max_steps=1)
+    other.optimizer.param_groups = engine.optimizer.param_groups  # as a wrapper has those of what it wraps
+    check_scheduler(engine.lr_scheduler, engine.optimizer)
 
 
 def test_an_optimizer_that_wants_a_closure_is_refused_before_the_first_step():

@@ -11,6 +11,7 @@ The loader made here runs the user's own dataset, batch sampler and collate func
 from __future__ import annotations
 
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -172,6 +173,34 @@ def draw_as_workers_do_when_they_start(generator: torch.Generator | None) -> Non
     torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
+class Workers:
+    """The workers of a loader's last pass, which end when told to.
+
+    Left to garbage collection, each pair of persistent ones can take ten seconds to go; and those of a pass that failed
+    live as long as the error's traceback does.
+
+    Example:
+        >>> workers = Workers()
+        >>> next(workers.of(iter(DataLoader([1.0], num_workers=1))))
+        tensor([1.], dtype=torch.float64)
+        >>> workers.end()
+    """
+
+    def __init__(self) -> None:
+        self._pass: Callable[[], Any] = lambda: None
+
+    def of(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Returns a pass whose workers are meant from here on."""
+        self._pass = weakref.ref(iterator) if hasattr(iterator, "_shutdown_workers") else lambda: None
+        return iterator
+
+    def end(self) -> None:
+        """Ends them, if there are any; does nothing a second time."""
+        iterator = self._pass()
+        if iterator is not None:
+            iterator._shutdown_workers()
+
+
 class _IndexFeed:
     """The user's batch sampler (or sampler, without batching), able to start in the middle."""
 
@@ -211,6 +240,7 @@ class IndexedReader:
         self.feed = _IndexFeed(lists, seeded=self.seeded, watch=not self.known and not self.seeded)
         self.feed.generator = loader.generator
         self.loader = self._remake(loader, batched=batched)
+        self._workers = Workers()
 
     def _remake(self, loader: DataLoader[Any], *, batched: bool) -> DataLoader[Any]:
         dataset: Any = _SeededDataset(loader.dataset) if self.seeded else loader.dataset
@@ -237,7 +267,7 @@ class IndexedReader:
     def open(self, *, skip: int, seed: int) -> Iterator[Any]:
         """Opens an epoch after ``skip`` micro-batches, under the RNG of the epoch's opening."""
         self.feed.skip, self.feed.seed = skip, seed
-        iterator = iter(self.loader)
+        iterator = self._workers.of(iter(self.loader))
         self.feed.workers_are_running = self.loader.persistent_workers
         if skip and self.feed.current is not None:
             self.feed.current.prime()
@@ -262,10 +292,7 @@ class IndexedReader:
         return self.feed.current is not None and self.feed.current.draws_while_running
 
     def close(self) -> None:
-        """Ends workers that persist between epochs."""
-        iterator = self.loader._iterator
-        if iterator is not None:
-            # Waiting for garbage collection instead can take seconds per worker.
-            iterator._shutdown_workers()  # type: ignore[attr-defined]
-            self.loader._iterator = None
+        """Ends the workers."""
+        self._workers.end()
+        self.loader._iterator = None
         self.feed.workers_are_running = False

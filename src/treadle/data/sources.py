@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from treadle.data.indexed import IndexedReader, draw_as_workers_do_when_they_start, is_known
+from treadle.data.indexed import IndexedReader, Workers, draw_as_workers_do_when_they_start, is_known
 from treadle.data.rows import RowLoader
 from treadle.data.transfer import TransferLoader, TransferredSource
 from treadle.errors import ConfigError
@@ -57,10 +59,39 @@ class Source(Protocol):
         ...
 
 
+_KINDS_OF_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def _generators_inside(loader: Any) -> list[str]:
+    """Returns warnings of random generators that a data set keeps for itself, also inside a subset or a concatenation.
+
+    A torch generator that the loader draws from too is part of every state, if there are no workers.
+    """
+    known = [] if getattr(loader, "num_workers", 0) else generators_of(loader)
+    found, waiting, seen = [], [getattr(loader, "dataset", None)], set()
+    while waiting:
+        data_set: Any = waiting.pop()
+        if id(data_set) in seen or not hasattr(data_set, "__dict__"):
+            continue
+        seen.add(id(data_set))
+        inside = vars(data_set)
+        several = inside.get("datasets")
+        waiting += [inside.get("dataset"), *(several if isinstance(several, (list, tuple)) else ())]
+        for name, value in inside.items():
+            if isinstance(value, _KINDS_OF_GENERATORS) and all(value is not generator for generator in known):
+                found.append(f"{type(data_set).__name__}.{name}")
+    return [
+        f"{name} is a random generator of the data set's own: no checkpoint holds its state. If items are drawn with "
+        "it, a resume is not exact; draw from the global generators of torch, NumPy or Python instead"
+        for name in found
+    ]
+
+
 class _Indexed:
     kind = "indexed"
 
     def __init__(self, loader: DataLoader[Any]):
+        self.loader = loader
         self.reader = IndexedReader(loader)
         self.length = _length(loader)
         self.exact = self.length is not None and self.reader.known
@@ -84,7 +115,7 @@ class _Indexed:
         self.reader.close()
 
     def warnings(self, *, resuming: bool) -> list[str]:
-        sentences = []
+        sentences = _generators_inside(self.loader)
         if not self.reader.loader.in_order:
             sentences.append("in_order=False: batches come as workers finish them, so no run can be repeated exactly")
         if self.reader.draws_while_running:
@@ -104,16 +135,17 @@ class _Stateful:
         certain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         certain = (certain and is_known(loader)) or getattr(loader, "exact_length", False)
         self.exact = self.length is not None and certain
+        self._workers = Workers()
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
         if skip and state is not None:
             self.loader.load_state_dict(state)
-            return iter(self.loader)
+            return self._workers.of(iter(self.loader))
         if isinstance(self.loader, RowLoader):
             self.loader.pass_over(skip)
             return iter(self.loader)
         _draw_for_running_workers(self.loader)
-        return _passed_over(iter(self.loader), skip)
+        return _passed_over(self._workers.of(iter(self.loader)), skip)
 
     def finish(self, iterator: Iterator[Any]) -> None:
         next(iterator, None)
@@ -128,6 +160,7 @@ class _Stateful:
         return self.loader.state_dict()
 
     def close(self) -> None:
+        self._workers.end()
         _end_persistent_workers(self.loader)
 
     def warnings(self, *, resuming: bool) -> list[str]:
@@ -147,10 +180,11 @@ class _Replayed:
         self.loader = loader
         self.length = _length(loader)
         self.one_shot = isinstance(loader, Iterator)
+        self._workers = Workers()
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
         _draw_for_running_workers(self.loader)
-        return _passed_over(iter(self.loader), skip)
+        return _passed_over(self._workers.of(iter(self.loader)), skip)
 
     def finish(self, iterator: Iterator[Any]) -> None:
         pass
@@ -165,6 +199,7 @@ class _Replayed:
         return None
 
     def close(self) -> None:
+        self._workers.end()
         _end_persistent_workers(self.loader)
 
     def warnings(self, *, resuming: bool) -> list[str]:
@@ -174,8 +209,9 @@ class _Replayed:
                 f"the data comes from a one-shot {name}: it cannot be opened a second time, so there is one epoch and "
                 "no exact resume; pass an iterable that makes a fresh iterator each time"
             ]
+        sentences = _generators_inside(self.loader)
         if resuming:
-            return [
+            sentences.append(
                 f"a {name} cannot be entered in the middle: its epoch is replayed from the start and the consumed "
                 "batches are read again and dropped. That is exact only if what it yields depends on the RNG at its "
                 "opening alone"
@@ -184,8 +220,8 @@ class _Replayed:
                     if _keeps_workers(self.loader)
                     else ""
                 )
-            ]
-        return []
+            )
+        return sentences
 
 
 def _keeps_workers(loader: Any) -> bool:
@@ -203,7 +239,7 @@ def _draw_for_running_workers(loader: Any) -> None:
 
 
 def _end_persistent_workers(loader: Any) -> None:
-    """Ends workers that persist between epochs; left to garbage collection, each pair can take ten seconds to go."""
+    """Ends workers that the loader itself keeps between epochs, whoever started them."""
     iterator = getattr(loader, "_iterator", None) if isinstance(loader, DataLoader) else None
     if iterator is not None and hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
