@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from treadle.cli.console import errors_as_one_line, message_console, result_cons
 
 if TYPE_CHECKING:
     from treadle.cli.runpage.records import RunRecords
+
+_AFTERWARDS = 180.0  # seconds from the end of a training to that of its process, in which results are written
 
 
 def report(
@@ -33,7 +36,8 @@ def report(
 
     Curves with zoom and smoothing over steps, epochs and time, skipped and retried steps, the best epoch, checkpoints
     with sizes, settings and their differences, environment, sessions, results, pictures and samples. Runs of any face,
-    finished, stopped or going on; a run shows what it has recorded. With --watch it ends when no run trains any more.
+    finished, stopped or going on; a run shows what it has recorded. With --watch it ends when no run trains any more
+    and what a pack draws after the training is there.
 
     \b
     Examples:
@@ -52,20 +56,44 @@ def report(
         if watch and _any_trains(runs):
             messages.print(f"{path} is written every {interval:g} s; Ctrl-C ends this", markup=False, soft_wrap=True)
             runs = _follow(targets, runs, path, interval)
+            for run in runs:
+                messages.print(f"{run.name}: {_status(run)}", markup=False, soft_wrap=True)
         _write(runs, path)
         result_console().print(str(path), markup=False, soft_wrap=True)
 
 
 def _follow(targets: Sequence[Path], runs: list[RunRecords], path: Path, interval: float) -> list[RunRecords]:
-    """Writes the page again and again until no run trains any more or Ctrl-C; returns what was read last."""
+    """Writes the page again and again until no run trains any more or Ctrl-C; returns what was read last.
+
+    A process whose training is finished may write results and draw pictures; it is followed until it ends, or for a
+    while where it goes on with something else.
+    """
+    processes: set[int] = set()
+    ended = time.monotonic()
     try:
-        while _any_trains(runs):
+        while (trains := _any_trains(runs)) or (time.monotonic() < ended + _AFTERWARDS and _goes_on(runs, processes)):
+            if trains:
+                processes, ended = _processes(runs), time.monotonic()
             _write(runs, path, reload=interval)
             time.sleep(interval)
             runs = _read(targets)
     except KeyboardInterrupt:
         return _read(targets)
     return runs
+
+
+def _processes(runs: Sequence[RunRecords]) -> set[int]:
+    """Returns the processes of this machine that train in the folders of the runs."""
+    holders = [run.holder or {} for run in runs]
+    return {int(one["pid"]) for one in holders if "pid" in one and one.get("host") == socket.gethostname()}
+
+
+def _goes_on(runs: Sequence[RunRecords], processes: set[int]) -> bool:
+    """Whether one of the processes still lives after a training that was finished."""
+    from treadle.checkpoint.files import process_lives
+    from treadle.cli.runpage.summary import FINISHED
+
+    return any(_status(run) == FINISHED for run in runs) and any(map(process_lives, processes))
 
 
 def _write(runs: Sequence[RunRecords], path: Path, *, reload: float | None = None) -> None:
@@ -90,9 +118,15 @@ def _readable() -> Iterator[None]:
 
 
 def _any_trains(runs: Sequence[RunRecords]) -> bool:
-    from treadle.cli.runpage.summary import RUNNING, summarize
+    from treadle.cli.runpage.summary import RUNNING
 
-    return any(summarize(run).status == RUNNING for run in runs)
+    return any(_status(run) == RUNNING for run in runs)
+
+
+def _status(run: RunRecords) -> str:
+    from treadle.cli.runpage.summary import summarize
+
+    return summarize(run).status
 
 
 def _read(targets: Sequence[Path]) -> list[RunRecords]:

@@ -177,6 +177,37 @@ def test_watch_writes_until_the_run_ends(tmp_path, monkeypatch):
     assert last["reload"] is None
 
 
+def test_watch_waits_for_what_the_process_writes_after_a_training_that_was_finished(tmp_path, monkeypatch, capsys):
+    run = make_run(tmp_path / "run", steps=20)
+    (run / "metrics.json").rename(run / "later")
+    alive, pages = [True, True, False], []
+
+    def sleep(seconds):
+        pages.append(data_of((run / "report.html").read_text()))
+        lock.__exit__(None, None, None)
+        if len(pages) == 2:
+            (run / "later").rename(run / "metrics.json")
+
+    monkeypatch.setattr(report.time, "sleep", sleep)
+    monkeypatch.setattr("treadle.checkpoint.files.process_lives", lambda pid: alive.pop(0))
+    lock = run_lock(run)
+    lock.__enter__()
+    last = page_of(run, "--watch")
+    assert [page["reload"] for page in pages] == [10.0, 10.0, 10.0]
+    assert "<h2>Results</h2>" in last
+    assert "run: finished" in capsys.readouterr().err
+
+
+def test_watch_does_not_wait_for_the_process_of_a_run_that_was_killed(tmp_path, monkeypatch):
+    write_lines(tmp_path / "steps.jsonl", step_rows(7))
+    write_lines(tmp_path / "sessions.jsonl", session_lines(7, status=None))
+    monkeypatch.setattr(report.time, "sleep", lambda seconds: lock.__exit__(None, None, None))
+    monkeypatch.setattr("treadle.checkpoint.files.process_lives", lambda pid: pytest.fail("it was asked for"))
+    lock = run_lock(tmp_path)
+    lock.__enter__()
+    assert "stopped: its process ended without a word" in page_of(tmp_path, "--watch")
+
+
 def test_ctrl_c_ends_watching_with_a_page_that_stays_as_it_is(tmp_path, monkeypatch):
     write_lines(tmp_path / "steps.jsonl", step_rows(3))
 

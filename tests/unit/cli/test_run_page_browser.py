@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 
@@ -118,6 +119,22 @@ def test_zoom_is_shared_and_with_all_choices_kept_over_a_reload(opened, page):
     assert opened.run("return document.getElementById('chart-loss').layout.xaxis.title.text") == "Training time (s)"
     assert max(opened.run("return document.getElementById('chart-lr').data[0].x")) == 12.0
     assert opened.errors() == []
+
+
+def test_a_page_whose_watch_was_killed_says_so_and_keeps_its_place(tab, page, tmp_path):
+    head, _, rest = page.read_text(encoding="utf-8").partition("<script>")
+    drawer = "<script>const Plotly = {react: (plot) => { plot.on = () => {}; }};</script>"  # loads in no time
+    text = head + drawer + rest.partition("</script>")[2]
+    assert '"reload":null' in text
+    hidden = "return document.getElementById('old').hidden"
+    for seconds, written, fresh in ((3600, time.time(), True), (1, 1, False)):
+        old = re.sub('"reload":null,"written":[0-9.]+', f'"reload":{seconds},"written":{written}', text)
+        (tmp_path / "page.html").write_text(old, encoding="utf-8")
+        tab.open(tmp_path / "page.html")
+        assert tab.run(hidden) is fresh
+    loaded = tab.run("scrollTo(0, 500); return performance.timeOrigin")
+    tab.wait("return performance.timeOrigin > arguments[0] && scrollY === 500", loaded)
+    tab.open(page)
 
 
 def test_smoothing_changes_the_strong_line_and_leaves_the_points(opened):

@@ -179,5 +179,9 @@
   for (const figure of document.querySelectorAll(".gallery figure")) {
     figure.querySelector("img").addEventListener("click", () => figure.classList.toggle("large"));
   }
-  if (page.reload) setTimeout(() => location.reload(), page.reload * 1000);
+  if (page.reload) {
+    const age = Date.now() / 1000 - page.written;
+    document.getElementById("old").hidden = age < 2 * page.reload + 30;
+    setTimeout(() => location.reload(), page.reload * 1000);
+  }
 })();

@@ -138,7 +138,7 @@ def _data(runs: Sequence[RunRecords], charts: Sequence[dict[str, Any]], *, title
     many = any(len(one["y"]) > _MANY for chart in charts for one in chart["series"] if one["style"] == "line")
     values = {
         "title": title, "runs": [run.name for run in runs], "charts": charts, "axes": axes_in(charts) or ["step"],
-        "smooth": _SMOOTH if many else 0, "many": _MANY, "reload": reload,
+        "smooth": _SMOOTH if many else 0, "many": _MANY, "reload": reload, "written": time.time(),
         "resumes": resumes_of(runs[0]) if len(runs) == 1 else None,
     }  # fmt: skip
     # Inside of a script element, nothing may look like its end or like a comment.
