@@ -3,9 +3,14 @@
     python benchmarks/scaling.py --ranks 1 2            # on GPUs of one host; writes results/scaling.md and .json
     python benchmarks/scaling.py --tiny --ranks 1 2     # on the CPU with gloo, a trial that writes nothing
 
+All there is to know of eight GPUs, with the stall of saves, the collectives by themselves, runs that are stopped or
+killed, and the model beside what was measured:
+
+    python benchmarks/scaling.py --ranks 1 2 4 8 --saves ddp:100m fsdp:100m fsdp:1b --all
+
 Every number of ranks is one launch of torchrun in which all ways train the same decoder, one after another: bfloat16,
 AdamW fused, gradients clipped, tokens on the device. Weak: each rank has as many tokens as one rank alone. Strong: the
-ranks share the tokens of one. Ways:
+ranks share the tokens of one. "Share of N" is one rank with the tokens that each of N has then. Ways:
 
     plain ddp     DistributedDataParallel in a loop of ten lines
     plain fsdp    fully_shard in the same loop
@@ -27,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -44,6 +49,7 @@ from treadle.parallel import parallelize
 
 SAVE_STEPS = {"tiny": 6, "100m": 150, "1b": 80}  # from save to save: longer than one is written
 WAYS = ("plain ddp", "ddp", "accelerate", "plain fsdp", "fsdp")
+MOST = 10  # ranks of ranks_resume.py
 COLUMNS = (
     "model", "scaling", "way", "ranks", "tokens/s/rank", "efficiency", "of plain", "ms a step", "GiB",
 )  # fmt: skip
@@ -194,10 +200,8 @@ def worker(options: argparse.Namespace) -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo")
     ranks, rows = dist.get_world_size(), []
     for size in options.sizes:
-        whole = SIZES[size][4]
-        for scaling in ("weak", "strong") if ranks > 1 else ("weak",):
+        for scaling, share in shares(SIZES[size][4], ranks, options.shares).items():
             for way in [way for way in options.ways if scaling == "weak" or way != "accelerate"]:
-                share = whole if scaling == "weak" else max(1, whole // ranks)
                 try:
                     result = measure(way, size, share, options.steps, device)
                 except torch.OutOfMemoryError as error:
@@ -220,6 +224,13 @@ def worker(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def shares(whole: int, ranks: int, others: Sequence[int]) -> dict[str, int]:
+    """Returns the rows of a rank's micro-batch by what is looked at; one rank also has those of ``others``."""
+    if ranks > 1:
+        return {"weak": whole, "strong": max(1, whole // ranks)}
+    return {"weak": whole} | {f"share of {other}": max(1, whole // other) for other in others}
+
+
 def _say(row: dict[str, Any]) -> None:
     if dist.get_rank() == 0:
         print(row, flush=True)
@@ -238,6 +249,7 @@ def launch(ranks: int, options: argparse.Namespace, folder: Path) -> list[dict[s
         "--found", str(found), "--sizes", *options.sizes, "--ways", *options.ways, "--steps", str(options.steps),
     ]  # fmt: skip
     command += ["--tiny"] if options.tiny else []
+    command += ["--shares", *(str(other) for other in options.ranks if other > 1)] if ranks == 1 else []
     command += ["--saves", *options.saves] if ranks == max(options.ranks) else []
     command += ["--disk", str(options.disk)] if options.disk else []
     subprocess.run(command, check=True, env={"OMP_NUM_THREADS": "1", **os.environ})
@@ -289,8 +301,10 @@ def main() -> None:
         "--saves", nargs="*", default=[], help="also the stall of saves on most ranks: ddp:100m fsdp:1b"
     )
     parser.add_argument("--disk", type=Path, help="folder for the saves")
+    parser.add_argument("--all", action="store_true", help="also collectives.py, ranks_resume.py and scaling_model.py")
     parser.add_argument("--tiny", action="store_true", help="a small decoder on the CPU, and no files")
     parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--shares", type=int, nargs="*", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.tiny:
         options.sizes, options.steps, options.saves = ["tiny"], 4, ["ddp:tiny", "fsdp:tiny"]
@@ -299,16 +313,38 @@ def main() -> None:
     if options.found:
         worker(options)
         return
-    rows = []
+    if options.all and (max(options.ranks) not in range(2, MOST + 1) or max(options.ranks) % 2):
+        parser.error(f"--all --ranks {options.ranks}: the most must be an even number of ranks, up to {MOST}")
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for ranks in options.ranks:
             rows += launch(ranks, options, Path(folder))
+            write(rows, options, partial=ranks != options.ranks[-1])
+    if options.all:
+        the_rest(options)
+
+
+def write(rows: list[dict[str, Any]], options: argparse.Namespace, *, partial: bool) -> None:
     lines = table(rows)
-    if options.tiny:
+    if not options.tiny:
+        title = "Tokens per second and GPU of one host, bfloat16, AdamW, clipped; efficiency against one GPU"
+        machine = describe() | {"gpus": str(torch.cuda.device_count())}
+        write_result("scaling", title, COLUMNS, lines, machine, partial=partial)
+    elif not partial:
         print(*lines, sep="\n")
-        return
-    title = "Tokens per second and GPU of one host, bfloat16, AdamW, clipped; efficiency against one GPU"
-    write_result("scaling", title, COLUMNS, lines, describe() | {"gpus": str(torch.cuda.device_count())})
+
+
+def the_rest(options: argparse.Namespace) -> None:
+    """Runs the other benchmarks of several ranks, and the model last, which reads what they wrote."""
+    tiny = ["--tiny"] if options.tiny else []
+    disk = ["--disk", str(options.disk)] if options.disk else []
+    several = [str(ranks) for ranks in options.ranks if ranks > 1]
+    for name, *arguments in (
+        ["collectives.py", "--ranks", *several, *tiny],
+        ["ranks_resume.py", "--ranks", str(max(options.ranks)), *tiny, *disk],
+        ["scaling_model.py", *(["--dry"] if tiny else [])],
+    ):
+        subprocess.run([sys.executable, str(Path(__file__).with_name(name)), *arguments], check=True)
 
 
 if __name__ == "__main__":

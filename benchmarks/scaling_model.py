@@ -121,7 +121,20 @@ def table(times: Mapping[Key, float], cost: Cost, *, fitted: Key | None) -> list
     return lines
 
 
-def notes_of(bandwidth: float | None) -> list[str]:
+def errors_of(lines: Iterable[Mapping[str, Any]]) -> str:
+    """Says how far the most is from what was measured, in the rows that are checks."""
+    told = []
+    for scaling in ("weak", "strong"):
+        found = [
+            float(line["ms most"]) / float(line["measured ms"]) - 1
+            for line in lines
+            if line["what it is"] == "check" and line["scaling"] == scaling
+        ]
+        told += [f"{scaling} {min(found):+.0%} to {max(found):+.0%} in {len(found)} rows"] if found else []
+    return f"The most against what was measured, where the row is a check: {', '.join(told) or 'no such row'}."
+
+
+def notes_of(lines: Sequence[Mapping[str, Any]], bandwidth: float | None) -> list[str]:
     """Returns what must be known to read the table."""
     source = (
         "Times of messages are those of collectives.md. For more ranks than were measured, the bandwidth of the bus "
@@ -133,6 +146,7 @@ def notes_of(bandwidth: float | None) -> list[str]:
         "are checks; rows without a measured time are predictions that nothing has checked."
     )
     return [
+        errors_of(lines),
         source,
         "Least: a message is hidden if something is computed meanwhile; a third of the step alone hides those of the "
         "forward pass, two thirds those of the backward pass. Never hidden: the last bucket of replicas; the first two "
@@ -141,7 +155,8 @@ def notes_of(bandwidth: float | None) -> list[str]:
         "in it, nor is the optimizer of a sharded model, which has less to do on more ranks. On more than two ranks, "
         "the most has what two took beyond it.",
         "Strong scaling: where one rank was not measured with as few rows, the computation is that part of the whole "
-        "step, and the most is at least the strong step of two ranks, since Python takes its time whatever the rows.",
+        "step, which leaves out that Python takes its time whatever the rows; so the most is at least the strong step "
+        "of two ranks, and the least cannot be relied on.",
     ]
 
 
@@ -162,7 +177,8 @@ def main() -> None:
     if options.dry:
         print(title, *lines, sep="\n")
         return
-    machine.write_result("scaling_model", title, COLUMNS, lines, scaling["machine"], notes=notes_of(bandwidth))
+    where = {key: value for key, value in scaling["machine"].items() if "saves" not in key}
+    machine.write_result("scaling_model", title, COLUMNS, lines, where, notes=notes_of(lines, bandwidth))
 
 
 if __name__ == "__main__":

@@ -125,3 +125,5 @@ def test_the_table_tells_fits_checks_and_predictions_apart(model, messages, monk
     assert told["strong", "ddp", 2]["what it is"] == "check"
     assert told["strong", "ddp", 2]["measured efficiency"] == "0.62"  # 50 of 80 ms
     assert {line["what it is"] for line in lines if line["ranks"] > 2} == {"predicted"}
+    assert "strong -1% to -1% in 1 rows" in model.errors_of([{**told["strong", "ddp", 2], "ms most": "79.2"}])
+    assert "weak" not in model.errors_of(lines)

@@ -1,0 +1,269 @@
+"""Runs of many ranks that stop inside an epoch, go on with as many or half, or lose one rank after the other.
+
+    python benchmarks/ranks_resume.py --ranks 8          # on GPUs of one host; writes results/ranks_resume.md and .json
+    python benchmarks/ranks_resume.py --tiny --ranks 4   # on the CPU with gloo, a trial that writes nothing
+
+Weights, optimizer and what else a checkpoint holds are compared bit for bit, by a hash of each whole tensor:
+
+    to as many    stopped and resumed, at the end of training, against a run that was not stopped
+    to half       what half as many ranks have loaded against what was saved; then they train on to the end of the epoch
+    killed        every rank once, at a random moment, under torchrun --max-restarts; the end against that of no kill
+
+Algorithms are deterministic where torch has such; what is not equal all the same is in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from decoder import SIZES, NextToken
+from machine import describe, write_result
+from scaling import MOST, build
+from torch.utils.data import DataLoader, TensorDataset
+
+from treadle import BaseHook, CheckpointingHook, Engine, RankBatchSampler, StepOutput
+from treadle.checkpoint.apart import take_apart
+from treadle.cli.launch import process_group
+
+WAYS = ("ddp", "fsdp")
+ROWS, CUT, EPOCHS = 2, 3, 4  # samples of a rank's batch; steps before the stop; an epoch has six
+
+COLUMNS = ("model", "way", "ranks", "what", "tensors equal", "samples of the epoch", "last loss", "kills")
+
+
+class Noting(NextToken):
+    """Keeps which samples were read, and the last loss."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+        self.loss = math.nan
+
+    def step(self, model: Any, batch: Any, totals: Any = None, generator: Any = None) -> StepOutput:
+        output = super().step(model, batch[0])
+        self.read += batch[1].tolist()
+        self.loss = float(output.loss.detach())
+        return output
+
+
+class Cut(BaseHook):
+    def on_after_step(self, trainer: Engine) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.step == CUT - 1  # the ranks hear of it in the next step
+
+
+class Dies(BaseHook):
+    """Kills rank n at the start with number n, at a random moment of some steps."""
+
+    def __init__(self) -> None:
+        self.start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        self.chance = random.Random(self.start)
+        self.at = 1 + self.start * 2 + self.chance.randrange(2)
+
+    def on_after_step(self, trainer: Engine) -> None:
+        if trainer.step >= self.at and dist.get_rank() == self.start:
+            self.at = sys.maxsize
+            threading.Timer(0.1 * self.chance.random(), os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def samples(size: str, ranks: int) -> TensorDataset:
+    """Returns tokens and numbers of samples for six steps of so many ranks, the last of which is short."""
+    *_, length, _, vocab = SIZES[size]
+    count = 5 * ROWS * ranks + ranks
+    tokens = torch.randint(0, vocab, (count, length), generator=torch.Generator().manual_seed(1))
+    return TensorDataset(tokens, torch.arange(count))
+
+
+def engine_of(
+    way: str, size: str, device: torch.device, folder: Path | None = None, hooks: Sequence[BaseHook] = (), **saving: Any
+) -> tuple[Engine, Noting]:
+    model, optimizer = build(way, size, device)
+    kept = [] if folder is None else [CheckpointingHook(path=folder, **{"interval": 1000, **saving})]
+    task = Noting()
+    precision = "bf16" if way == "ddp" else None
+    engine = Engine(
+        model, optimizer, task, device=device, precision=precision, grad_clip=1.0, hooks=[*hooks, *kept]
+    )  # fmt: skip
+    return engine, task
+
+
+def hashes(engine: Engine) -> dict[str, str]:
+    """Returns a hash of each tensor of the state, whole, on rank 0."""
+    found = {}
+    for key, value in take_apart(engine.state_dict())[0].items():
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        found[key] = hashlib.blake2b(data).hexdigest()
+    return found
+
+
+# -- one launch ---------------------------------------------------------------------------------------------------
+
+
+def as_many(way: str, size: str, device: torch.device, folder: Path, ranks: int) -> dict[str, Any]:
+    """A run that is not stopped, one that is, and the rest of that one."""
+    loader = loader_of(size, ranks)
+    straight, _ = engine_of(way, size, device)
+    straight.run(loader, epochs=EPOCHS)
+    found: dict[str, Any] = {"straight": hashes(straight)}
+    del straight
+    cut, task = engine_of(way, size, device, folder / way, [Cut()])
+    cut.run(loader, epochs=1)
+    found |= {"saved": hashes(cut), "read": gathered(task.read), "steps": cut.step}
+    del cut
+    if dist.get_rank() == 0:
+        shutil.copytree(folder / way, folder / f"{way}_for_half", symlinks=True)
+    dist.barrier()
+    again, task = engine_of(way, size, device, folder / way)
+    again.run(loader, epochs=1)
+    found["read on"] = gathered(task.read)
+    again.run(loader, epochs=EPOCHS)
+    return found | {"resumed": hashes(again), "loss": task.loss}
+
+
+def half(way: str, size: str, device: torch.device, folder: Path, ranks: int) -> dict[str, Any]:
+    """What is loaded, then the rest of the epoch."""
+    loader = loader_of(size, ranks)
+    engine, task = engine_of(way, size, device, folder / f"{way}_for_half")
+    engine.run(loader, max_steps=CUT)
+    found = {"loaded": hashes(engine), "steps": engine.step}
+    engine.run(loader, epochs=1)
+    return found | {"read on": gathered(task.read), "loss": task.loss}
+
+
+def killed(way: str, size: str, device: torch.device, folder: Path, ranks: int) -> dict[str, Any]:
+    """Trains to the end whatever happens."""
+    saving = {"interval": 1 if size == "tiny" else 4, "background": way == "fsdp", "keep_previous": 1}
+    engine, task = engine_of(way, size, device, folder / f"{way}_killed", [Dies()], **saving)
+    engine.run(loader_of(size, ranks), epochs=EPOCHS)
+    return {"end": hashes(engine), "kills": int(os.environ["TORCHELASTIC_RESTART_COUNT"]), "loss": task.loss}
+
+
+LEGS = {"as many": as_many, "half": half, "killed": killed}
+
+
+def loader_of(size: str, ranks: int) -> DataLoader[Any]:
+    data = samples(size, ranks)
+    return DataLoader(data, batch_sampler=RankBatchSampler(data, ROWS, shuffle=True, seed=3))
+
+
+def gathered(own: list[int]) -> list[int]:
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    return [number for each in told for number in each]
+
+
+def worker(options: argparse.Namespace) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_num_threads(1)
+    with process_group():
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        found = {
+            way: LEGS[options.leg](way, options.size, device, options.folder, options.ranks) for way in options.ways
+        }
+        if dist.get_rank() == 0:
+            options.found.write_text(json.dumps(found), encoding="utf-8")
+        dist.barrier()
+
+
+# -- all launches -------------------------------------------------------------------------------------------------
+
+
+def launch(
+    leg: str, processes: int, ways: Sequence[str], options: argparse.Namespace, folder: Path, restarts: int = 0
+) -> dict[str, dict[str, Any]]:
+    """Returns what rank 0 found, by way."""
+    found = folder / "found.json"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
+        f"--max-restarts={restarts}", __file__, "--leg", leg, "--found", str(found), "--folder", str(folder),
+        "--ranks", str(options.ranks), "--size", options.size, "--ways", *ways,
+    ]  # fmt: skip
+    command += ["--tiny"] if options.tiny else []
+    environment = {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
+    subprocess.run(command, check=True, env=environment | ({"CUDA_VISIBLE_DEVICES": ""} if options.tiny else {}))
+    told: dict[str, dict[str, Any]] = json.loads(found.read_text(encoding="utf-8"))
+    return told
+
+
+def equal(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    same = sum(other.get(key) == value for key, value in one.items())
+    return f"{same} of {len(one.keys() | other.keys())}"
+
+
+def each_once(read: list[int], size: str, ranks: int) -> str:
+    return "each once" if sorted(read) == list(range(len(samples(size, ranks)))) else f"NOT each once: {sorted(read)}"
+
+
+def rows_of(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Runs everything; returns the rows of the result."""
+    size, ranks = options.size, options.ranks
+    whole = launch("as many", ranks, WAYS, options, folder)
+    fewer = launch("half", ranks // 2, WAYS, options, folder)
+    rows = []
+    for way in WAYS:
+        end = launch("killed", ranks, [way], options, folder, restarts=ranks)[way]
+        first, second = whole[way], fewer[way]
+        base = {"model": size, "way": way}
+        rows += [
+            base | {
+                "ranks": f"{ranks} to {ranks}", "what": f"stopped after step {first['steps']}, resumed",
+                "tensors equal": equal(first["straight"], first["resumed"]), "last loss": f"{first['loss']:.3f}",
+                "samples of the epoch": each_once(first["read"] + first["read on"], size, ranks),
+            },
+            base | {
+                "ranks": f"{ranks} to {ranks // 2}", "what": f"loaded at step {second['steps']}, trained on",
+                "tensors equal": equal(first["saved"], second["loaded"]), "last loss": f"{second['loss']:.3f}",
+                "samples of the epoch": each_once(first["read"] + second["read on"], size, ranks),
+            },
+            base | {
+                "ranks": str(ranks), "what": "each rank killed once", "kills": end["kills"],
+                "tensors equal": equal(first["straight"], end["end"]), "last loss": f"{end['loss']:.3f}",
+            },
+        ]  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs; an even number")
+    parser.add_argument("--size", choices=SIZES, default="100m")
+    parser.add_argument("--disk", type=Path, help="folder for the checkpoints")
+    parser.add_argument("--tiny", action="store_true", help="a small decoder on the CPU, and no files")
+    for name in ("--leg", "--found", "--folder"):
+        parser.add_argument(name, type=str if name == "--leg" else Path, help=argparse.SUPPRESS)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.tiny:
+        options.size = "tiny"
+    elif not torch.cuda.is_available():
+        parser.error("needs GPUs; --tiny is a trial on the CPU")
+    if not 2 <= options.ranks <= MOST or options.ranks % 2:
+        parser.error(f"--ranks {options.ranks}: must be even, since half as many go on, and {MOST} at most")
+    if options.leg:
+        worker(options)
+        return
+    with tempfile.TemporaryDirectory(dir=options.disk) as folder:
+        rows = rows_of(options, Path(folder))
+    if options.tiny:
+        print(*rows, sep="\n")
+        return
+    title = f"Runs of {options.ranks} GPUs that were stopped or killed, and go on: tensors compared bit for bit"
+    write_result("ranks_resume", title, COLUMNS, rows, describe() | {"gpus": str(torch.cuda.device_count())})
+
+
+if __name__ == "__main__":
+    main()
