@@ -10,8 +10,10 @@ by hand holds forward, backward, clipping and update, and is the floor that the 
 runs every way, in another order each time. A step is a mean: from the end of a warm-up, in which capturing happens, to
 the end of the last step, the GPU's work included. The table has medians over rounds, and medians of the ratios within
 each round. Peers that are not installed are left out, and one that fails is named on standard error; ``d256`` is
-without them. The steps of five rounds take three minutes on an H200, of ``mlp`` less than one; capturing and the peers'
-own start come on top.
+without them.
+
+The table is written after every round. The steps of five rounds take three minutes on an H200, of ``mlp`` less than
+one; capturing and the peers' own start come on top.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import argparse
 import importlib.metadata
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -222,16 +224,20 @@ def forgiving(name: str, way: Way) -> Way:
 # -- rounds and table ---------------------------------------------------------------------------------------------
 
 
-def measure(case: Case, *, rounds: int, steps: int) -> dict[str, list[Cost]]:
-    """Returns what a step costs by each way in each round; without a way that failed."""
+def measure(case: Case, *, rounds: int, steps: int) -> Iterator[dict[str, list[Cost]]]:
+    """Yields after each round what a step costs by each way in the rounds so far; without a way that failed."""
     ways = dict(OURS)
     if case.with_peers:
         ways |= {name: (forgiving(name, PEERS[name][0]), None) for name in installed(PEERS, PEERS)}
     found: dict[str, list[Cost]] = {}
-    for way, clock in rounds_of(case.work, ways, lambda: Watch(max(steps // 5, 5), steps), steps=steps, rounds=rounds):
+    turns = rounds_of(case.work, ways, lambda: Watch(max(steps // 5, 5), steps), steps=steps, rounds=rounds)
+    for number, (way, clock) in enumerate(turns, start=1):
         if len(clock.times) == 2:
             found.setdefault(way, []).append(clock.per_step())
-    return {way: found[way] for way in ways if len(found.get(way, ())) == rounds}
+            print(f"{case.title}, {way}: {found[way][-1].wall:,.0f} µs a step", flush=True)
+        done, left = divmod(number, len(ways))
+        if not left:
+            yield {way: found[way] for way in ways if len(found.get(way, ())) == done}
 
 
 def rows_of(found: dict[str, list[Cost]]) -> list[dict[str, str]]:
@@ -263,16 +269,19 @@ def main() -> None:
     if options.tiny:
         case = cases(torch.device("cpu"))["mlp"]
         case.with_peers = False
-        print(*rows_of(measure(case, rounds=1, steps=20)), sep="\n")
+        (found,) = measure(case, rounds=1, steps=20)
+        print(*rows_of(found), sep="\n")
         return
     if not torch.cuda.is_available():
         parser.error("there is no GPU here; overhead.py is the benchmark of the CPU, and --tiny a trial")
     for name in options.workloads:
         case = cases(torch.device("cuda"))[name]
-        rows = rows_of(measure(case, rounds=options.rounds, steps=case.steps))
         title = f"Microseconds of an optimizer step on a GPU, gradients clipped: {case.title}"
-        machine = describe() | {"rounds": str(options.rounds)} | (versions() if case.with_peers else {})
-        write_result(f"overhead_gpu_{name}", title, COLUMNS, rows, machine)
+        peers = versions() if case.with_peers else {}
+        for number, found in enumerate(measure(case, rounds=options.rounds, steps=case.steps), start=1):
+            machine = describe() | {"rounds": str(number)} | peers
+            partial = number < options.rounds
+            write_result(f"overhead_gpu_{name}", title, COLUMNS, rows_of(found), machine, partial=partial)
 
 
 if __name__ == "__main__":
