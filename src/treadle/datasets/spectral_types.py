@@ -10,7 +10,7 @@ import numpy.typing as npt
 CLASS_START = {"M": 0.0, "L": 10.0, "T": 20.0}
 """Where each class begins on the numeric scale."""
 
-_TYPE = re.compile(r"([MLT])\s*(\d(?:\.\d+)?)")
+_TYPE = re.compile(r"([MLT])\s*(\d(?:\.\d+)?)(?!\d)")
 
 
 def spectral_type_number(spt: npt.ArrayLike) -> npt.NDArray[np.float32]:

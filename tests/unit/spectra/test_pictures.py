@@ -156,11 +156,11 @@ def test_the_projection_is_pca_with_fixed_signs():
 
 
 def test_spectral_types_become_numbers_and_letters():
-    texts = ["M0.0", "M7.0:", "L5", "T8.5", "", "M alph", " L2.0 ", "G2"]
+    texts = ["M0.0", "M7.0:", "L5", "T8.5", "", "M alph", " L2.0 ", "G2", "M10"]
     numbers = spectral_type_number(texts)
     assert numbers.dtype == np.float32
-    assert np.array_equal(numbers, [0, 7, 15, 28.5, np.nan, np.nan, 12, np.nan], equal_nan=True)
-    assert spectral_class_letter(texts).tolist() == ["M", "M", "L", "T", "", "M", "L", ""]
+    assert np.array_equal(numbers, [0, 7, 15, 28.5, np.nan, np.nan, 12, np.nan, np.nan], equal_nan=True)
+    assert spectral_class_letter(texts).tolist() == ["M", "M", "L", "T", "", "M", "L", "", "M"]
 
 
 @pytest.mark.parametrize(
