@@ -162,6 +162,7 @@ class Engine(Events):
         self.cursor = Cursor(ranks="together")
         self.signals = SignalListener()
         self.averages: dict[str, Ema] = {}
+        self.asked_hooks: list[BaseHook] = []  # what they declare is in force
         self.state_parts: list[StatePart] = []
         self.exit_plans: list[ExitPlan] = []
         self.num_ranks = 1
@@ -353,6 +354,7 @@ class Engine(Events):
         if self._prepared:
             return
         announce_running(self)
+        self.asked_hooks = list(self.hooks)
         self.averages = averages_of_hooks(self)
         self.notices: list[Callable[[], float]] = [
             notice for hook in self.hooks if (notice := hook.notice(self)) is not None

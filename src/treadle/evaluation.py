@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler
 
 from treadle import distributed
 from treadle.data.cursor import Cursor
-from treadle.data.sources import generators_of, samplers_of
+from treadle.data.samplers import generators_of, samplers_of
 from treadle.errors import ConfigError
 from treadle.means import RunningMeans
 from treadle.nested import as_number, flatten_nested_dict, unflatten

@@ -105,9 +105,25 @@ def training_session(engine: Engine) -> Iterator[None]:
             close_hooks(engine, opened, failure)
 
 
+def check_added_hooks(engine: Engine) -> None:
+    """Raises for a hook that came too late for what it declares.
+
+    Raises:
+        ConfigError: it keeps averages, or decides about gradients that are not finite.
+    """
+    late = [hook for hook in engine.hooks if all(hook is not asked for asked in engine.asked_hooks)]
+    for hook in late:
+        if type(hook).averages is not BaseHook.averages or type(hook).refusal_plan is not BaseHook.refusal_plan:
+            raise ConfigError(
+                f"hooks: {hook.state_key} was added after a run, a state or an evaluation had asked the hooks what "
+                "they declare, so it would do nothing; pass it with the others, before all of these"
+            )
+
+
 def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
     """Checks a run and takes what hooks hold for it, before any event; returns the signals that hooks wait for."""
     with failing_by_name(engine):
+        check_added_hooks(engine)
         for hook in engine.hooks:
             held.enter_context(hook.claim(engine))
         check_before_training(engine)

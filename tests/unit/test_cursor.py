@@ -575,7 +575,7 @@ def test_a_generator_of_the_data_sets_own_is_named_when_the_loader_is_attached(m
     for loader in (DataLoader(items), DataLoader(items, num_workers=1), DataLoader(Lines(OwnGenerator(make())))):
         caplog.clear()
         Cursor().attach(loader)
-        assert "OwnGenerator.chance is a random generator of the data set's own" in caplog.text
+        assert "OwnGenerator.chance is a random generator that no checkpoint holds" in caplog.text
 
 
 class Lines(IterableDataset):
@@ -589,6 +589,67 @@ class Lines(IterableDataset):
 def test_a_generator_that_the_loader_draws_from_too_is_no_secret(caplog):
     generator = torch.Generator()
     Cursor().attach(DataLoader(OwnGenerator(generator), shuffle=True, generator=generator))
+    Cursor().attach(DataLoader(Items(), shuffle=True, generator=generator, num_workers=1))
     assert "generator" not in caplog.text
     Cursor().attach(DataLoader(OwnGenerator(generator), shuffle=True, generator=generator, num_workers=1))
     assert "OwnGenerator.chance" in caplog.text
+
+
+class Wrapping(Sampler):
+    """Hands out what another sampler gives, as wrappers of samplers do."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        return iter(self.sampler)
+
+    def __len__(self):
+        return len(self.sampler)
+
+
+class OwnOrder(Wrapping):
+    """Shuffles with a generator of its own."""
+
+    def __init__(self, sampler):
+        super().__init__(sampler)
+        self.chance = random.Random(0)
+
+    def __iter__(self):
+        return iter(self.chance.sample(list(self.sampler), len(self.sampler)))
+
+
+def test_a_sampler_inside_others_goes_on_in_its_order():
+    def make():
+        inner = RandomSampler(range(6), generator=torch.Generator().manual_seed(1))
+        return DataLoader(torch.arange(6), batch_size=2, sampler=Wrapping(Wrapping(inner)))
+
+    def taken(cursor, loader, count):
+        batches = []
+        while len(batches) < count:
+            cursor.open(loader)
+            batches += [batch.tolist() for batch in cursor.take(1).batches]
+            if cursor.ended:
+                cursor.next_epoch()
+        return batches
+
+    straight = taken(Cursor(), make(), 9)
+    for cut in range(1, 9):
+        first, second, loader = Cursor(), Cursor(), make()
+        before = taken(first, loader, cut)
+        second.load_state_dict(through_a_file(to_plain(first.state_dict())))
+        assert before + taken(second, make(), 9 - cut) == straight, cut
+
+
+def test_a_distributed_sampler_inside_another_is_told_the_epoch():
+    sampler = DistributedSampler(range(6), num_replicas=1, rank=0)
+    cursor, loader = Cursor(), DataLoader(torch.arange(6), batch_size=3, sampler=Wrapping(sampler))
+    cursor.open(loader)
+    cursor.next_epoch()
+    cursor.open(loader)
+    assert sampler.epoch == 1
+
+
+def test_a_generator_of_a_samplers_own_is_named(caplog):
+    Cursor().attach(DataLoader(Items(), sampler=Wrapping(OwnOrder(range(20)))))
+    assert "OwnOrder.chance is a random generator that no checkpoint holds" in caplog.text

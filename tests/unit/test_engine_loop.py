@@ -13,7 +13,7 @@ from helpers import Scalar, Slopes, scalar_engine
 from treadle import BestRule, CheckpointingHook, EpochTrainer, StepOutput
 from treadle.engine import Engine
 from treadle.errors import ConfigError, DataExhaustedError
-from treadle.hooks import EVENTS, BaseHook, EmaHook, LoggingHook, SignalHook
+from treadle.hooks import EVENTS, BaseHook, EmaHook, LoggingHook, NonFiniteHook, SignalHook
 from treadle.hooks import base as hooks_base
 
 
@@ -222,6 +222,17 @@ def test_a_target_that_is_no_whole_number_is_refused_by_name(target):
     ((name, value),) = target.items()
     with pytest.raises(ConfigError, match=re.escape(f"{name}={value!r} must be a whole number >= 0")):
         scalar_engine().run([1.0], **target)
+
+
+@pytest.mark.parametrize("make", [lambda: EmaHook(0.5), lambda: NonFiniteHook("skip")])
+def test_a_hook_that_comes_too_late_for_what_it_declares_is_refused(make):
+    engine = scalar_engine()
+    engine.run([1.0], max_steps=1)
+    engine.hooks += [BaseHook(), make()]
+    with pytest.raises(ConfigError, match=r"(EmaHook|NonFiniteHook) was added after a run"):
+        engine.run([1.0], max_steps=2)
+    del engine.hooks[-1]
+    engine.run([1.0], max_steps=2)
 
 
 class SendAt(BaseHook):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from treadle.data.indexed import IndexedReader, Workers, draw_as_workers_do_when_they_start, is_known
 from treadle.data.rows import RowLoader
+from treadle.data.samplers import generators_of as generators_of
+from treadle.data.samplers import hidden_generators
+from treadle.data.samplers import samplers_of as samplers_of
 from treadle.data.transfer import TransferLoader, TransferredSource
 from treadle.errors import ConfigError
 
@@ -59,34 +59,6 @@ class Source(Protocol):
         ...
 
 
-_KINDS_OF_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
-
-def _generators_inside(loader: Any) -> list[str]:
-    """Returns warnings of random generators that a data set keeps for itself, also inside a subset or a concatenation.
-
-    A torch generator that the loader draws from too is part of every state, if there are no workers.
-    """
-    known = [] if getattr(loader, "num_workers", 0) else generators_of(loader)
-    found, waiting, seen = [], [getattr(loader, "dataset", None)], set()
-    while waiting:
-        data_set: Any = waiting.pop()
-        if id(data_set) in seen or not hasattr(data_set, "__dict__"):
-            continue
-        seen.add(id(data_set))
-        inside = vars(data_set)
-        several = inside.get("datasets")
-        waiting += [inside.get("dataset"), *(several if isinstance(several, (list, tuple)) else ())]
-        for name, value in inside.items():
-            if isinstance(value, _KINDS_OF_GENERATORS) and all(value is not generator for generator in known):
-                found.append(f"{type(data_set).__name__}.{name}")
-    return [
-        f"{name} is a random generator of the data set's own: no checkpoint holds its state. If items are drawn with "
-        "it, a resume is not exact; draw from the global generators of torch, NumPy or Python instead"
-        for name in found
-    ]
-
-
 class _Indexed:
     kind = "indexed"
 
@@ -115,7 +87,7 @@ class _Indexed:
         self.reader.close()
 
     def warnings(self, *, resuming: bool) -> list[str]:
-        sentences = _generators_inside(self.loader)
+        sentences = hidden_generators(self.loader)
         if not self.reader.loader.in_order:
             sentences.append("in_order=False: batches come as workers finish them, so no run can be repeated exactly")
         if self.reader.draws_while_running:
@@ -209,7 +181,7 @@ class _Replayed:
                 f"the data comes from a one-shot {name}: it cannot be opened a second time, so there is one epoch and "
                 "no exact resume; pass an iterable that makes a fresh iterator each time"
             ]
-        sentences = _generators_inside(self.loader)
+        sentences = hidden_generators(self.loader)
         if resuming:
             sentences.append(
                 f"a {name} cannot be entered in the middle: its epoch is replayed from the start and the consumed "
@@ -285,24 +257,3 @@ def open_source(loader: Any) -> Source:
             f"loader: a {type(loader).__name__} is not iterable; pass a DataLoader or another iterable of batches"
         )
     return _Replayed(loader)
-
-
-def samplers_of(loader: Any) -> list[Any]:
-    """Returns the samplers of a loader, outermost first."""
-    found: list[Any] = []
-    for owner in (loader, getattr(loader, "batch_sampler", None)):
-        for name in ("batch_sampler", "sampler"):
-            sampler = getattr(owner, name, None)
-            if sampler is not None and all(sampler is not other for other in found):
-                found.append(sampler)
-    return found
-
-
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """Returns the torch generators that belong to a loader and its samplers, each once."""
-    found: list[torch.Generator] = []
-    for owner in (loader, *samplers_of(loader)):
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
-            found.append(generator)
-    return found
