@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
-from treadle.cli.pack_options import Device
+from treadle.cli.pack_options import AsJson, BatchSize, Device
 from treadle.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -47,18 +47,13 @@ Split = Annotated[
         "lora_val in the folder lora]",
     ),
 ]  # fmt: skip
-BatchSize = Annotated[
-    Optional[int],  # noqa: UP045  (typer on Python 3.10 reads this form)
-    typer.Option(help="By default that of the training, or of the pack's evaluations.", show_default=False),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
 
 
 def evaluate(
     run: Run,
     split: Split = None,
     batch_size: BatchSize = None,
-    num_workers: Annotated[int, typer.Option(help="Processes that load batches; of graphs and astro.")] = 0,
+    num_workers: Annotated[int, typer.Option(min=0, help="Processes that load batches; of graphs and astro.")] = 0,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:

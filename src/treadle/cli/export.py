@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
+from treadle.cli.pack_options import AsJson
 from treadle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def export(
         typer.Option(help="For hf: a folder with config.json.  [default: the run's 'pretrained']", show_default=False),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Write what was done as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the weights of a run or of any checkpoint for other programs.
 

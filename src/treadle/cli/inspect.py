@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from treadle.cli.console import errors_as_one_line, message_console, result_console
+from treadle.cli.pack_options import AsJson
 from treadle.errors import ConfigError
 
 _MOST_ROWS = 40
@@ -20,7 +21,7 @@ def inspect(
     target: Annotated[
         Path, typer.Argument(metavar="FILE", help="A checkpoint, file or folder of shards, or a folder of checkpoints.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    as_json: AsJson = False,
     everything: Annotated[bool, typer.Option("--all", help="Every tensor and value, not the first ones only.")] = False,
 ) -> None:
     """Show what is in a checkpoint without executing anything in it.

@@ -24,6 +24,16 @@ Trackers = Annotated[
 ]  # fmt: skip
 Show = Annotated[bool, typer.Option("--show-settings", help="Show every setting and its value, and leave.")]
 
+AsJson = Annotated[bool, typer.Option("--json", help="Write the result as one JSON value.")]
+BatchSize = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(
+        min=1,
+        show_default=False,
+        help="Samples in a batch; by default as in the training, or in the pack's evaluations.",
+    ),
+]
+
 Target = Annotated[
     str,
     typer.Argument(

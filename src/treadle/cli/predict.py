@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
-from treadle.cli.evaluate import AsJson, BatchSize, Run, checkpoint_of, chosen_split, run_folder_of
-from treadle.cli.pack_options import Device
+from treadle.cli.evaluate import Run, checkpoint_of, chosen_split, run_folder_of
+from treadle.cli.pack_options import AsJson, BatchSize, Device
 from treadle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ Split = Annotated[
 Out = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option(
-        help="A file .npz or .csv.  [default: predictions_SPLIT.npz in the run folder; of text continuations.csv]"
+        help="A file .npz or .csv.  [default: predictions_SPLIT.npz in the run folder; of text continuations.csv]",
+        show_default=False,
     ),
 ]
 Prompt = Annotated[
@@ -57,7 +58,7 @@ NumTokens = Annotated[
 ]
 Seed = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option(help="Of text: of the generator that draws.", show_default=False),
+    typer.Option(help="Of text: seeds the draws.", show_default=False),
 ]
 Greedy = Annotated[bool, typer.Option("--greedy", help="Of text: take the likeliest token each time.")]
 

@@ -8,15 +8,18 @@ from typing import Annotated, Optional
 import typer
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
+from treadle.cli.pack_options import AsJson
 
 
 def replay(
-    run: Annotated[Path, typer.Argument(help="The run folder; it is only read.")],
-    step: Annotated[int, typer.Option(min=1, help="The step to run again, 1-based.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder; it is only read.")],
+    step: Annotated[int, typer.Option(min=1, help="The step to run again, counted from 1.")],
     arguments: Annotated[
         Optional[list[str]],  # noqa: UP045  (typer on Python 3.10 reads this form)
         typer.Argument(
-            metavar="[-- ARGS]", show_default=False, help="Arguments of the script, or settings of the configuration."
+            metavar="-- ARGUMENTS",
+            show_default=False,
+            help="Arguments of the script, or settings of the configuration.",
         ),
     ] = None,
     script: Annotated[
@@ -33,8 +36,10 @@ def replay(
         Optional[str],  # noqa: UP045
         typer.Option(help="cpu, cuda, cuda:1, mps; of the run of a pack only.", show_default=False),
     ] = None,
-    pdb: Annotated[bool, typer.Option("--pdb", help="Stop inside the step, before the optimizer's.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Write the result as JSON.")] = False,
+    pdb: Annotated[
+        bool, typer.Option("--pdb", help="Stop in the debugger inside the step, before the optimizer's.")
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run one step of a finished or broken run again and compare it with what the run's record says, to the bit.
 

@@ -20,17 +20,18 @@ _AFTERWARDS = 180.0  # seconds from the end of a training to that of its process
 
 
 def report(
-    targets: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; also a folder of runs.")],
+    targets: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders; also a folder of runs.")],
     out: Annotated[
         Optional[Path],  # noqa: UP045  (typer on Python 3.10 reads this form)
         typer.Option(
-            help="The HTML file.", show_default="report.html, in the run folder if there is one RUN, else here"
+            help="The HTML file.  [default: report.html, in the run folder if there is one RUN, else here]",
+            show_default=False,
         ),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Write it anew while a run trains; an open page reloads.")
     ] = False,
-    interval: Annotated[float, typer.Option(metavar="SECONDS", help="With --watch: how often.")] = 10.0,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="With --watch: time between two writings.")] = 10.0,
 ) -> None:
     """Write a page about a run, or about several beside each other, into one HTML file that loads nothing.
 
@@ -51,6 +52,8 @@ def report(
 
         if not interval >= 1:
             raise ConfigError(f"--interval {interval:g}: must be at least 1 second")
+        if out is not None and out.is_dir():
+            raise ConfigError(f"--out {out}: is a folder; give a file, such as {out / 'report.html'}")
         path = out or (targets[0] if len(targets) == 1 else Path()) / "report.html"
         runs = _read(targets)
         if watch and _any_trains(runs):

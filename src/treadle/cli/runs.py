@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.cli.console import errors_as_one_line, message_console, result_console
+from treadle.cli.pack_options import AsJson
 
 if TYPE_CHECKING:
     from treadle.cli.runpage.summary import RunSummary
@@ -28,7 +29,7 @@ def runs(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to look, with all folders below.")] = Path(
         "runs"
     ),
-    as_json: Annotated[bool, typer.Option("--json", help="The rows as JSON, with what the table leaves out.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the runs below a folder: status, step, best metric, time and device, the last one written to first.
 

@@ -31,6 +31,47 @@ def test_the_page_of_the_command_line_names_every_command_and_the_same_exit_code
     assert {code.replace(" ", ""): text.replace("`", "") for code, text in listed.items()} == promised
 
 
+def parameters():
+    """Every option and argument of every command, with the name of its command."""
+
+    def below(command, name):
+        yield from ((name, parameter) for parameter in command.params)
+        for part, inner in getattr(command, "commands", {}).items():
+            yield from below(inner, f"{name} {part}")
+
+    return list(below(typer.main.get_command(app), "treadle"))
+
+
+def test_every_option_has_a_text_and_those_of_one_name_the_same_one():
+    texts: dict[str, set[str]] = {}
+    for name, parameter in parameters():
+        assert parameter.help, f"{name}: {parameter.opts}"
+        if parameter.opts[0] in ("--json", "--force", "--batch-size", "--trackers", "--show-settings"):
+            texts.setdefault(parameter.opts[0], set()).add(parameter.help)
+        if parameter.param_type_name == "argument":
+            assert parameter.metavar, f"{name}: {parameter.name}"
+            assert parameter.metavar == parameter.metavar.upper()
+    assert set(map(len, texts.values())) == {1}
+
+
+def test_numbers_out_of_range_and_folders_in_place_of_files_are_refused(tmp_path, capsys):
+    for command in ("evaluate run --batch-size 0", "predict run --batch-size 0", "evaluate run --num-workers -1"):
+        assert treadle(*command.split()) == 2
+        assert "greater than or equal to" in capsys.readouterr().err
+    assert treadle("report", tmp_path, "--out", tmp_path) == 2
+    assert f"--out {tmp_path}: is a folder; give a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["", "train"])
+def test_the_list_of_commands_is_whole_on_a_narrow_terminal(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert treadle(*command.split(), "--help") == 0
+    listed = capsys.readouterr().out.partition("\nCommands:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(listed) > 4
+    assert [line for line in listed if not line.endswith(".")] == []
+    assert [line for line in listed if line.endswith("...")] == []
+
+
 def test_the_help_of_the_program_has_the_exit_codes_and_completion(capsys):
     assert treadle("--help") == 0
     text = capsys.readouterr().out

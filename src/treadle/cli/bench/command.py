@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from treadle.cli.console import errors_as_one_line, message_console, result_console
-from treadle.cli.pack_options import Target, TargetArguments
+from treadle.cli.pack_options import AsJson, Target, TargetArguments
 
 
 def bench(
@@ -18,7 +18,7 @@ def bench(
     compiles: Annotated[
         bool, typer.Option("--compile", help="Also try compiled blocks, which can take minutes.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say where the time of a step goes, what the floor would be, and what to switch on.
 

@@ -13,7 +13,7 @@ import typer
 
 from treadle.cli.config_target import PackRun, checked_target
 from treadle.cli.console import errors_as_one_line, message_console, result_console
-from treadle.cli.pack_options import Target, TargetArguments
+from treadle.cli.pack_options import AsJson, Target, TargetArguments
 from treadle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ def verify(
     arguments: TargetArguments = None,
     steps: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="Steps of each run; by default 24, and 120 for a pack.", show_default=False),
+        typer.Option(help="Steps of each run.  [default: 24, of a pack 120]", show_default=False),
     ] = None,
     kills: Annotated[int, typer.Option(help="How often the run is killed.")] = 3,
     seed: Annotated[int, typer.Option(help="Decides at which steps and how it is killed.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check that a stop changes nothing: train straight and again with kills, and compare every step to the bit.
 
