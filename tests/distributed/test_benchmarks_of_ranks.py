@@ -1,4 +1,4 @@
-"""The model of steps on several ranks: bytes of the real layout, lines through times, and sums worked out by hand."""
+"""The benchmarks of ranks: bytes are those of real steps, lines go through times, and sums are worked out by hand."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import run_on_ranks
+from treadle.hooks import BaseHook
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -30,6 +35,70 @@ def messages(benchmark):
 @pytest.fixture
 def model(benchmark):
     return benchmark("scaling_model")
+
+
+# -- what a step sends --------------------------------------------------------------------------------------------
+
+
+class Recording(BaseHook):
+    """Notes the bytes of each collective of the second step: of what is gathered or reduced as a whole."""
+
+    def on_before_step(self, trainer):
+        if trainer.step != 1:
+            return
+        self.sent, self.originals = [], {}
+        for name, call in list(vars(dist).items()):
+            for kind, place in (("all_gather", 0), ("reduce_scatter", 1), ("all_reduce", 0)):
+                if name.startswith(kind) and callable(call) and "object" not in name and "coalesced" not in name:
+                    self.originals[name] = call
+                    setattr(dist, name, self.noting(kind, place, call))
+
+    def noting(self, kind, place, call):
+        def noted(*args, **kwargs):
+            given = [*args, *kwargs.values()]
+            tensors = [each for each in given if isinstance(each, torch.Tensor)]
+            listed = isinstance(given[0], list)  # gloo's gather of numbers between hosts
+            tensor = tensors[0 if listed else place]
+            self.sent.append(("between hosts" if listed else kind, tensor.numel() * tensor.element_size()))
+            return call(*args, **kwargs)
+
+        return noted
+
+    def on_after_step(self, trainer):
+        for name, call in getattr(self, "originals", {}).items():
+            setattr(dist, name, call)
+
+
+def sent_in_a_step(folder):
+    sys.path.insert(0, folder)
+    from decoder import NextToken
+    from scaling import build
+
+    from treadle import Engine
+
+    found = {}
+    for way in ("ddp", "fsdp"):
+        model, optimizer = build(way, "tiny", torch.device("cpu"))
+        recording = Recording()
+        engine = Engine(model, optimizer, NextToken(), device="cpu", grad_clip=1.0, hooks=[recording])
+        engine.run([torch.zeros(2, 16, dtype=torch.long)] * 3, max_steps=3)
+        found[way] = sorted(recording.sent)
+    return found
+
+
+def test_the_messages_of_the_model_are_those_of_a_step(messages):
+    kinds = {
+        messages.ALL_GATHER: "all_gather", messages.REDUCE_SCATTER: "reduce_scatter", messages.ALL_REDUCE: "all_reduce",
+        messages.HOST_GATHER: "between hosts", messages.HOST_MAXIMUM: "all_reduce",
+    }  # fmt: skip
+    found = run_on_ranks(sent_in_a_step, 2, str(FOLDER))[0]
+    for way in ("ddp", "fsdp"):
+        some = messages.messages_of(way, "tiny")
+        if way == "fsdp":
+            assert some.pop() == messages.Message(
+                messages.ALL_REDUCE, 4
+            )  # the norm, which DTensor adds up in its own way
+        assert found[way] == sorted((kinds[each.operation], each.num_bytes) for each in some), way
 
 
 def total(messages, some, operation):
@@ -127,3 +196,60 @@ def test_the_table_tells_fits_checks_and_predictions_apart(model, messages, monk
     assert {line["what it is"] for line in lines if line["ranks"] > 2} == {"predicted"}
     assert "strong -1% to -1% in 1 rows" in model.errors_of([{**told["strong", "ddp", 2], "ms most": "79.2"}])
     assert "weak" not in model.errors_of(lines)
+
+
+# -- the other benchmarks -----------------------------------------------------------------------------------------
+
+
+def test_collectives_are_measured_in_the_sizes_of_the_steps_which_ranks_can_share(benchmark, messages):
+    collectives = benchmark("collectives")
+    sizes = collectives.sizes_of(messages.ALL_GATHER, ["tiny"], 3)
+    assert all(size % 12 == 0 for size in sizes)
+    gathered = {
+        each.num_bytes for each in messages.messages_of("fsdp", "tiny") if each.operation == messages.ALL_GATHER
+    }
+    assert all(any(each <= size < each + 12 for size in sizes) for each in gathered)
+    assert collectives.sizes_of(messages.HOST_GATHER, ["tiny"], 3) == [88]
+
+
+def test_the_table_of_collectives_ends_each_operation_with_its_line(benchmark, messages):
+    collectives = benchmark("collectives")
+    measured = [{"operation": messages.ALL_REDUCE, "bytes": size, "ms": 1 + size / 1e6} for size in (10**6, 2 * 10**6)]
+    first, second, line = collectives.table(measured, 4)
+    assert (first["ms"], first["bus GB/s"], second["bus GB/s"]) == ("2.0000", "0.75", "1.00")
+    assert (line["bytes"], line["bus GB/s"], line["fixed µs"]) == ("fit", "1.50", "1000.0")
+
+
+def test_one_rank_is_measured_with_the_rows_that_each_of_more_has(benchmark):
+    shares = benchmark("scaling").shares
+    assert shares(16, 1, [2, 8]) == {"weak": 16, "share of 2": 8, "share of 8": 2}
+    assert shares(4, 8, []) == {"weak": 4, "strong": 1}
+
+
+def test_a_tensor_that_differs_or_lacks_is_counted_and_a_sample_that_was_lost_is_told(benchmark):
+    resume = benchmark("ranks_resume")
+    assert resume.equal({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}) == "1 of 3"
+    read = list(range(5 * 2 * 2 + 2))
+    assert resume.each_once(read, "tiny", 2) == "each once"
+    assert resume.each_once([*read[1:], 1], "tiny", 2).startswith("NOT")
+
+
+def run_the_trial(benchmark, monkeypatch, name, *arguments):
+    monkeypatch.setattr(benchmark("machine"), "RESULTS", None)  # a trial writes nothing
+    monkeypatch.setattr(sys, "argv", [name, "--tiny", *arguments])
+    benchmark(name).main()
+
+
+@pytest.mark.slow
+def test_collectives_have_a_trial(benchmark, monkeypatch, capsys):
+    run_the_trial(benchmark, monkeypatch, "collectives", "--ranks", "2")
+    assert capsys.readouterr().out.count("fit") == 3
+
+
+@pytest.mark.slow
+def test_runs_of_the_trial_go_on_to_the_bit(benchmark, monkeypatch, capsys):
+    run_the_trial(benchmark, monkeypatch, "ranks_resume", "--ranks", "2")
+    out = capsys.readouterr().out
+    assert out.count("'tensors equal': '116 of 116'") == 6
+    assert out.count("each once") == 4
+    assert out.count("'kills': 2") == 2
