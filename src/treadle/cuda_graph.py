@@ -46,30 +46,50 @@ class CudaGraph:
         Raises:
             RuntimeError: something in the function cannot be recorded.
         """
-        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream())
+        usual = torch.cuda.current_stream()
+        beside = _recording_stream(torch.cuda.current_device())
+        beside.wait_stream(usual)
         with torch.cuda.stream(beside):
             for _ in range(_WARM_UPS):
                 prepare()
                 function()
-        torch.cuda.current_stream().wait_stream(beside)
+        usual.wait_stream(beside)
         prepare()
+        reason: list[BaseException] = []
         try:
             # Threads of data loaders and of background saves may talk to the device meanwhile.
-            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+            recording = torch.cuda.graph(self._graph, pool=self._pool, stream=beside, capture_error_mode="thread_local")
+            with recording, _noting(reason):
                 return function()
-        except BaseException:
-            _end_broken_recording()
-            raise
+        except BaseException as error:  # noqa: BLE001  # it is raised again, or what led to it
+            torch.cuda.set_stream(usual)  # torch leaves the other one on when a recording fails
+            _end_broken_recording(beside)
+            raise (reason or [error])[0] from None  # that of the recording says only that something failed
 
     def replay(self) -> None:
         """Launches what was recorded."""
         self._graph.replay()
 
 
-def _end_broken_recording() -> None:
+@functools.cache
+def _recording_stream(device: int) -> torch.cuda.Stream:
+    """Returns the stream of a device on which its graphs are recorded; torch's own is of the device that came first."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _noting(reason: list[BaseException]) -> Iterator[None]:
+    """Keeps the error of the block, which the end of a broken recording replaces by one of its own."""
+    try:
+        yield
+    except BaseException as error:
+        reason.append(error)
+        raise
+
+
+def _end_broken_recording(stream: torch.cuda.Stream) -> None:
     """Records nothing, and ends well: the random generator still thinks that it is being recorded."""
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
         torch.zeros(1, device="cuda")
 
 

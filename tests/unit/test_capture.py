@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import pytest
 import torch
 from torch import nn
 
+import treadle.cuda_graph
 from capture_kit import Rerun, capture_on_the_cpu, refuse_on_the_device
 from helpers import differences
 from treadle import BaseTrainer, ConfigError, Engine, NonFiniteError, StepOutput, TensorLoader
-from treadle.cuda_graph import FixedBatch, Results, shape_of
+from treadle.cuda_graph import CudaGraph, FixedBatch, Results, shape_of
 from treadle.ema import Ema
 from treadle.hooks import BaseHook, EmaHook
 
@@ -258,3 +260,47 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_the_weights_before_it(o
     assert ends[0][:2] == ends[1][:2] == (10, 9)
     assert differences(ends[0][2].state_dict(), ends[1][2].state_dict()) == []
     assert differences(ends[0][3], ends[1][3]) == []
+
+
+def test_a_recording_that_fails_gives_the_stream_back_and_its_own_reason(monkeypatch):
+    class Stream:
+        def wait_stream(self, other):
+            pass
+
+    class Graph:
+        """As torch.cuda.graph: the end of a broken recording is an error before the stream is the one of before."""
+
+        def __init__(self, graph, *, stream, **options):
+            self.stream = stream
+
+        def __enter__(self):
+            now[0] = self.stream
+
+        def __exit__(self, *error):
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    usual, now, ended = Stream(), [], []
+    now.append(usual)
+    fakes = {
+        "CUDAGraph": object, "Stream": lambda device: Stream(), "graph": Graph, "current_device": lambda: 7,
+        "stream": contextlib.nullcontext, "current_stream": lambda: now[0],
+        "set_stream": lambda stream: now.__setitem__(0, stream),
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(treadle.cuda_graph, "_end_broken_recording", lambda stream: ended.append(now[0]))
+    monkeypatch.setattr(treadle.cuda_graph, "_keep_from_forked_processes", lambda: None)
+    calls = []
+
+    def function():
+        calls.append(now[0])
+        if len(calls) > 3:  # after the warm-up
+            raise RuntimeError("it reads the device")
+
+    with pytest.raises(RuntimeError, match="it reads the device"):
+        CudaGraph().record(function, prepare=lambda: None)
+    treadle.cuda_graph._recording_stream.cache_clear()
+    assert len(calls) == 4
+    assert calls[3] is not usual
+    assert now == [usual]
+    assert ended == [usual]

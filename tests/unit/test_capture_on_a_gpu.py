@@ -265,8 +265,11 @@ def test_what_cannot_be_captured_is_refused_or_told_and_run_eagerly(spoil, reaso
     with pytest.raises(ConfigError, match=reason):
         run(True, 20, task=task)
     plain = run(False, 40, task=task)
+    stream = torch.cuda.current_stream()
     with caplog.at_level(logging.WARNING):
         fallen = run("auto", 40, task=task)
+    assert torch.cuda.current_stream() == stream
+    assert "previous error" not in caplog.text
     assert same(plain, fallen)
     assert [reason in record.getMessage() for record in caplog.records].count(True) == 1
 
