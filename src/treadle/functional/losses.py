@@ -74,6 +74,24 @@ def loss_weight(
     return 1.0 if samples is None else float(samples)
 
 
+def num_counted(loss_fn: Callable[..., Any] | None, outputs: Any, targets: Any) -> float | Tensor | None:
+    """Returns how many targets a loss with class weights counts: what numbers such as an accuracy are a mean over.
+
+    None where the weight of the loss is that already.
+
+    Example:
+        >>> num_counted(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 9.0])), None, torch.tensor([0, 1, -100]))
+        2.0
+        >>> num_counted(nn.CrossEntropyLoss(), None, torch.tensor([0, 1])) is None
+        True
+    """
+    if model_loss(outputs) is not None or not isinstance(loss_fn, _PER_LABEL) or loss_fn.weight is None:
+        return None
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        return None
+    return as_count((targets != loss_fn.ignore_index).sum())
+
+
 def _is_causal(model: nn.Module) -> bool:
     inner = unwrap(model)
     base = getattr(inner, "get_base_model", None)  # of an adapter around a language model

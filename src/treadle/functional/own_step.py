@@ -25,14 +25,18 @@ class OwnStepEngine(Engine):
 
     Args:
         own_step: the trainer's overridden method.
+        weighted: gives numbers of the last batch with what they are a mean over.
         kwargs: those of the engine.
 
     Example:
-        >>> # engine = OwnStepEngine(model, optimizer, task, own_step=trainer.train_step)
+        >>> # engine = OwnStepEngine(model, optimizer, task, own_step=trainer.train_step, weighted=dict)
     """
 
-    def __init__(self, *args: Any, own_step: OwnStep, **kwargs: Any):
+    def __init__(
+        self, *args: Any, own_step: OwnStep, weighted: Callable[[Mapping[str, Any]], dict[str, Any]], **kwargs: Any
+    ):
         super().__init__(*args, **kwargs)
+        self._weighted = weighted
         self._own_step: OwnStep | None = own_step
         self._waiting: Group | None = None  # the group whose step the override is to run
         self._outcomes: list[Outcome] = []
@@ -105,7 +109,7 @@ class OwnStepEngine(Engine):
         added = {name: value for name, value in result.items() if name not in _STEP_KEYS}
         if added and self.step_outputs:
             last = self.step_outputs[-1]
-            self.step_outputs[-1] = replace(last, records={**last.records, **added})
+            self.step_outputs[-1] = replace(last, records={**last.records, **self._weighted(added)})
             self.step_info["records"][-1] = self.step_outputs[-1].records
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from treadle.functional.batches import num_samples, split_batch
-from treadle.functional.losses import model_loss
+from treadle.functional.losses import model_loss, num_counted
 from treadle.functional.metrics import EpochMetrics
-from treadle.means import Total
+from treadle.means import Total, Weighted
 from treadle.nested import map_nested_tensor
 from treadle.precision import widen
 from treadle.task import StepOutput
@@ -35,6 +35,7 @@ class TrainerTask:
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
         self._gave_own_loss: dict[tuple[bool, bool], bool] = {}
+        self._num_counted: float | Tensor | None = None  # of the last batch, where it is not the weight of its loss
 
     def step(
         self,
@@ -54,10 +55,30 @@ class TrainerTask:
             counted_inputs, counted_targets = inputs, targets
         weight = trainer._loss_weight(counted_inputs, outputs, counted_targets)
         self._gave_own_loss[_kind(inputs, targets)] = model_loss(outputs) is not None
+        self.count(outputs, counted_targets, weight)
         kept, samples = self.kept_for_metrics(inputs, outputs, targets), num_samples(inputs)
         if _adds_up(trainer, outputs):
             return StepOutput(loss, reduction="sum", outputs=kept, num_samples=samples)
         return StepOutput(without_empty(loss, weight), weight=weight, outputs=kept, num_samples=samples)
+
+    def count(self, outputs: Any, targets: Any, weight: float | Tensor) -> None:
+        """Notes what numbers beside the loss are a mean over, unless the trainer weighs losses in its own way."""
+        own = self.trainer._overrides("_loss_weight")
+        counted = None if own else num_counted(self.trainer.loss_fn, outputs, targets)
+        self._num_counted = weight if counted is None and _adds_up(self.trainer, outputs) else counted
+
+    def weighted(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns numbers of the last batch with what they are a mean over, which its loss may not be."""
+        count = self._num_counted
+        if count is None:
+            return dict(numbers)
+
+        def one(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {name: one(inner) for name, inner in value.items()}
+            return value if isinstance(value, (Total, Weighted)) else Weighted(value, count)
+
+        return {name: value if name == "loss" else one(value) for name, value in numbers.items()}
 
     def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
         """Counts what the loss of a batch is a mean over, where the host can do so before the model runs.
@@ -128,6 +149,8 @@ class OverriddenEvalTask(EvalTask):
             seen["inputs"], seen["targets"] = trainer._prepare_batch(batch)
         inputs, outputs, targets = seen["inputs"], seen.get("outputs"), seen.get("targets")
         weight = trainer._loss_weight(inputs, outputs, targets)
+        self.count(outputs, targets, weight)
+        numbers = self.weighted(numbers)
         self.gives_loss = self.gives_loss or "loss" in numbers
         if "loss" in numbers and _adds_up(trainer, outputs):
             numbers["loss"] = Total(numbers["loss"])

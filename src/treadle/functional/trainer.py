@@ -121,12 +121,13 @@ class Trainer:
     def _build_engine(self, device: Any, hooks: Sequence[BaseHook], eval_seed: int, capture: Capture) -> Engine:
         settings = self.settings
         make: Callable[..., Engine] = Engine
+        task = TrainerTask(self)
         if self._overrides("train_step"):
-            make = partial(OwnStepEngine, own_step=self.train_step)
+            make = partial(OwnStepEngine, own_step=self.train_step, weighted=task.weighted)
         engine = make(
             self.model,
             self.optimizer,
-            TrainerTask(self),
+            task,
             scheduler=self.scheduler,
             device=device,
             hooks=[*own_hooks(settings, self._history_file, given=hooks), *hooks],

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
@@ -232,3 +232,36 @@ def test_torchmetrics_is_not_imported_by_the_library():
     metric = MeanMetric()  # only takes (value, weight): works as anything with update, compute and reset does
     trainer = make(metrics={"mean": metric})
     assert "mean" in trainer.evaluate(loader())
+
+
+class Accurate(treadle.Trainer):
+    """Adds the accuracy to what a step and an evaluation give."""
+
+    def accuracy(self, batch):
+        inputs, targets = self._prepare_batch(batch)
+        return (self._forward_pass(inputs).argmax(1) == targets).float().mean().item()
+
+    def eval_step(self, batch):
+        accuracy = self.accuracy(batch)
+        return {**super().eval_step(batch), "accuracy": accuracy, "nested": {"wrong": 1 - accuracy}}
+
+    def train_step(self, batch):
+        return {**super().train_step(batch), "accuracy": self.accuracy(batch)}
+
+
+@pytest.mark.parametrize("size", [1, 7, 40])
+@pytest.mark.parametrize("weights", [None, torch.tensor([1.0, 9.0])])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_other_numbers_than_the_loss_are_means_over_the_targets(size, weights, reduction):
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0.8).long()
+    torch.manual_seed(0)
+    model, loss_fn = nn.Linear(3, 2), nn.CrossEntropyLoss(weight=weights, reduction=reduction)
+    right, loss = (model(x).argmax(1) == y).float().mean().item(), loss_fn(model(x), y).item()
+    data = DataLoader(TensorDataset(x, y), batch_size=size)
+    config = {"training": {"log_interval": None}}
+    trainer = Accurate(model, torch.optim.SGD(model.parameters(), lr=0.0), loss_fn, config, device="cpu")
+    assert trainer.evaluate(data) == pytest.approx({"loss": loss, "accuracy": right, "nested/wrong": 1 - right})
+    history = trainer.train(data, 1)
+    assert history["train_loss"] == [pytest.approx(loss)]
+    assert history["train_accuracy"] == [pytest.approx(right)]
