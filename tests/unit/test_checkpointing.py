@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,29 @@ def test_the_newest_and_the_multiples_of_the_keep_interval_stay(tmp_path):
 def test_keep_previous_counts_the_newest_too(tmp_path, keep, left):
     run(tmp_path, 5, keep_previous=keep)
     assert steps_in(tmp_path) == left
+
+
+class SetClockBack(BaseHook):
+    """Leaves the first checkpoints as a clock left them that was an hour ahead and is set back then."""
+
+    def __init__(self, folder, until):
+        self.folder, self.until = folder, until
+
+    def on_after_step(self, trainer):
+        trainer.request_write(lambda: self.date(trainer.step))
+
+    def date(self, step):
+        if step <= self.until:
+            hour_ahead = time.time_ns() + 3600 * 10**9
+            os.utime(self.folder / f"checkpoint_step_{step}.pt", ns=(hour_ahead, hour_ahead))
+
+
+def test_a_clock_that_is_set_back_does_not_make_the_newest_the_oldest(tmp_path):
+    engine = scalar_engine(hooks=[CheckpointingHook(1, path=tmp_path), SetClockBack(tmp_path, 3)])
+    engine.run([1.0], max_steps=6)
+    assert steps_in(tmp_path) == [5, 6]
+    (tmp_path / "checkpoint_latest.pt").unlink()
+    assert run(tmp_path, 7).resume_source.endswith("checkpoint_step_6.pt")
 
 
 def test_the_link_is_relative_and_points_to_the_newest(tmp_path):

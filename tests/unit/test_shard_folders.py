@@ -16,7 +16,9 @@ from treadle.checkpoint import find_latest, load_checkpoint, load_weights, save_
 from treadle.checkpoint.apart import STORED, take_apart
 from treadle.checkpoint.convert import convert_checkpoint
 from treadle.checkpoint.inspect import inspect_path
+from treadle.checkpoint.marker import MARKER
 from treadle.checkpoint.nearest import nearest_state, states_in
+from treadle.checkpoint.retention import write_order
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.sharded import save_sharded
 from treadle.checkpoint.store import open_checkpoint
@@ -205,6 +207,15 @@ def test_folders_and_files_are_found_together(tmp_path, caplog):
     (third / "__0_0.distcp").unlink()
     assert find_latest(states_in(tmp_path))[0] == second
     assert "__0_0.distcp of rank 0 is missing" in caplog.text
+
+
+def test_a_clock_that_is_set_back_does_not_make_the_newest_folder_the_oldest(tmp_path):
+    first = save_sharded(state(1), tmp_path / "checkpoint_step_1")
+    hour_ahead = (first / MARKER).stat().st_mtime_ns + 3600 * 10**9
+    os.utime(first / MARKER, ns=(hour_ahead, hour_ahead))
+    second = save_sharded(state(2), tmp_path / "checkpoint_step_2")
+    third = save_checkpoint(dense(state(3)), tmp_path / "checkpoint_step_3.pt")
+    assert sorted([first, third, second], key=write_order) == [first, second, third]
 
 
 def test_a_state_that_is_not_finite_is_put_aside(tmp_path, caplog):

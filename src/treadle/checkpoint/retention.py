@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -27,6 +28,22 @@ def write_order(path: Path) -> tuple[int, int]:
     return written, int(digits[-1]) if digits else -1
 
 
+def date_last(path: Path, folder: Path) -> None:
+    """Dates a file that was just written after every checkpoint of a folder, if the clock was set back since.
+
+    What is newest is told by write times: which file a run goes on from, and which stay.
+
+    Args:
+        path: the file, or the marker of a folder of shards.
+        folder: of the checkpoints.
+    """
+    with contextlib.suppress(OSError):  # a file system without times, or a file that another user owns
+        others = [other for other in folder.iterdir() if other.suffix == ".pt" or is_whole(other)]
+        newest = max((write_order(other)[0] for other in others if other not in (path, path.parent)), default=-1)
+        if os.stat(path).st_mtime_ns <= newest:
+            os.utime(path, ns=(newest + 1, newest + 1))
+
+
 @dataclass(frozen=True)
 class Retention:
     """Which numbered files stay.
@@ -50,8 +67,7 @@ class Retention:
             folder: where the checkpoints lie, files or folders of shards alike; what does not match, other folders
                 and links are never touched.
             pattern: regular expression with one group, the number; the name of a folder ends in a slash.
-            protect: files that stay in any case: the one just written, since a clock that was set back makes it look
-                old, and the one resumed from.
+            protect: files that stay in any case: the one just written, and the one resumed from.
 
         Returns:
             What was deleted. What cannot be deleted is logged, not raised.

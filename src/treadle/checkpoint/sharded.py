@@ -20,8 +20,9 @@ from torch import Tensor
 from treadle.checkpoint import marker
 from treadle.checkpoint.apart import take_apart
 from treadle.checkpoint.files import make_folder, reported, sync_folder
-from treadle.checkpoint.marker import STATE, checksum
+from treadle.checkpoint.marker import MARKER, STATE, checksum
 from treadle.checkpoint.ranks import WriterLostError, together, writers_group
+from treadle.checkpoint.retention import date_last
 from treadle.checkpoint.schema import is_finite, non_finite_names
 from treadle.checkpoint.shard_files import write_shard
 from treadle.checkpoint.store import put_aside, save_checkpoint
@@ -113,6 +114,7 @@ def _read_back(
 def _publish(target: Path, files: list[dict[str, Mapping[str, Any]]]) -> None:
     with reported(target):
         marker.publish(target, {name: entry for part in files for name, entry in part.items()}, ranks=len(files))
+        date_last(target / MARKER, target.parent)
 
 
 def _finish(target: Path, finish: Callable[[Path], object] | None) -> None:

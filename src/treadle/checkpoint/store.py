@@ -33,7 +33,7 @@ from treadle.checkpoint.files import (
 )
 from treadle.checkpoint.marker import STATE, folder_problems, read_marker
 from treadle.checkpoint.pickled import walk_pickle
-from treadle.checkpoint.retention import Retention, write_order
+from treadle.checkpoint.retention import Retention, date_last, write_order
 from treadle.checkpoint.schema import check_format, non_finite_names
 from treadle.errors import CheckpointError
 
@@ -184,6 +184,7 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
             with open(temporary, "wb") as file:
                 torch.save(dict(tree), file)
                 file.flush()
+                date_last(temporary, target.parent)
                 os.fsync(file.fileno())
             problems = check_written(temporary)
             if problems:

@@ -259,7 +259,6 @@ class CheckpointingHook(BaseHook):
 
     def _finisher(self) -> Callable[[Path], None]:
         """Returns what points the link to a new checkpoint and prunes the old ones."""
-        # A clock that was set back makes the newest file look old; it is never the one to go.
         protect = [] if self._resumed_from is None else [self._resumed_from]
         retention = self.retention
 
