@@ -68,9 +68,8 @@ class RunFolder:
         self.path: Path | None = None
 
     def use(self, path: str | Path | None) -> None:
-        """Names the folder; None for none."""
-        self.path = None if path is None else Path(path)
-        self.engine.workspace = None if self.path is None else self.path.absolute()
+        """Names the folder, where it is now: a callback may change the working directory. None for none."""
+        self.path = self.engine.workspace = None if path is None else Path(path).absolute()
 
     def held(self) -> AbstractContextManager[None]:
         """Holds the folder for this run inside the block; all ranks enter it.

@@ -316,7 +316,7 @@ def test_a_state_that_was_put_aside_is_never_resumed_from(tmp_path):
     assert aside.name == "checkpoint_step_2.nonfinite.pt"
     assert find_latest(tmp_path.iterdir())[0] == paths[0]
     paths[0].unlink()
-    with pytest.raises(CheckpointError, match="nonfinite"):
+    with pytest.raises(CheckpointError, match=r"those named \.nonfinite hold states that are not finite"):
         find_latest(tmp_path.iterdir())
 
 

@@ -247,8 +247,11 @@ def find_latest(
             _warn_of_larger_numbers(path, [older for _, older in newest_first[number:]])
         return path, tree
     if present:
+        aside = (
+            f" (those named {_ASIDE} hold states that are not finite)" if any(map(is_aside, present.values())) else ""
+        )
         raise CheckpointError(
-            f"no intact checkpoint among {_listed([path for _, path in newest_first])}; "
+            f"no intact checkpoint among {_listed([path for _, path in newest_first])}{aside}; "
             "starting afresh must be asked for: remove the files, or resume from nothing"
         )
     return None

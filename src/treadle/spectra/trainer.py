@@ -96,7 +96,7 @@ class SpectraTrainer:
         self.scheduler = scheduler
         self.train_loader = train_loader
         self.val_loader = val_loader
-        self.out_dir = Path(self.cfg.out_dir)
+        self.out_dir = Path(self.cfg.out_dir).absolute()
         self._resolved = False
         self._writer = RankWriter()
         self._selects = self._choose_selection()
@@ -143,7 +143,7 @@ class SpectraTrainer:
         )
         engine.face = "spectra"
         engine.config = cfg.to_dict()
-        engine.workspace = self.out_dir.absolute()
+        engine.workspace = self.out_dir
         return engine
 
     # -- what happened so far -------------------------------------------------------------------------------------

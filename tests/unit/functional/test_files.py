@@ -213,6 +213,14 @@ def test_hooks_with_relative_paths_write_into_the_folder(tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_a_callback_that_changes_the_working_directory_moves_no_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    make().train(loader(), 2, save_dir="run", callbacks=[lambda *args: os.chdir(tmp_path / "elsewhere")])
+    assert (tmp_path / "run" / "checkpoint_epoch_2.pt").exists()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_a_second_process_cannot_train_in_the_folder(tmp_path):
     pid = os.fork() if hasattr(os, "fork") else pytest.skip("needs fork")
     if pid == 0:
