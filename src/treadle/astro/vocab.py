@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,9 @@ class VocabSpec:
                 f"scalar_bins={self.scalar_bins} does not divide v_scalar={self.v_scalar}: "
                 "every scalar column has the same number of bins; give columns x bins as v_scalar"
             )
+        if isinstance(self.spectrum_groups, str):
+            raise ConfigError(f"spectrum_groups={self.spectrum_groups!r}: must be a list of names, not one text")
+        object.__setattr__(self, "spectrum_groups", tuple(self.spectrum_groups))  # a list could be changed
         groups = self.spectrum_groups
         twice = sorted({group for group in groups if groups.count(group) > 1})
         if twice:
@@ -214,7 +218,7 @@ def build_vocab_spec(
         >>> build_vocab_spec(v_scalar=56320).n_columns
         55
     """
-    groups = SPECTRUM_GROUPS if spectrum_groups is None else tuple(spectrum_groups)
+    groups: Any = SPECTRUM_GROUPS if spectrum_groups is None else spectrum_groups
     if scalar_bins is None:
         scalar_bins = 1024 if isinstance(v_scalar, int) and v_scalar % 1024 == 0 and v_scalar > 0 else v_scalar
     vocab = VocabSpec(v_image, v_scalar, v_spectra, groups, scalar_bins)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from treadle.checkpoint.store import save_tensor, write_bytes, write_text
 from treadle.data.cursor import Cursor
 from treadle.device import get_device
+from treadle.distributed import unwrap
 from treadle.errors import ConfigError
 from treadle.evaluation import evaluate, for_each_batch, refuse_no_batch
 from treadle.hooks.history import dump_records
@@ -46,6 +47,11 @@ class TesterConfig:
 
     def __post_init__(self) -> None:
         check_types(self, bools=("amp", "log_history"), whole=("eval_seed",))
+        fixed = self.fixed_visible
+        if fixed is not None and not (
+            isinstance(fixed, Tensor) and fixed.dtype == torch.bool and fixed.dim() in (1, 2)
+        ):
+            raise ConfigError("TesterConfig.fixed_visible: must be a bool tensor (L,) or (B, L), True where it is seen")
         check_allowed("TesterConfig", "amp_dtype", self.amp_dtype, ("bf16", "fp16"))
         check_allowed("TesterConfig", "loss_type", self.loss_type, ("mse", "sse"))
         check_allowed("TesterConfig", "reduction", self.reduction, ("sum", "mean", "batch_mean"))
@@ -150,7 +156,7 @@ class Extractor:
             ConfigError: the loader is empty.
         """
         rows: list[Tensor] = []
-        encoder: Any = self.model.encoder
+        encoder: Any = unwrap(self.model).encoder
 
         def encode(batch: Any) -> None:
             x = spectra_of(batch).to(self.device)

@@ -16,6 +16,15 @@ def tiny() -> VocabSpec:
     return build_vocab_spec(2, 4, 2, ["a", "b"], scalar_bins=2)
 
 
+def test_groups_may_be_a_list_but_no_single_text():
+    listed = VocabSpec(2, 4, 2, ["a", "b"], 2)
+    assert listed == tiny()
+    assert hash(listed) == hash(tiny())
+    for build in (lambda: VocabSpec(2, 4, 2, "uvw", 2), lambda: build_vocab_spec(2, 4, 2, "uvw", scalar_bins=2)):
+        with pytest.raises(ConfigError, match="spectrum_groups='uvw'"):
+            build()
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -243,6 +243,21 @@ def test_a_fixed_visible_mask_is_used_by_the_tester(tmp_path):
     assert Tester(model, cfg)([x]) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("fixed", [[True, False], torch.ones(32), torch.ones(1, 2, 32, dtype=torch.bool)])
+def test_a_fixed_mask_of_another_kind_is_refused_when_it_is_given(fixed):
+    with pytest.raises(ConfigError, match=r"TesterConfig\.fixed_visible"):
+        TesterConfig(fixed_visible=fixed)
+
+
+def test_a_wrapped_model_is_tested_and_gives_its_latents(tmp_path):
+    model = make(tmp_path).model
+    latents = [
+        Extractor(one, ExtractorConfig(device="cpu", amp=False))([spectra(4)])
+        for one in (model, nn.DataParallel(model))
+    ]
+    assert torch.equal(*latents)
+
+
 def test_a_damaged_test_history_is_named_and_kept(tmp_path):
     (tmp_path / "test_history.json").write_text("[{")
     tester = Tester(make(tmp_path).model, TesterConfig(out_dir=tmp_path, device="cpu", amp=False))
