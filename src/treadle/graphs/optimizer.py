@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch.optim import Optimizer
 
 from treadle.errors import ConfigError, nearest, refuse_unknown
 from treadle.optim import can_be_fused, decay_groups
+
+_log = logging.getLogger("treadle.graphs")
 
 _OPTIMIZERS = ("adamw", "adam", "sgd")
 _KEYS = ("type", "lr", "weight_decay", "betas", "eps", "momentum")
@@ -50,13 +53,32 @@ def get_optimizer(
     """
     if optimizer_type not in _OPTIMIZERS:
         raise ConfigError(f"optimizer_type={optimizer_type!r} is unknown; {nearest(str(optimizer_type), _OPTIMIZERS)}")
+    betas = (betas[0], betas[1])
+    given = {"betas": (betas, (0.9, 0.999)), "eps": (eps, 1e-8), "momentum": (momentum, 0.9)}
+    say_what_is_idle(optimizer_type, given, ("momentum",) if optimizer_type == "sgd" else ("betas", "eps"))
     groups = decay_groups(model, weight_decay)
     trainable = [parameter for group in groups for parameter in group["params"]]
     shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "fused": can_be_fused(trainable) or None}
     if optimizer_type == "sgd":
         return torch.optim.SGD(groups, momentum=momentum, **shared)
     make = torch.optim.AdamW if optimizer_type == "adamw" else torch.optim.Adam
-    return make(groups, betas=(betas[0], betas[1]), eps=eps, **shared)
+    return make(groups, betas=betas, eps=eps, **shared)
+
+
+def say_what_is_idle(kind: str, given: Mapping[str, tuple[Any, Any]], used: Collection[str]) -> None:
+    """Warns of settings that were given and that this kind of optimizer or schedule does not read.
+
+    Args:
+        kind: its name.
+        given: value and default of each setting.
+        used: those that it reads.
+
+    Example:
+        >>> say_what_is_idle("sgd", {"eps": (1e-8, 1e-8)}, ())
+    """
+    idle = [f"{name}={value!r}" for name, (value, default) in given.items() if name not in used and value != default]
+    if idle:
+        _log.warning("%r has no %s: without effect; leave it out, or take another type", kind, ", ".join(idle))
 
 
 def get_optimizer_from_config(model: nn.Module, cfg: Mapping[str, Any]) -> Optimizer:

@@ -10,9 +10,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 
 from treadle.errors import ConfigError, nearest
+from treadle.graphs.optimizer import say_what_is_idle
 from treadle.schedules import check_warmup, warmup_cosine_factor
 
-_SCHEDULERS = ("cosine_warmup", "cosine", "linear", "step", "warmup", "none")
+# What each reads beside total_epochs, which belongs to the run and is no choice of a schedule.
+_READ = {
+    "cosine_warmup": ("warmup_epochs", "min_lr", "warmup_start_lr"), "cosine": ("min_lr",), "linear": ("min_lr",),
+    "step": ("step_size", "gamma"), "warmup": ("warmup_epochs", "warmup_start_lr"), "none": (),
+}  # fmt: skip
+_SCHEDULERS = tuple(_READ)
 
 
 def get_scheduler(
@@ -65,6 +71,11 @@ def get_scheduler(
         "total_epochs": (total_epochs, 1), "warmup_epochs": (warmup_epochs, 0), "min_lr": (min_lr, 0),
         "step_size": (step_size, 1), "gamma": (gamma, 0), "warmup_start_lr": (warmup_start_lr, 0),
     })  # fmt: skip
+    given = {
+        "warmup_epochs": (warmup_epochs, 10), "min_lr": (min_lr, 1e-6), "step_size": (step_size, 30),
+        "gamma": (gamma, 0.1), "warmup_start_lr": (warmup_start_lr, 1e-7),
+    }  # fmt: skip
+    say_what_is_idle(scheduler_type, given, _READ[scheduler_type])
     if scheduler_type == "none":
         return None
     if scheduler_type == "step":

@@ -192,3 +192,23 @@ def test_the_parameters_of_a_model_are_counted_once_and_logged(caplog):
     with caplog.at_level(logging.INFO, "treadle.graphs"):
         assert log_model_info(model) == {"total": 8, "trainable": 6, "frozen": 2}
     assert "8 parameters, 6 of them trainable" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda net, _: get_optimizer(net, "sgd", betas=[0.5, 0.9], eps=0.1), "'sgd' has no betas=(0.5, 0.9), eps=0.1"),
+        (lambda net, _: get_optimizer(net, "adam", momentum=0.5), "'adam' has no momentum=0.5"),
+        (lambda _, optimizer: get_scheduler(optimizer, "cosine", warmup_epochs=5), "'cosine' has no warmup_epochs=5"),
+        (lambda _, optimizer: get_scheduler(optimizer, "step", min_lr=0.0), "'step' has no min_lr=0.0"),
+        (lambda net, _: get_optimizer(net, "sgd", betas=[0.9, 0.999], momentum=0.5), None),
+        (lambda _, optimizer: get_scheduler(optimizer, "warmup", total_epochs=7, warmup_epochs=5), None),
+    ],
+)  # fmt: skip
+def test_a_setting_that_another_type_reads_is_named(build, words, caplog):
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    with caplog.at_level("WARNING", "treadle.graphs"):
+        build(net, optimizer)
+    assert len(caplog.messages) == (words is not None)
+    assert words is None or words in caplog.text
