@@ -18,6 +18,7 @@ from treadle.cli.astro_config import AstroRunConfig, loss_line
 from treadle.cli.astro_data import TOKENIZERS, AstroData
 from treadle.cli.astro_page import draw_and_write
 from treadle.cli.astro_pictures import question_name
+from treadle.cli.console import print_table
 from treadle.cli.ranks import ranks_line
 from treadle.cli.start_block import device_line, precision_line, print_block
 from treadle.data import steps_per_epoch
@@ -105,7 +106,7 @@ def as_values(result: CrossResult) -> dict[str, Any]:
 def print_results(metrics: Mapping[str, Any], out: Path, console: Console) -> None:
     """Prints the short tables of a run from what ``metrics.json`` holds."""
     console.print()
-    console.print(_tokens_table(metrics["tokenizers"]))
+    print_table(_tokens_table(metrics["tokenizers"]), console)
     console.print()
     print_predictions(metrics["predictions"], console)
     test = metrics["test"]
@@ -120,7 +121,7 @@ def print_results(metrics: Mapping[str, Any], out: Path, console: Console) -> No
 
 def print_predictions(predictions: Sequence[Mapping[str, Any]], console: Console, *, part: str = "test") -> None:
     """Prints how well each question about a part was answered, from what ``metrics.json`` holds."""
-    console.print(_predictions_table(predictions, part))
+    print_table(_predictions_table(predictions, part), console)
     for prediction in predictions:
         if "balanced_accuracy" in prediction["model"]:
             scores = ", ".join(

@@ -7,7 +7,9 @@ import logging
 import sys
 from collections.abc import Collection, Iterator
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
 from treadle.cli.launch import launched_rank, leave_for_torchrun
@@ -15,6 +17,8 @@ from treadle.cli.setting_names import in_section
 from treadle.cli.user_errors import described
 from treadle.errors import ConfigError, TreadleError
 from treadle.hooks.bar import is_terminal
+
+_WIDEST = 10_000
 
 
 def result_console() -> Console:
@@ -32,6 +36,25 @@ def _console(*, stderr: bool) -> Console:
     # Never control characters in a file or a pipe, not even when FORCE_COLOR is set for other programs.
     terminal = None if is_terminal(stream) else False
     return Console(stderr=stderr, force_terminal=terminal, highlight=False, quiet=launched_rank() != 0)
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Prints a table as wide as it is: a terminal that is narrower breaks its lines, and no cell loses its end.
+
+    Args:
+        table: the table.
+        console: where it goes.
+    """
+    console.print(_Whole(table), crop=False)
+
+
+class _Whole:
+    def __init__(self, table: Table):
+        self.table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        needed = Measurement.get(console, options.update_width(_WIDEST), self.table).maximum
+        yield from console.render(self.table, options.update_width(max(needed, options.max_width)))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
+from treadle.cli.console import errors_as_one_line, log_to, message_console, print_table, result_console
 from treadle.cli.pack_options import AsJson, BatchSize, Device
 from treadle.errors import ConfigError, nearest
 
@@ -229,7 +229,7 @@ def _print(found: Mapping[str, Any], target: Path, console: Console) -> None:
     about = ", ".join([*stage, found["split"], *counts, f"weights of epoch {found['epoch']}"])
     data = f"{found['data']}, " if "data" in found else ""
     console.print(f"{data}{about}\n", markup=False)
-    console.print(_table(found["metrics"]))
+    print_table(_table(found["metrics"]), console)
     if "predictions" in found:
         from treadle.cli.astro_report import print_predictions
 

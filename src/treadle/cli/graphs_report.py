@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from treadle.checkpoint.store import write_text
+from treadle.cli.console import print_table
 from treadle.cli.graphs_build import loader
 from treadle.cli.graphs_config import GraphsConfig
 from treadle.cli.graphs_page import write_run_page
@@ -173,7 +174,7 @@ def print_results(metrics: Mapping[str, Any], out: Path, console: Console) -> No
     for row in rows:
         table.add_row(*row)
     console.print()
-    console.print(table)
+    print_table(table, console)
     console.print(f"\nFiles in {out}:", soft_wrap=True)
     pictures = sorted(path.name for path in (out / "pictures").glob("*.png"))
     for line in (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from treadle.cli.encodings import write_in_any_locale
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line and leaves with its exit code.
@@ -18,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Example:
         >>> # main(["train", "spectra", "epochs=20", "--out", "runs/short"])
     """
+    write_in_any_locale()
     try:
         from treadle.cli.app import app
     except ModuleNotFoundError as error:

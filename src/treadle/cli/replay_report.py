@@ -14,6 +14,7 @@ from rich.text import Text
 
 from treadle.checkpoint.schema import versions
 from treadle.cli.config_target import PackRun, resolve
+from treadle.cli.console import print_table
 from treadle.cli.replay_run import Replayed, refuse_run_of_ranks, replay_config, replay_script, save_batch
 from treadle.cli.replay_spectra import replay_spectra
 from treadle.cli.replay_text import replay_text
@@ -203,7 +204,7 @@ def print_step(values: Mapping[str, Any], console: Console) -> None:
         table = Table("layer", "gradient norm", box=None, pad_edge=False)
         for layer, norm in values["layer_norms"].items():
             table.add_row(Text(layer), f"{norm:.6g}")
-        console.print(table)
+        print_table(table, console)
     if values["saved"] is not None:
         _line(console, "saved", f"{values['saved']}: a list of micro-batches, torch.load(..., weights_only=True)")
     _print_comparison(values, console)

@@ -17,6 +17,7 @@ from rich.table import Table
 from torch import nn
 
 from treadle.checkpoint.store import load_weights, write_text
+from treadle.cli.console import print_table
 from treadle.cli.spectra_config import SpectraConfig
 from treadle.cli.spectra_data import SpectraData
 from treadle.evaluation import evaluation_mode
@@ -207,10 +208,10 @@ def print_results(metrics: Mapping[str, Any], out: Path, console: Console) -> No
     losses.add_row("guess: mean training spectrum", f"{mean_val:.4f}", f"{mean_test:.4f}")
     losses.add_row("guess: mean of the row", f"{base['row_mean']:.4f}", f"{base['row_mean']:.4f}")
     console.print()
-    console.print(losses)
+    print_table(losses, console)
     if metrics["probe"]:
         console.print()
-        console.print(_probe_table(metrics["probe"]))
+        print_table(_probe_table(metrics["probe"]), console)
     clusters = metrics["clusters"]
     console.print(f"\n{clusters['k']} clusters of the latent, see the cluster map. Files in {out}:", soft_wrap=True)
     for line in (

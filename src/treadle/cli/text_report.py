@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.checkpoint.store import write_text
+from treadle.cli.console import print_table
 from treadle.cli.ranks import ranks_line
 from treadle.cli.start_block import device_line, precision_line, print_block
 from treadle.cli.text_config import TextConfig
@@ -175,10 +176,10 @@ def print_results(metrics: Mapping[str, Any], out: Path, console: Console) -> No
     lora = metrics["lora"]
     console.print()
     rows = {f"GPT-2, epoch {metrics['best_epoch']}": metrics["val"], **_named(metrics["baselines"])}
-    console.print(_table("Topics kept out of training", rows))
+    print_table(_table("Topics kept out of training", rows), console)
     console.print()
     rows = {"before LoRA": lora["before"], "after LoRA": lora["after"], **_named(lora["baselines"])}
-    console.print(_table("Topics about statements, kept out too", rows))
+    print_table(_table("Topics about statements, kept out too", rows), console)
     for name, text in metrics["excerpts"].items():
         console.print(f"\n[bold]drawn, {name}[/bold]")
         lines = text.strip().splitlines()

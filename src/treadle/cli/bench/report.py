@@ -8,6 +8,7 @@ from rich.text import Text
 
 from treadle.cli.bench.advice import in_words
 from treadle.cli.bench.result import BenchResult
+from treadle.cli.console import print_table
 
 _STYLES = {"switch on": "green", "look at": "yellow", "no gain": "dim", "not tried": "dim"}
 _TITLES = {"switch on": "switch on", "look at": "look at", "no gain": "tried, no gain", "not tried": "not tried"}
@@ -18,7 +19,7 @@ def print_report(result: BenchResult, console: Console) -> None:
     where = result.device if result.device != "cpu" else f"cpu, threads: {result.num_threads}"
     _line(console, "target", f"{result.target} ({result.face} face) on {where}, {result.precision or 'full precision'}")
     _line(console, "step", f"{in_words(result.step_seconds)}; typical of {result.steps} measured")
-    console.print(_parts(result))
+    print_table(_parts(result), console)
     _print_counts(result, console)
     _print_floor(result, console)
     for name in result.left_out:

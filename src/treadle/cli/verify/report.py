@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from treadle.cli.console import print_table
 from treadle.cli.verify.compare import STEPS, Difference
 from treadle.cli.verify.jobs import Kill
 from treadle.cli.verify.recorder import PARTS
@@ -20,7 +21,7 @@ _STYLES = {"EXACT": "bold green", "NOT EXACT": "bold red", "NOT CHECKED": "bold 
 def print_report(result: Verification, console: Console) -> None:
     """Prints a table of what was compared, the verdict, and what explains it."""
     if result.parts:
-        console.print(_table(result))
+        print_table(_table(result), console)
     if result.difference is not None:
         _line(console, "first difference", describe_difference(result.difference))
     if result.cause is not None:

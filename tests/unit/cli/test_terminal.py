@@ -1,0 +1,67 @@
+"""What the commands print on narrow terminals, in files, and where the locale lacks characters."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from command_kit import treadle
+from run_page_kit import make_run
+from treadle.cli.console import print_table
+from treadle.cli.encodings import write_in_any_locale
+from treadle.cli.spectra_report import print_results
+
+SCORE = {"mean": 0.723, "std": 0.122}
+PROBE = {"num_folds": 5, "num_features": 64, "j_minus_k_r2": SCORE, "spectral_class_balanced_accuracy": SCORE}
+METRICS = {
+    "baselines": {"mean_spectrum_val": 0.4, "mean_spectrum_test": 0.3, "row_mean": 1.0}, "best_epoch": 2, "epochs": 2,
+    "val_loss": 0.1, "test_loss": 0.2, "probe": {"chemomae": PROBE}, "clusters": {"k": 4}, "weights": "best_model.pt",
+}  # fmt: skip
+
+
+def printed(width, *, encoding="utf-8"):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        write_in_any_locale()
+    print_results(METRICS, "runs/a", Console(file=stream, width=width))
+    stream.flush()
+    return stream.buffer.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_a_table_loses_nothing_on_a_narrow_terminal(width):
+    assert "                                      J-K, R²  M/L/T, balanced accuracy" in printed(width).splitlines()
+    assert [line.rstrip() for line in printed(width).splitlines()] == [
+        line.rstrip() for line in printed(200).splitlines()
+    ]
+
+
+def test_a_table_that_fits_is_as_wide_as_its_columns():
+    table = Table("a", "b", box=None, pad_edge=False)
+    table.add_row("1", "2")
+    console = Console(file=io.StringIO(), width=80)
+    print_table(table, console)
+    assert console.file.getvalue() == "a  b\n1  2\n"
+
+
+def test_characters_that_the_locale_lacks_are_written_in_other_words():
+    assert "J-K, R2" in printed(80, encoding="ascii")
+    assert "0.723 +- 0.122" in printed(80, encoding="ascii")
+    assert "0.723 ± 0.122" in printed(80, encoding="latin-1")
+    assert "0.723 ± 0.122" in printed(80)
+
+
+def test_a_name_that_no_words_are_known_for_does_not_end_a_command(tmp_path, monkeypatch):
+    make_run(tmp_path / "Läufe…", steps=20)
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert treadle("runs", tmp_path) == 0
+    stream.flush()
+    written = stream.buffer.getvalue()
+    assert b"L?ufe..." in written
+    assert b"\x1b" not in written  # no colours where it is no terminal
