@@ -89,6 +89,7 @@ class Engine(Events):
 
     face = "engine"
     state_options = StateOptions()
+    asked_hooks: Sequence[BaseHook] = ()  # what they declare is in force
 
     def __init__(
         self,
@@ -162,7 +163,6 @@ class Engine(Events):
         self.cursor = Cursor(ranks="together")
         self.signals = SignalListener()
         self.averages: dict[str, Ema] = {}
-        self.asked_hooks: list[BaseHook] = []  # what they declare is in force
         self.state_parts: list[StatePart] = []
         self.exit_plans: list[ExitPlan] = []
         self.num_ranks = 1
