@@ -11,6 +11,8 @@ from treadle.cli.setting_names import settings_named, whole_name
 from treadle.cli.setting_places import entries
 from treadle.errors import ConfigError
 
+# torch_geometric compiles functions with torch.jit.script when it is imported.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 WRONG = {
     "spectra": [
         ("optimizer.lr=abc", "optimizer.lr=abc: must be float"),
