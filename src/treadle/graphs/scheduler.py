@@ -19,6 +19,7 @@ _READ = {
     "step": ("step_size", "gamma"), "warmup": ("warmup_epochs", "warmup_start_lr"), "none": (),
 }  # fmt: skip
 _SCHEDULERS = tuple(_READ)
+_DEFAULTS = {"warmup_epochs": 10, "min_lr": 1e-6, "step_size": 30, "gamma": 0.1, "warmup_start_lr": 1e-7}
 
 
 def get_scheduler(
@@ -67,15 +68,12 @@ def get_scheduler(
     """
     if scheduler_type not in _SCHEDULERS:
         raise ConfigError(f"scheduler_type={scheduler_type!r} is unknown; {nearest(str(scheduler_type), _SCHEDULERS)}")
-    _check_numbers({
-        "total_epochs": (total_epochs, 1), "warmup_epochs": (warmup_epochs, 0), "min_lr": (min_lr, 0),
-        "step_size": (step_size, 1), "gamma": (gamma, 0), "warmup_start_lr": (warmup_start_lr, 0),
-    })  # fmt: skip
     given = {
-        "warmup_epochs": (warmup_epochs, 10), "min_lr": (min_lr, 1e-6), "step_size": (step_size, 30),
-        "gamma": (gamma, 0.1), "warmup_start_lr": (warmup_start_lr, 1e-7),
+        "warmup_epochs": warmup_epochs, "min_lr": min_lr, "step_size": step_size, "gamma": gamma,
+        "warmup_start_lr": warmup_start_lr,
     }  # fmt: skip
-    say_what_is_idle(scheduler_type, given, _READ[scheduler_type])
+    _check_numbers({"total_epochs": total_epochs, **given})
+    say_what_is_idle(scheduler_type, {name: (given[name], _DEFAULTS[name]) for name in given}, _READ[scheduler_type])
     if scheduler_type == "none":
         return None
     if scheduler_type == "step":
@@ -120,7 +118,8 @@ def _follow(curve: _Curve, scheduler_type: str, optimizer: Optimizer) -> LambdaL
     return LambdaLR(optimizer, [partial(factor[scheduler_type], base) for base in bases])
 
 
-def _check_numbers(numbers: Mapping[str, tuple[float, float]]) -> None:
-    for name, (value, least) in numbers.items():
+def _check_numbers(numbers: Mapping[str, float]) -> None:
+    for name, value in numbers.items():
+        least = 1 if name in ("total_epochs", "step_size") else 0
         if not value >= least:
             raise ConfigError(f"{name}={value!r}: must be >= {least}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 
@@ -20,6 +21,7 @@ from treadle.graphs import (
     get_optimizer_from_config,
     get_scheduler,
     log_model_info,
+    scheduler,
 )
 
 
@@ -212,3 +214,8 @@ def test_a_setting_that_another_type_reads_is_named(build, words, caplog):
         build(net, optimizer)
     assert len(caplog.messages) == (words is not None)
     assert words is None or words in caplog.text
+
+
+def test_the_defaults_that_are_no_choice_are_those_of_the_signature():
+    parameters = inspect.signature(get_scheduler).parameters
+    assert {name: parameters[name].default for name in scheduler._DEFAULTS} == scheduler._DEFAULTS
