@@ -53,7 +53,7 @@ def evaluate(
     run: Run,
     split: Split = None,
     batch_size: BatchSize = None,
-    num_workers: Annotated[int, typer.Option(min=0, help="Processes that load batches; of graphs and astro.")] = 0,
+    num_workers: Annotated[int, typer.Option(help="Processes that load batches; of graphs and astro.")] = 0,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
@@ -123,7 +123,7 @@ def evaluate_checkpoint(
             f"checkpoints; known: {', '.join(_OF_FACES)}"
         )
     split = chosen_split(split, face, path)
-    _check(batch_size, num_workers)
+    check_sizes(batch_size, num_workers)
     if num_workers and face not in _LOADS_IN_PROCESSES:
         _log.warning("num_workers=%d: has no effect on a run of the face %s", num_workers, face)
     module, function = _OF_FACES[face].split(":")
@@ -169,7 +169,8 @@ def _known(split: str, known: Collection[str]) -> str:
     return split
 
 
-def _check(batch_size: int | None, num_workers: int) -> None:
+def check_sizes(batch_size: int | None, num_workers: int = 0) -> None:
+    """Raises ConfigError for a size that is too small; None passes."""
     for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name}={value!r}: must be a whole number of at least {least}")

@@ -28,7 +28,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Write the result as one JS
 BatchSize = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option(
-        min=1,
         show_default=False,
         help="Samples in a batch; by default as in the training, or in the pack's evaluations.",
     ),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
-from treadle.cli.evaluate import Run, checkpoint_of, chosen_split, run_folder_of
+from treadle.cli.evaluate import Run, check_sizes, checkpoint_of, chosen_split, run_folder_of
 from treadle.cli.pack_options import AsJson, BatchSize, Device
 from treadle.errors import ConfigError
 
@@ -95,6 +95,7 @@ def predict(
     messages, results = message_console(), result_console()
     with errors_as_one_line(messages), log_to(messages):
         _check_suffix(out)
+        check_sizes(batch_size)
         path, tree, face = checkpoint_of(run)
         function = _function(face, run, path)
         drawing = {"prompt": prompt, "count": count, "num_tokens": num_tokens, "seed": seed, "greedy": greedy}
