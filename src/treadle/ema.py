@@ -115,7 +115,7 @@ class Ema(AveragedModel):
         if self._sharded:
             reshard(source)
         own, theirs = _tensors(self.module), _tensors(source)
-        if [buffer.shape for buffer in own[1]] != [buffer.shape for buffer in theirs[1]]:
+        if [buffer.numel() for buffer in own[1]] != [buffer.numel() for buffer in theirs[1]]:  # quicker than shapes
             _follow_buffers(self.module, source)
             own = _tensors(self.module)
         for number, (shadows, lives) in enumerate(zip(own, theirs, strict=True)):
