@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Literal, get_args
@@ -18,6 +19,20 @@ PrecisionName = Literal["bf16", "fp16"]
 _HALF = (torch.bfloat16, torch.float16)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NONE: AbstractContextManager[Any] = contextlib.nullcontext()
+
+
+@functools.cache
+def _keeps_casts_without_a_graph() -> bool:
+    """Whether autocast gives a weight that was cast under ``no_grad`` to later forwards, which torch 2.7 does.
+
+    Such a weight would get no gradient, without a word.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        weight = torch.ones(1, 1, device="cpu", requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=True):
+            with torch.no_grad():
+                weight.mm(weight)
+            return not weight.mm(weight).requires_grad
 
 
 def check_precision(name: Any, *, argument: str = "precision") -> None:
@@ -63,13 +78,14 @@ class Precision:
         self.device = device
         self.scaler = scaler or torch.amp.GradScaler(device.type, enabled=name == "fp16")
         self.scaled = bool(self.scaler.is_enabled())
+        self._cache = False if name is not None and _keeps_casts_without_a_graph() else None  # None is torch's setting
         self._unscaled = False  # between unscale and the verdict on the step
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Returns the context of the forward pass, in training and evaluation alike."""
         if self.name is None:
             return _NONE
-        return torch.autocast(self.device.type, dtype=_DTYPES[self.name])
+        return torch.autocast(self.device.type, dtype=_DTYPES[self.name], cache_enabled=self._cache)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Returns the loss to call ``backward`` on."""

@@ -33,9 +33,12 @@ def recorded(name):
 
 
 def close(found, expected, tree):
-    """To the bit under the torch that wrote them; kernels of another may round differently."""
+    """To the bit under the torch that wrote them; kernels of another may round differently, and Adam enlarges that.
+
+    A step moves a weight by up to 0.01.
+    """
     same = tree["versions"]["torch"] == versions()["torch"]
-    allowed = {"rtol": 0, "atol": 0} if same else {"rtol": 1e-4, "atol": 1e-6}
+    allowed = {"rtol": 0, "atol": 0} if same else {"rtol": 1e-3, "atol": 1e-4}
     assert set(found) == set(expected)
     for name, value in expected.items():
         torch.testing.assert_close(found[name].flatten(), torch.tensor(value, dtype=found[name].dtype), **allowed)
