@@ -87,6 +87,8 @@ def test_a_rank_that_fails_is_named_first_and_in_the_summary(folder):
         "error: rank 1 of 2", "error: rank 1: ValueError: only here", "error: another rank ended first",
         "Root Cause (first observed failure)",
     )]  # fmt: skip
+    if said[2] < 0:  # the launcher was quicker to end the other rank than that rank to say why it ends
+        del said[2]
     assert said == sorted(said)
     assert said[0] > 0
     assert "ValueError: only here" in done.stderr[said[3] :]
