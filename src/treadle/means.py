@@ -139,9 +139,10 @@ class RunningMeans:
         self._add((name,), value, weight)
 
     def _add(self, path: tuple[str, ...], value: Any, weight: float | Tensor) -> None:
-        if isinstance(value, Total):
+        kind = type(value)
+        if kind is Total:
             self._entry(path, is_total=True).add(as_number(path, value.value), 1.0)
-        elif isinstance(value, Weighted):
+        elif kind is Weighted:
             self._entry(path, is_total=False).add(as_number(path, value.value), as_number(path, value.weight))
         else:
             self._entry(path, is_total=False).add(as_number(path, value), weight)

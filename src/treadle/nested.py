@@ -147,9 +147,11 @@ def _mean(values: Sequence[float]) -> float:
 
 def as_number(path: Sequence[str], value: Any) -> float | Tensor:
     """Returns a number or a detached 0-d tensor, or raises TypeError naming the record's path."""
+    if type(value) is float:
+        return value
     if isinstance(value, Tensor):
         if value.dim() == 0:
-            return value.detach()
+            return value.detach() if value.requires_grad else value
         if value.numel() == 1:
             return value.detach().reshape(())
     elif hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0:
