@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from treadle.distributed import is_dtensor, local
 
 _WHOLE = {Tensor}
+_GROUPED = ("cpu", "cuda")  # devices with kernels over many tensors
 
 
 def are_whole(grads: Sequence[Tensor]) -> bool:
@@ -22,6 +23,19 @@ def are_whole(grads: Sequence[Tensor]) -> bool:
         True
     """
     return _WHOLE.issuperset(map(type, grads))  # one look for all of them; a model has many
+
+
+def _are_alike(grads: Sequence[Tensor]) -> bool:
+    """Returns whether all gradients are plain tensors of one kind, so that torch's functions would make one group.
+
+    Then what they compute is three kernels, and sorting the gradients into groups takes half of the time of a small
+    model.
+    """
+    kinds = {(type(grad), grad.dtype, grad.device, grad.layout) for grad in grads}
+    if len(kinds) != 1:
+        return False
+    kind, _, device, layout = kinds.pop()
+    return kind is Tensor and device.type in _GROUPED and layout == torch.strided
 
 
 def divide_(grads: Sequence[Tensor], divisor: float | Tensor | None) -> None:
@@ -44,6 +58,10 @@ def total_norm(grads: Sequence[Tensor]) -> Tensor:
         >>> total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
         tensor(5.)
     """
+    if _are_alike(grads):
+        with torch.no_grad():
+            norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads), 2.0)), 2.0)
+            return norm
     if not are_whole(grads):
         return _norm_over_ranks(grads)
     try:
@@ -93,6 +111,10 @@ def clip_(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
         tensor([0.6000, 0.8000])
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if _are_alike(grads):
+        with torch.no_grad():
+            torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return
     if are_whole(grads):
         clip_grads_with_norm_(parameters, max_norm, norm)
         return
