@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 
 from sharded_kit import engine, loader
+from treadle.checkpoint import sharded
 from treadle.cli.launch import process_group
 from treadle.hooks import BaseHook
 
 STEP_TIME = 0.02  # seconds, so that there are moments to meet
+WRITE_TIME = 0.1  # of a rank's part of a sharded save, so that a save is met by whoever waits for one
 
 
 class Says(BaseHook):
@@ -37,6 +39,17 @@ class Says(BaseHook):
         path.with_suffix(".new").rename(path)
 
 
+def on_a_slow_disk():
+    """Lets every rank take its time over its part of a sharded save, when the folder is there and not finished."""
+    write = sharded.write_shard
+
+    def slowly(*args, **kwargs):
+        time.sleep(WRITE_TIME)
+        return write(*args, **kwargs)
+
+    sharded.write_shard = slowly
+
+
 def train(kind, folder, steps):
     """Trains to a step from the newest whole checkpoint; returns the final state, on all ranks."""
     saving = {"interval": 3, "keep_previous": 2, "exit_signals": signal.SIGTERM, "background": kind == "fsdp"}
@@ -52,6 +65,7 @@ def train(kind, folder, steps):
 if __name__ == "__main__":
     kind, folder, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
+    on_a_slow_disk()
     with process_group():
         state = train(kind, folder, steps)
         if dist.get_rank() == 0:
