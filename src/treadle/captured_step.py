@@ -67,9 +67,9 @@ class CapturedStep:
         clear_gradients(engine)
 
     @property
-    def _reads(self) -> bool:
-        """Whether the host reads of each step whether it counts."""
-        return self._flags is None or self._guard.weight_on_device
+    def _told_later(self) -> ReplayFlags | None:
+        """Where a step leaves word of a refusal; None: the host reads of each step whether it counts."""
+        return None if self._guard.weight_on_device else self._flags
 
     def _recorded(self) -> _Left:
         engine = self._engine
@@ -83,7 +83,7 @@ class CapturedStep:
             self._guard.weights.begin()
         if self._engine.train_step(Group(batches, [0.0] * len(batches))) != "applied":
             raise RuntimeError("a micro-batch had no loss, which only the host can decide")
-        self._averages = () if self._reads else tuple(self._averages_inside())
+        self._averages = () if self._told_later is None else tuple(self._averages_inside())
         for average in self._averages:
             average.move(self._engine.model)
 
@@ -121,8 +121,8 @@ class CapturedStep:
         engine.step_info["grad_norm"] = norm
         for batch, output in zip(group.batches, outputs, strict=True):
             keep_output(engine, output if self._takes is None else self._takes(batch, output))
-        if self._flags is not None and not self._guard.weight_on_device:
-            self._flags.note(place_of(engine), norm)
+        if (flags := self._told_later) is not None:
+            flags.note(place_of(engine), norm)
             return move_on(engine, moved=self._averages)
         bad, uncounted = self._decided.tolist()
         if uncounted:

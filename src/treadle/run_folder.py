@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from treadle.checkpoint.ranks import held_by_rank_0 as held_by_rank_0
-from treadle.checkpoint.ranks import on_rank_0, open_on_ranks
+from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks
 from treadle.checkpoint.store import find_latest, link_checkpoint, save_checkpoint
 from treadle.engine import Engine
 from treadle.errors import CheckpointError, ConfigError

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from treadle.capture import Capture, check_capture
+from treadle.checkpoint.ranks import held_by_rank_0
 from treadle.checkpoint.store import load_weights
 from treadle.cli.console import as_settings
 from treadle.cli.overrides import apply_overrides, leaves
@@ -31,7 +32,6 @@ from treadle.functional import Trainer
 from treadle.hooks import CheckpointingHook, StepLogHook
 from treadle.hooks.bar import ProgressBarHook
 from treadle.naming import load_model_state, model_state
-from treadle.run_folder import held_by_rank_0
 from treadle.seed import set_seed
 from treadle.spectra.optim import build_optimizer, build_warmup_cosine
 from treadle.text.extras import without_progress_bars

@@ -16,7 +16,8 @@ from treadle import distributed
 from treadle.data.agreement import Lengths, lengths_of_ranks
 from treadle.data.elastic import Place, find_place, mismatches, refuse_other_workers
 from treadle.data.order import in_global_order
-from treadle.data.sources import Source, generators_of, open_source, samplers_of
+from treadle.data.samplers import generators_of, samplers_of
+from treadle.data.sources import Source, open_source
 from treadle.errors import ConfigError
 from treadle.seed import RngState, mix_seed
 

@@ -10,9 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from treadle.data.indexed import IndexedReader, Workers, draw_as_workers_do_when_they_start, is_known
 from treadle.data.rows import RowLoader
-from treadle.data.samplers import generators_of as generators_of
 from treadle.data.samplers import hidden_generators
-from treadle.data.samplers import samplers_of as samplers_of
 from treadle.data.transfer import TransferLoader, TransferredSource
 from treadle.errors import ConfigError
 

@@ -18,7 +18,7 @@ from treadle import distributed
 from treadle.best import BestRule
 from treadle.capture import check_capture
 from treadle.checkpoint.rank_writer import RankWriter
-from treadle.checkpoint.ranks import on_rank_0, open_on_ranks
+from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import find_latest, load_checkpoint, save_checkpoint
 from treadle.compiling import check_compile, compile_model
@@ -35,7 +35,7 @@ from treadle.naming import model_state
 from treadle.optim import check_scheduler, move_optimizer_state
 from treadle.parallel import spread
 from treadle.precision import PrecisionName, tf32
-from treadle.run_folder import held_by_rank_0, say_if_other_loss, write_best_and_last
+from treadle.run_folder import say_if_other_loss, write_best_and_last
 from treadle.spectra.config import TrainerConfig
 from treadle.spectra.files import Selection, write_epoch
 from treadle.spectra.task import Augmenter, SpectraTask

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from treadle.cli.verify.digests import leaf_text
-from treadle.data.sources import samplers_of
+from treadle.data.samplers import samplers_of
 from treadle.distributed import unwrap
 from treadle.engine import Engine
 from treadle.hooks.base import BaseHook
