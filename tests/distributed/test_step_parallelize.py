@@ -123,7 +123,7 @@ def averages():
 
 
 def replicas():
-    """The bytes of the buckets that the wrapper makes, by its own books; what it says to an own loop, unequal models."""
+    """Sizes of the buckets that the wrapper makes, by its own books; what it says to an own loop, unequal models."""
     kept = {}
     wrappers = {"torch": nn.parallel.DistributedDataParallel, "ours": lambda made: parallelize(made, "ddp")}
     for name, wrap in wrappers.items():
