@@ -47,7 +47,7 @@ from treadle.graphs.padded import PaddedGraphBatch, PaddingCollater, pad_batch
 from treadle.graphs.scheduler import get_scheduler
 from treadle.graphs.task import GraphTask
 from treadle.graphs.trainer import GraphTrainer
-from treadle.graphs.utilities import GradientAccumulator, log_model_info
+from treadle.graphs.utilities import GradientAccumulator, count_parameters, log_model_info
 from treadle.seed import ReproducibilityContext, set_seed
 
 Trainer = GraphTrainer
@@ -83,6 +83,7 @@ __all__ = [
     "compute_node_pe",
     "compute_relative_pe",
     "core_numbers",
+    "count_parameters",
     "dataset_names",
     "diffusion_pe",
     "encode_graphs",

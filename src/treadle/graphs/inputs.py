@@ -98,8 +98,8 @@ class FeatureEncoder(nn.Module):
             low, high = int(types_M.min()), int(types_M.max())
             fix = "types count from 0" if low < 0 else f"pass {self.argument}={high + 1} or more to get_model"
             raise ValueError(
-                f"{self.what} has types from {low} to {high}, but the model was built for 0 to {num_features - 1}; "
-                f"{fix}"
+                f"{self.what} has types from {low} to {high}, but the model was built with "
+                f"{self.argument}={num_features}, for 0 to {num_features - 1}; {fix}"
             ) from None
 
 

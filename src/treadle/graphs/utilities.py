@@ -49,8 +49,23 @@ class GradientAccumulator:
         self._seen = 0
 
 
+def count_parameters(model: nn.Module) -> dict[str, int]:
+    """Returns how many parameters a model has; shared ones are counted once.
+
+    Returns:
+        ``{"total", "trainable", "frozen"}``.
+
+    Example:
+        >>> count_parameters(nn.Linear(2, 3))
+        {'total': 9, 'trainable': 9, 'frozen': 0}
+    """
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return {"total": total, "trainable": trainable, "frozen": total - trainable}
+
+
 def log_model_info(model: nn.Module) -> dict[str, int]:
-    """Logs how many parameters a model has and returns the numbers; shared ones are counted once.
+    """Logs what `count_parameters` says of a model and returns it.
 
     Returns:
         ``{"total", "trainable", "frozen"}``.
@@ -59,9 +74,7 @@ def log_model_info(model: nn.Module) -> dict[str, int]:
         >>> log_model_info(nn.Linear(2, 3))
         {'total': 9, 'trainable': 9, 'frozen': 0}
     """
-    total = sum(parameter.numel() for parameter in model.parameters())
-    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    _log.info(
-        "%s: %s parameters, %s of them trainable", type(model).__name__, f"{total:,}", f"{trainable:,}",
-    )  # fmt: skip
-    return {"total": total, "trainable": trainable, "frozen": total - trainable}
+    counts = count_parameters(model)
+    numbers = (f"{counts['total']:,}", f"{counts['trainable']:,}")
+    _log.info("%s: %s parameters, %s of them trainable", type(model).__name__, *numbers)
+    return counts

@@ -16,6 +16,7 @@ from treadle.errors import ConfigError
 from treadle.graphs import (
     EarlyStopping,
     GradientAccumulator,
+    count_parameters,
     get_model,
     get_optimizer,
     get_optimizer_from_config,
@@ -192,7 +193,7 @@ def test_the_parameters_of_a_model_are_counted_once_and_logged(caplog):
     model[1].weight = model[0].weight
     model[0].bias.requires_grad_(False)
     with caplog.at_level(logging.INFO, "treadle.graphs"):
-        assert log_model_info(model) == {"total": 8, "trainable": 6, "frozen": 2}
+        assert log_model_info(model) == {"total": 8, "trainable": 6, "frozen": 2} == count_parameters(model)
     assert "8 parameters, 6 of them trainable" in caplog.text
 
 
