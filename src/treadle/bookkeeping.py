@@ -16,6 +16,7 @@ from treadle import distributed
 from treadle.data.cursor import Group
 from treadle.ema import Ema
 from treadle.errors import ConfigError, NonFiniteError
+from treadle.gradients import are_whole, total_norm
 from treadle.guard import Place
 from treadle.nested import map_nested_tensor
 from treadle.session import leave_after_step, notices
@@ -147,6 +148,23 @@ def note_output(engine: Engine, output: StepOutput) -> None:
     if engine.guard.recording and hasattr(engine.task, "replayed"):  # it wants them after each replay
         outputs = map_nested_tensor(Tensor.detach, output.outputs)
     keep_output(engine, StepOutput(loss, records, weight, output.reduction, outputs, output.num_samples))
+
+
+def show_gradients(engine: Engine, grads: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Shows the gradients of a step to the hooks.
+
+    Returns:
+        The parameters with a gradient and its norm, as the hooks left them: what they changed is clipped and judged.
+    """
+    before = [(id(grad), grad._version) for grad in grads]
+    engine.emit("on_before_optimizer_step")
+    params = [p for group in engine.optimizer.param_groups for p in group["params"] if p.grad is not None]
+    left = [p.grad for p in params]
+    # The norm of gradients that are spread over ranks is a collective, and a hook that only looks may be on one of them.
+    if are_whole(left) or [(id(grad), grad._version) for grad in left] != before:
+        engine.step_info["grad_norm"] = total_norm(left)
+    norm: Tensor = engine.step_info["grad_norm"]
+    return params, norm
 
 
 def keep_output(engine: Engine, kept: StepOutput) -> None:

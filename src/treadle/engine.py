@@ -25,6 +25,7 @@ from treadle.bookkeeping import (
     place_of,
     refuse,
     settle,
+    show_gradients,
     skip,
     start_attempt,
 )
@@ -273,7 +274,8 @@ class Engine(Events):
         grads = [p.grad for p in params if p.grad is not None]
         divide_(grads, weights.divisor())
         info["grad_norm"] = norm = total_norm(grads)
-        self.emit("on_before_optimizer_step")
+        if self.hears("on_before_optimizer_step"):
+            params, norm = show_gradients(self, grads)  # to hooks, which may change them
         settle(self)
         verdict = self.guard.judge(norm, weights.total)
         if not verdict.counted:

@@ -287,6 +287,49 @@ def test_gradients_are_final_but_for_clipping_when_hooks_see_them():
     assert engine.model.weight.item() == pytest.approx(-0.5, abs=1e-3)
 
 
+class Changes(BaseHook):
+    """Changes the gradient of the one weight in one of the ways that people do."""
+
+    def __init__(self, way):
+        self.way = way
+
+    def on_before_optimizer_step(self, trainer):
+        self.way(trainer.model.weight)
+
+
+def replace(weight):
+    weight.grad = torch.full_like(weight, NAN)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("precision", [None, "fp16"])
+@pytest.mark.parametrize("poison", [lambda w: w.grad.mul_(NAN), lambda w: w.grad.data.fill_(INF), replace],
+                         ids=["in place", "data", "replaced"])  # fmt: skip
+def test_a_gradient_that_a_hook_made_non_finite_does_not_reach_the_weights(poison, precision, clip):
+    engine = scalar_engine(2.0, hooks=[Changes(poison)], precision=precision, grad_clip=clip)
+    if precision is None:
+        with pytest.raises(NonFiniteError):
+            engine.run([1.0], max_steps=1)
+    else:
+        engine.run([1.0], max_steps=1)
+        assert engine.precision.scaler.get_scale() == 32768.0
+    assert (engine.model.weight.item(), engine.applied_steps) == (2.0, 0)
+    assert not engine.step_info["grad_norm"].isfinite()
+
+
+def test_clipping_and_the_verdict_go_by_the_gradient_that_hooks_left():
+    scaled = scalar_engine(hooks=[Changes(lambda w: w.grad.mul_(8.0))], grad_clip=2.0)
+    scaled.run([1.0], max_steps=1)
+    assert scaled.model.weight.item() == pytest.approx(-2.0, abs=1e-5)
+    assert scaled.step_info["grad_norm"].item() == 8.0
+    repaired = scalar_engine(hooks=[Changes(lambda w: w.grad.nan_to_num_(0.5))])
+    repaired.run([NAN], max_steps=1)
+    assert repaired.model.weight.item() == -0.5
+    dropped = scalar_engine(hooks=[Changes(lambda w: setattr(w, "grad", None))], grad_clip=1.0)
+    dropped.run([1.0], max_steps=1)
+    assert dropped.model.weight.item() == 0.0
+
+
 @pytest.mark.parametrize("bad", [[INF, 1.0], [NAN, 1.0], [-INF, INF], [3e38, 3e38]])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_a_non_finite_update_never_reaches_the_weights(bad, clip):

@@ -98,7 +98,10 @@ class BaseHook:
         """Called before each step; ``trainer.step`` counts it already."""
 
     def on_before_optimizer_step(self, trainer: Engine) -> None:
-        """Called when the gradients are final but for clipping."""
+        """Called when the gradients are final but for clipping.
+
+        What it changes in them is clipped and checked, too. Where a model is sharded, change them on every rank.
+        """
 
     def on_after_step(self, trainer: Engine) -> None:
         """Called after each step, applied or not; ``trainer.step_info`` says what happened."""
