@@ -160,7 +160,7 @@ def show_gradients(engine: Engine, grads: Sequence[Tensor]) -> tuple[list[Tensor
     engine.emit("on_before_optimizer_step")
     params = [p for group in engine.optimizer.param_groups for p in group["params"] if p.grad is not None]
     left = [p.grad for p in params]
-    # The norm of gradients that are spread over ranks is a collective, and a hook that only looks may be on one of them.
+    # The norm of gradients that are spread over ranks is a collective, and a hook that looks may be on one rank alone.
     if are_whole(left) or [(id(grad), grad._version) for grad in left] != before:
         engine.step_info["grad_norm"] = total_norm(left)
     norm: Tensor = engine.step_info["grad_norm"]
