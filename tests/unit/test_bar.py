@@ -22,6 +22,35 @@ class _Square:
         return StepOutput(((model(batch) - 1) ** 2).mean(), num_samples=len(batch))
 
 
+class _Clock:
+    """Stands for ``time``: every look at it is at the time that was set."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class _Slow(_Square):
+    """Each step takes as long as the clock is moved."""
+
+    def __init__(self, clock: _Clock, seconds: float):
+        self.clock, self.seconds = clock, seconds
+
+    def step(self, *args: Any, **kwargs: Any) -> StepOutput:
+        self.clock.now += self.seconds
+        return super().step(*args, **kwargs)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    made = _Clock()
+    for module in ("treadle.hooks.bar.time", "treadle.hooks.progress.time"):
+        monkeypatch.setattr(module, made)
+    return made
+
+
 def _engine(hook: ProgressBarHook) -> Engine:
     model = nn.Linear(1, 1)
     return Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), _Square(), device="cpu", hooks=[hook])
@@ -80,9 +109,11 @@ def test_anything_else_gets_log_lines(caplog: pytest.LogCaptureFixture) -> None:
     assert not any("\x1b" in line for line in lines)
 
 
-def test_few_lines_when_epochs_are_short(caplog: pytest.LogCaptureFixture) -> None:
+def test_few_lines_when_epochs_are_short(clock: _Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "treadle.engine")
-    _engine(ProgressBarHook(console=Console(file=io.StringIO()))).run(_LOADER, epochs=50)
+    engine = _engine(ProgressBarHook(console=Console(file=io.StringIO())))
+    engine.task = _Slow(clock, 0.01)
+    engine.run(_LOADER, epochs=50)
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("epoch")]
     assert len(lines) == 1  # the end
     assert "step 200/200" in lines[0]
@@ -105,16 +136,18 @@ def test_tensors_are_read_only_when_something_is_shown(monkeypatch: pytest.Monke
     assert len(reads) == 1  # the last step
 
 
-def test_the_time_left_is_of_this_process(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_time_left_is_of_this_process(clock: _Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "treadle.engine")
     hook = ProgressBarHook(line_seconds=0, console=Console(file=io.StringIO()))
     engine = _engine(hook)
+    engine.task = _Slow(clock, 100.0)
     engine.run(_LOADER, max_steps=2)
     caplog.clear()
+    engine.task = _Slow(clock, 2.0)
     engine.run(_LOADER, max_steps=4)
     assert hook._first_step == 2
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("epoch")]
-    assert "eta 0:00:0" in lines[0]
+    assert "eta 0:00:02" in lines[0]
 
 
 def test_it_is_no_part_of_a_checkpoint() -> None:
@@ -156,34 +189,10 @@ def test_times_out_of_range_are_refused(values: dict[str, float]) -> None:
         ProgressBarHook(**values)  # type: ignore[arg-type]
 
 
-class _Clock:
-    """Stands for ``time``: every look at it is at the time that was set."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-class _Slow(_Square):
-    """Each step takes as long as the clock is moved."""
-
-    def __init__(self, clock: _Clock, seconds: float):
-        self.clock, self.seconds = clock, seconds
-
-    def step(self, *args: Any, **kwargs: Any) -> StepOutput:
-        self.clock.now += self.seconds
-        return super().step(*args, **kwargs)
-
-
 @pytest.mark.parametrize("make", [lambda: ProgressBarHook(line_seconds=0), lambda: ProgressHook(eta_warmup=1)])
 def test_rate_and_time_left_after_a_resume_are_of_this_process(
-    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Any, clock: _Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = _Clock()
-    for module in ("treadle.hooks.bar.time", "treadle.hooks.progress.time"):
-        monkeypatch.setattr(module, clock)
     first = _engine(make())
     first.task = _Slow(clock, 100.0)
     first.run(_LOADER, max_steps=6)

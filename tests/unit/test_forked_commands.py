@@ -20,12 +20,14 @@ CODE = """
     import atexit, logging, os, random, signal, sys, threading, warnings
     import torch
     atexit.register(print, "at exit")
-    threading.Thread(target=lambda: (threading.Event().wait(0.05), print("a thread"))).start()
+    last = threading.Event()
+    threading.Thread(target=lambda: (last.wait(), threading.Event().wait(0.05), print("a thread"))).start()
     print(sys.argv, os.getcwd(), os.environ.get("MINE"), __name__, torch.initial_seed(), torch.get_num_threads())
     print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, logging.root.handlers, logging.root.level)
     logging.basicConfig(format="%(levelname)s %(message)s")
     logging.getLogger("treadle").warning("said")
     warnings.warn("a warning", UserWarning)
+    last.set()
     sys.exit({leave!r})
 """
 

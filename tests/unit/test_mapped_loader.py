@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -93,12 +94,14 @@ class Watched:
     shape = (ROWS, 3)
 
     def __init__(self):
-        self.slices, self.threads, self.fail_at, self.wait = [], set(), None, None
+        self.slices, self.threads, self.fail_at = [], set(), None
+        self.began, self.opened = threading.Event(), threading.Event()
+        self.opened.set()
 
     def __getitem__(self, rows):
         self.threads.add(threading.current_thread().name)
-        if self.wait is not None:
-            self.wait.wait(10)
+        self.began.set()
+        assert self.opened.wait(60)
         if rows.start == self.fail_at:
             raise OSError("the disk is gone")
         self.slices.append((rows.start, rows.stop))
@@ -123,7 +126,7 @@ def test_it_reads_one_window_ahead_in_a_thread_and_no_further():
     array.threads.clear()
     batches = iter(loader)
     next(batches)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(array.slices) < 6 and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(0.01)
@@ -205,18 +208,26 @@ def test_leaving_a_pass_ends_its_thread_and_so_does_close():
     assert rows(loader)[0][0] == 14, "two batches were given"
 
 
-def test_close_does_not_wait_for_a_whole_window():
+def test_close_does_not_wait_for_a_whole_window(monkeypatch):
     array = Watched()
     loader = MappedLoader(array, **{**SMALL, "window_chunks": 11})
     batches = loader._reading(loader.order, iter([range(7)]))
     array.slices.clear()
-    array.wait = threading.Event()
+    array.began.clear()
+    array.opened.clear()
+    shutdown = ThreadPoolExecutor.shutdown
+
+    def opens(pool, **settings):
+        array.opened.set()  # the first chunk comes when the reader is being closed, and not before
+        shutdown(pool, **settings)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", opens)
     with batches as read:
         asked = threading.Thread(target=pytest.raises, args=(BaseException, read, range(7)))
         asked.start()
-        threading.Timer(0.05, array.wait.set).start()
-    asked.join(10)
-    assert len(array.slices) < 11
+        assert array.began.wait(60)
+    asked.join()
+    assert array.slices == [(0, 10)]
 
 
 @pytest.mark.parametrize("kind", ["memmap", "from_file", "slice", "numpy slice", "bfloat16", "big-endian", "fortran"])

@@ -156,14 +156,14 @@ def test_a_forked_worker_can_be_terminated_during_a_run_and_after_it():
         signals._SECONDS_FOR_MAIN = 0.5
         context = multiprocessing.get_context("fork")
         with SignalListener().listening([signal.SIGTERM, signal.SIGINT]):
-            workers = [context.Process(target=time.sleep, args=(20,), daemon=True) for _ in range(2)]
+            workers = [context.Process(target=time.sleep, args=(50,), daemon=True) for _ in range(2)]
             for worker in workers:
                 worker.start()
             time.sleep(0.3)
             workers[0].terminate()  # while the run goes on
-            workers[0].join(10)
+            workers[0].join()
         workers[1].terminate()  # after it
-        workers[1].join(1)
+        workers[1].join()
         print(*[worker.exitcode for worker in workers])
     """
     done = python("-c", textwrap.dedent(script), timeout=60)
@@ -178,14 +178,14 @@ def test_a_signal_to_the_whole_group_does_not_end_the_workers_that_the_save_need
         context = multiprocessing.get_context("fork")
         listener = SignalListener()
         with listener.listening([signal.SIGTERM, signal.SIGINT]):
-            worker = context.Process(target=time.sleep, args=(20,), daemon=True)
+            worker = context.Process(target=time.sleep, args=(50,), daemon=True)
             worker.start()
             time.sleep(0.3)
             os.killpg(0, signal.SIGTERM)
             worker.join(0.5)
             print(listener.received, worker.exitcode)
         worker.terminate()
-        worker.join(1)
+        worker.join()
         print(worker.exitcode)
     """
     done = python("-c", textwrap.dedent(script), timeout=60)

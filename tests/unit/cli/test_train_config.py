@@ -261,19 +261,24 @@ def process(config):
     )  # fmt: skip
 
 
+STOPS_IN_STEP_6 = """SEEN.append(1)
+        while len(SEEN) == 6 and not Path("go_on").exists():
+            Path("in_step_6").touch()
+            time.sleep(0.01)"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_run_that_is_stopped_goes_on_with_the_same_command_to_the_bit(tmp_path, straight, number):
-    config = write_project(tmp_path, step="__import__('time').sleep(0.25 if len(SEEN) > 5 else 0); SEEN.append(1)")
+    config = write_project(tmp_path, step=STOPS_IN_STEP_6)
     module = tmp_path / "parts.py"
-    module.write_text(module.read_text() + "\nSEEN = []\n")
+    module.write_text(module.read_text() + "\nimport time\nfrom pathlib import Path\nSEEN = []\n")
     running = process(config)
-    record = tmp_path / "run" / "checkpoints" / "checkpoint_step_4.pt"
     deadline = time.monotonic() + 120
-    while not record.exists() and running.poll() is None and time.monotonic() < deadline:
+    while not (tmp_path / "in_step_6").exists() and running.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(0.5)
     running.send_signal(number)
-    _, said = running.communicate(timeout=60)
+    (tmp_path / "go_on").touch()  # the signal is there before the step can end
+    _, said = running.communicate(timeout=120)
     assert running.returncode == (-9 if number == signal.SIGKILL else 143), said
     assert not (tmp_path / "run" / "checkpoints" / "checkpoint_step_12.pt").exists()
     again = process(config)
