@@ -225,7 +225,7 @@ def test_piped_output_has_no_control_characters(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_the_rerun_goes_on(number: int, code: int, tmp_path: Path) -> None:
-    long = [setting for setting in TINY if not setting.startswith("epochs")] + ["epochs=500"]
+    long = [setting for setting in TINY if not setting.startswith("epochs")] + ["epochs=100000"]
     command = [sys.executable, "-m", "treadle", "train", "spectra", *long, "--out", str(tmp_path), "--device", "cpu"]
     process = Forked(command, stderr=subprocess.PIPE, text=True, env=_environment())
     waited = time.monotonic()
