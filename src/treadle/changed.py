@@ -21,7 +21,7 @@ _MOVING = {
 
 
 def refuse_what_does_not_fit(engine: Engine, tree: Mapping[str, Any], kept: Collection[str]) -> None:
-    """Looks at model, optimizer, schedule and averages before any of them is changed.
+    """Looks at model, optimizer, schedule, gradient scaler and averages before any of them is changed.
 
     Raises:
         CheckpointError: one of them is not that of the checkpoint.
@@ -31,9 +31,20 @@ def refuse_what_does_not_fit(engine: Engine, tree: Mapping[str, Any], kept: Coll
         aligned_groups(engine.optimizer, engine.model, tree["optimizer"])
     if engine.lr_scheduler is not None and tree.get("scheduler") is not None:
         _refuse_another_schedule(engine.lr_scheduler, tree["scheduler"])
+    if engine.precision.scaled and tree.get("scaler"):
+        _refuse_no_scaler(engine.precision.scaler.state_dict(), tree["scaler"])
     for name, entry in (tree.get("ema") or {}).items():
         if name in engine.averages:
             check_model_state(engine.averages[name].module, entry["shadow"], what="average", kept=kept)
+
+
+def _refuse_no_scaler(live: Mapping[str, Any], saved: Any) -> None:
+    wrong = [key for key in live if not (isinstance(saved, Mapping) and isinstance(saved.get(key), (int, float)))]
+    if wrong:
+        raise CheckpointError(
+            f"scaler: the checkpoint's state of the gradient scaler has no number for {', '.join(wrong)}; take it out "
+            "of the file to start with a fresh scale"
+        )
 
 
 def note_what_is_overruled(engine: Engine, tree: Mapping[str, Any]) -> None:

@@ -46,6 +46,7 @@ from treadle.hooks.base import BaseHook
 from treadle.means import RunningMeans
 from treadle.observers import announce_running
 from treadle.precision import Precision, PrecisionName
+from treadle.seed import as_seed
 from treadle.session import averages_of_hooks, finite_guard, leave_on_signal, resume_from_hooks, training_session
 from treadle.signals import ExitPlan, SignalListener
 from treadle.state import StatePart, collect_state, restore_state
@@ -150,7 +151,7 @@ class Engine(Events):
         self.grad_clip = grad_clip or None
         self.accumulation_steps = accumulation_steps
         self.max_non_finite_grad_retries = max_non_finite_grad_retries or 0
-        self.eval_seed = eval_seed
+        self.eval_seed = as_seed("eval_seed", eval_seed)
         self.capture: Capture = check_capture(capture)
         self.logger = logger
         self.step = 0

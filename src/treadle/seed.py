@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import random
 from collections.abc import Iterator
@@ -19,6 +20,31 @@ from treadle.errors import ConfigError
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
+def as_seed(name: str, seed: Any) -> int:
+    """Returns a seed as an int, whatever kind of whole number it is.
+
+    Args:
+        name: names it in errors.
+        seed: from -2**63 to 2**64 - 1.
+
+    Raises:
+        ConfigError: it is no whole number, or torch has no such seed.
+
+    Example:
+        >>> as_seed("seed", np.int64(7))
+        7
+    """
+    try:
+        number = operator.index(seed)
+    except TypeError as error:
+        raise ConfigError(f"{name}={seed!r}: must be a whole number") from error
+    if not -(2**63) <= number < 2**64:
+        raise ConfigError(
+            f"{name}={seed}: must be from -2**63 to 2**64 - 1, which torch takes; choose a smaller number"
+        )
+    return number
+
+
 def set_seed(seed: int = 42, deterministic: bool = False) -> None:
     """Seeds python, numpy and torch (all devices).
 
@@ -28,14 +54,13 @@ def set_seed(seed: int = 42, deterministic: bool = False) -> None:
             ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` if it is unset.
 
     Raises:
-        ConfigError: torch has no such seed.
+        ConfigError: it is no whole number, or torch has no such seed.
 
     Example:
         >>> set_seed(7); a = torch.rand(1); set_seed(7); torch.equal(a, torch.rand(1))
         True
     """
-    if not -(2**63) <= seed < 2**64:
-        raise ConfigError(f"seed={seed}: must be from -2**63 to 2**64 - 1, which torch takes; choose a smaller number")
+    seed = as_seed("seed", seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -128,6 +128,20 @@ def test_a_scaler_that_comes_or_goes_is_said(caplog):
     assert "gradient-scaler state is ignored" in caplog.text
 
 
+@pytest.mark.parametrize("saved", [{"bad": 1}, {"scale": 1.0}, {"scale": "much"}, "65536"])
+def test_a_scaler_state_that_is_none_is_refused_before_anything_is_loaded(saved):
+    loader = DataLoader(Augmented(), batch_size=4)
+    state = stopped(loader, precision="fp16")
+    if isinstance(saved, dict) and saved.get("scale") == "much":
+        saved = {**state["scaler"], **saved}
+    engine, _ = engine_with(precision="fp16")
+    before = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    with pytest.raises(CheckpointError, match="scaler"):
+        engine.load_state_dict({**state, "scaler": saved})
+    assert all(torch.equal(value, engine.model.state_dict()[name]) for name, value in before.items())
+    assert engine.step == 0
+
+
 def scheduled(make, optimizer=torch.optim.AdamW):
     model = small_model()
     built = optimizer(model.parameters(), lr=0.01)

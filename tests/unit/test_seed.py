@@ -10,6 +10,7 @@ import torch
 
 from helpers import differences, through_a_file
 from treadle.checkpoint.schema import to_plain
+from treadle.errors import ConfigError
 from treadle.seed import ReproducibilityContext, RngState, forked_rng, mix_seed, set_seed
 
 
@@ -51,6 +52,16 @@ def test_one_seed_gives_one_stream_in_python_numpy_and_torch(seed):
     set_seed(seed + 1)
     other = draw()
     assert all(a != b for a, b in zip(first, other, strict=True))
+
+
+def test_a_seed_of_numpy_is_the_same_number_and_what_is_no_seed_is_named():
+    set_seed(7)
+    first = draw()
+    set_seed(np.int64(7))
+    assert draw() == first
+    for seed in (1.5, "7", None):
+        with pytest.raises(ConfigError, match=r"seed=.*: must be a whole number"):
+            set_seed(seed)
 
 
 def test_the_default_seed_is_42():

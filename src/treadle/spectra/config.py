@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from treadle.capture import check_capture
 from treadle.compiling import check_compile
 from treadle.errors import ConfigError, refuse_unknown
 from treadle.parallel import as_parallel
+from treadle.seed import as_seed
 
 _ALLOWED = {
     "amp_dtype": ("bf16", "fp16"),
@@ -26,19 +29,31 @@ _ALLOWED = {
 _BOOLS = ("amp", "enable_tf32", "use_ema", "background_saves")
 _NUMBERS = ("grad_clip", "ema_decay", "early_stop_start_ratio", "early_stop_min_delta")
 _WHOLE = ("early_stop_patience", "accumulation_steps", "max_non_finite_grad_retries", "eval_seed")
+_MAY_BE_NONE = ("grad_clip", "early_stop_patience", "max_non_finite_grad_retries")
 
 
 def check_types(
-    settings: Any, *, bools: Iterable[str] = (), numbers: Iterable[str] = (), whole: Iterable[str] = ()
+    settings: Any,
+    *,
+    bools: Iterable[str] = (),
+    numbers: Iterable[str] = (),
+    whole: Iterable[str] = (),
+    paths: Iterable[str] = (),
+    may_be_none: Collection[str] = (),
 ) -> None:
-    """Raises ConfigError where a setting is of another type; None is left to those that know whether it may be."""
-    kinds = ((bools, bool, "True or False"), (numbers, Real, "a number"), (whole, Integral, "a whole number"))
+    """Raises ConfigError where a setting is of another type, or None that may not be."""
+    kinds: tuple[tuple[Iterable[str], Any, str], ...] = (
+        (bools, bool, "True or False"),
+        (numbers, Real, "a number"),
+        (whole, Integral, "a whole number"),
+        (paths, (str, os.PathLike), "a path"),
+    )
     for fields, kind, words in kinds:
         for field in fields:
             value = getattr(settings, field)
             # True is a number to Python, and "no" is true.
             fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-            if value is not None and not fits:
+            if not fits and not (value is None and field in may_be_none):
                 raise ConfigError(f"{type(settings).__name__}.{field}={value!r}: must be {words}")
 
 
@@ -109,7 +124,8 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         for field, allowed in _ALLOWED.items():
             check_allowed("TrainerConfig", field, getattr(self, field), allowed)
-        check_types(self, bools=_BOOLS, numbers=_NUMBERS, whole=_WHOLE)
+        check_types(self, bools=_BOOLS, numbers=_NUMBERS, whole=_WHOLE, paths=["out_dir"], may_be_none=_MAY_BE_NONE)
+        as_seed("TrainerConfig.eval_seed", self.eval_seed)
         source = self.resume_from
         self._check(
             source is None or isinstance(source, (str, os.PathLike)), "resume_from", 'must be "auto", a path or None'
@@ -134,7 +150,7 @@ class TrainerConfig:
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as plain values."""
         values = dataclasses.asdict(self)
-        return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
+        return {key: str(value) if isinstance(value, (Path, torch.device)) else value for key, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainerConfig:

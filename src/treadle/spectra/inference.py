@@ -21,6 +21,7 @@ from treadle.errors import ConfigError
 from treadle.evaluation import evaluate, for_each_batch, refuse_no_batch
 from treadle.hooks.history import dump_records
 from treadle.precision import Precision
+from treadle.seed import as_seed
 from treadle.spectra.config import check_allowed, check_types
 from treadle.spectra.task import SpectraTask, spectra_of
 
@@ -46,7 +47,8 @@ class TesterConfig:
     eval_seed: int = 0
 
     def __post_init__(self) -> None:
-        check_types(self, bools=("amp", "log_history"), whole=("eval_seed",))
+        check_types(self, bools=("amp", "log_history"), whole=("eval_seed",), paths=("out_dir", "history_filename"))
+        as_seed("TesterConfig.eval_seed", self.eval_seed)
         fixed = self.fixed_visible
         if fixed is not None and not (
             isinstance(fixed, Tensor) and fixed.dtype == torch.bool and fixed.dim() in (1, 2)
@@ -127,7 +129,7 @@ class ExtractorConfig:
     return_numpy: bool = False
 
     def __post_init__(self) -> None:
-        check_types(self, bools=("amp", "return_numpy"))
+        check_types(self, bools=("amp", "return_numpy"), paths=("save_path",), may_be_none=("save_path",))
         check_allowed("ExtractorConfig", "amp_dtype", self.amp_dtype, ("bf16", "fp16"))
         if self.save_path is not None and Path(self.save_path).suffix not in (".npy", ".pt", ".pth"):
             raise ConfigError(f"ExtractorConfig.save_path={os.fspath(self.save_path)!r}: must end in .npy, .pt or .pth")

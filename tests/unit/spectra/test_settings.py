@@ -1,0 +1,60 @@
+"""Settings of the spectra face that are no settings are refused before any work; spellings of one value are equal."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+from spectra_kit import make
+from treadle import ConfigError
+from treadle.spectra import ExtractorConfig, TesterConfig, TrainerConfig
+
+MAY_BE_NONE = {
+    TrainerConfig: {
+        "device", "grad_clip", "early_stop_patience", "resume_from", "max_non_finite_grad_retries", "parallel",
+    },
+    TesterConfig: {"device", "fixed_visible"},
+    ExtractorConfig: {"device", "save_path"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"), [(settings, field.name) for settings in MAY_BE_NONE for field in fields(settings)]
+)
+def test_none_is_refused_where_it_has_no_meaning(settings, field):
+    if field in MAY_BE_NONE[settings]:
+        assert getattr(settings(**{field: None}), field) is None
+    else:
+        with pytest.raises(ConfigError, match=f"{field}=None"):
+            settings(**{field: None})
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        (TrainerConfig, "out_dir"), (TesterConfig, "out_dir"), (TesterConfig, "history_filename"),
+        (ExtractorConfig, "save_path"),
+    ],
+)  # fmt: skip
+def test_what_is_no_path_is_refused_when_it_is_given(settings, field):
+    with pytest.raises(ConfigError, match=rf"{settings.__name__}\.{field}=3: must be a path"):
+        settings(**{field: 3})
+
+
+@pytest.mark.parametrize("settings", [TrainerConfig, TesterConfig])
+def test_a_seed_that_torch_has_not_is_refused_before_training(settings):
+    with pytest.raises(ConfigError, match=rf"{settings.__name__}\.eval_seed={2**64}: must be from"):
+        settings(eval_seed=2**64)
+    assert settings(eval_seed=-1).eval_seed == -1
+
+
+def test_a_device_object_and_numbers_of_numpy_are_as_good_as_plain_ones(tmp_path):
+    plain = make(tmp_path / "plain", device="cpu", eval_seed=3).fit(1)
+    other = make(tmp_path / "other", device=torch.device("cpu"), eval_seed=np.int64(3))
+    assert other.fit(1) == plain
+    config = torch.load(tmp_path / "other" / "checkpoints" / "last.pt", weights_only=True)["config"]
+    assert (config["device"], config["eval_seed"]) == ("cpu", 3)
+    assert TrainerConfig.from_dict(config) == TrainerConfig.from_dict(other.cfg.to_dict())
