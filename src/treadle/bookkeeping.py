@@ -39,10 +39,19 @@ def check_settings(interval: str, grad_clip: float | None, accumulation: int, re
         raise ConfigError(f"scheduler_interval={interval!r}: must be 'step' or 'epoch'")
     if grad_clip is not None and not (isinstance(grad_clip, (int, float)) and grad_clip >= 0):
         raise ConfigError(f"grad_clip={grad_clip!r}: must be a number >= 0; use None or 0 to turn clipping off")
-    if not isinstance(accumulation, int) or accumulation < 1:
-        raise ConfigError(f"accumulation_steps={accumulation!r}: a step needs a whole number of micro-batches, >= 1")
+    check_accumulation(accumulation)
     if retries is not None and not (isinstance(retries, int) and retries >= 0):
         raise ConfigError(f"max_non_finite_grad_retries={retries!r}: must be None or >= 0")
+
+
+def check_accumulation(steps: int, *, argument: str = "accumulation_steps") -> None:
+    """Raises ConfigError unless it is a number of micro-batches that a step can have.
+
+    Example:
+        >>> check_accumulation(4)
+    """
+    if not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"{argument}={steps!r}: a step needs a whole number of micro-batches, >= 1")
 
 
 def begin_step(engine: Engine) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from treadle.bookkeeping import check_accumulation
 from treadle.capture import Capture
 from treadle.compiling import Compile, check_compile, compile_model
 from treadle.distributed import unwrap
@@ -99,12 +100,14 @@ class BaseTrainer(Engine):
         if not isinstance(max_steps, int) or max_steps < 0:
             raise ConfigError(f"max_steps={max_steps!r}: must be a whole number of optimizer steps, >= 0")
         check_precision(mixed_precision, argument="mixed_precision")
+        accumulation_steps = 1 if gradient_accumulation_steps is None else gradient_accumulation_steps
+        check_accumulation(accumulation_steps, argument="gradient_accumulation_steps")
         self._configure(
             scheduler_interval=scheduler_interval,
             device=device,
             precision=mixed_precision,
             grad_clip=grad_clip,
-            accumulation_steps=1 if gradient_accumulation_steps is None else gradient_accumulation_steps,
+            accumulation_steps=accumulation_steps,
             max_non_finite_grad_retries=max_non_finite_grad_retries,
             eval_seed=0,
             capture=capture,

@@ -39,6 +39,12 @@ def test_a_method_that_builds_nothing_is_named(method):
         trainer.train()
 
 
+@pytest.mark.parametrize("steps", [0, -1, 1.5])
+def test_a_wrong_number_of_micro_batches_is_refused_by_the_name_that_it_was_given(steps):
+    with pytest.raises(ConfigError, match=rf"^gradient_accumulation_steps={steps}: "):
+        Line(2, gradient_accumulation_steps=steps, device="cpu")
+
+
 def test_an_evaluation_before_the_training_says_what_to_call():
     trainer = Line(2, device="cpu")
     with pytest.raises(ConfigError, match=r"evaluate\(\) came before train\(\)"):
