@@ -25,7 +25,7 @@ from treadle.compiling import check_compile, compile_model
 from treadle.device import get_device
 from treadle.ema import Ema
 from treadle.engine import Engine
-from treadle.epochs import EpochTrainer, numbers_of
+from treadle.epochs import numbers_of
 from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks.background import BackgroundErrorHook
 from treadle.hooks.base import BaseHook
@@ -37,6 +37,7 @@ from treadle.parallel import spread
 from treadle.precision import PrecisionName, tf32
 from treadle.run_folder import say_if_other_loss, write_best_and_last
 from treadle.spectra.config import TrainerConfig
+from treadle.spectra.epochs import SpectraEpochs
 from treadle.spectra.files import Selection, write_epoch
 from treadle.spectra.task import Augmenter, SpectraTask
 from treadle.trackers import TrackerChoice, with_trackers
@@ -105,7 +106,7 @@ class SpectraTrainer:
         if self._selects:
             delta, patience = self.cfg.early_stop_min_delta, self.cfg.early_stop_patience
             rule = BestRule("val_loss", "min", delta, patience)
-        self._epochs = EpochTrainer(self._engine, best=rule)
+        self._epochs = SpectraEpochs(self._engine, best=rule)
 
     def _choose_selection(self) -> bool:
         if self.cfg.selection == "best" and self.val_loader is None:
@@ -160,7 +161,7 @@ class SpectraTrainer:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One record per epoch."""
+        """One record per epoch: ``epoch``, ``train_loss``, ``val_loss`` (None without a validation) and ``lr``."""
         return self._epochs.history
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor
 from treadle.errors import ConfigError
 from treadle.spectra.arrays import unmasked
 
-DeviceLike: TypeAlias = str | torch.device | None
+DeviceLike: TypeAlias = str | int | torch.device | None
 RowsLike: TypeAlias = Tensor | np.ndarray[Any, Any]
 
 
@@ -23,15 +23,18 @@ def resolve_device(device: DeviceLike) -> torch.device:
     """Return the device asked for; None means CUDA, then MPS, then CPU, whichever is there first.
 
     Raises:
-        ConfigError: it is no device, or not available.
+        ConfigError: it is no device, or not available; those that are there are named.
     """
     if device is not None:
         try:
             found = torch.device(device)
             torch.empty(0, device=found)
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, TypeError) as error:  # torch's words for MPS are a page
+            names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+            names += ["mps"] if torch.backends.mps.is_available() else []
             raise ConfigError(
-                f"device={device!r} is not available ({str(error).splitlines()[0]}); pass another, or None"
+                f"device={device!r} is not available here; available: {', '.join(names)}. "
+                "Pass one of these, or None to choose automatically"
             ) from error
         return found
     if torch.cuda.is_available():
