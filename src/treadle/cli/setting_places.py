@@ -14,9 +14,6 @@ from treadle.cli.setting_names import first_name, whole_name
 from treadle.config.tree import join_path
 from treadle.errors import ConfigError
 
-_ARGUMENTS = {"accumulation_steps": "gradient_accumulation_steps"}
-"""Arguments of the engine -> those of the trainers, which hand them on."""
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -48,11 +45,10 @@ def settings_placed(file: Path, overrides: Sequence[str]) -> Iterator[None]:
         found = entries(file)
         given = {text.removeprefix("+").partition("=")[0].rstrip("!+- ") for text in overrides}
         known = [*found, *(key for key in given if key not in found)]
-        renamed = {old: f"trainer.{new}" for old, new in _ARGUMENTS.items() if f"trainer.{new}" in known}
         if not isinstance(error, ConfigError):
             _add_place(error, file, found)
             raise
-        text = whole_name(str(error), known, renamed)
+        text = whole_name(str(error), known, {})
         text += _place(text, file, found, given)
         if text == str(error):
             raise
