@@ -29,12 +29,14 @@ def generate(
     top_k: int | None,
     vocab: VocabSpec | None,
     generator: torch.Generator | None,
+    legal_only: bool,
 ) -> tuple[Tensor, Tensor]:
     """Continues sequences; `CausalTransformerLM.generate` is the way to call this and says what it does."""
-    _check(model, tokens, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, vocab=vocab)
+    _check(model, tokens, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k)
+    _check_vocab(model, vocab, legal_only=legal_only)
     end = min(tokens.shape[1] + max_new_tokens, model.max_len)
     with evaluation_mode(model):
-        rule = _AnyId(types) if vocab is None else _LegalId(vocab, tokens)
+        rule = _LegalId(vocab, tokens) if legal_only and vocab is not None else _AnyId(vocab, types)
         caches = model.new_caches(end)
         all_tokens, all_types = [tokens], [types]
         for _ in range(end - tokens.shape[1]):
@@ -49,9 +51,10 @@ def generate(
 
 
 class _AnyId:
-    """Any id may follow, and the last type of the prompt is that of all."""
+    """Any id may follow; its type is that of the id, or without a vocabulary the last of the prompt."""
 
-    def __init__(self, types_BL: Tensor):
+    def __init__(self, vocab: VocabSpec | None, types_BL: Tensor):
+        self._vocab = vocab
         self._types_B = types_BL[:, -1]
 
     def all_ended(self) -> bool:
@@ -62,7 +65,7 @@ class _AnyId:
 
     def follow(self, ids_B: Tensor) -> Tensor:
         """Takes note of the ids that were drawn and returns their types."""
-        return self._types_B
+        return self._types_B if self._vocab is None else self._vocab.types_of(ids_B)
 
 
 class _LegalId:
@@ -104,7 +107,6 @@ def _check(
     max_new_tokens: int,
     temperature: float,
     top_k: int | None,
-    vocab: VocabSpec | None,
 ) -> None:
     if tokens.dim() != 2 or tokens.shape[1] == 0:
         raise ConfigError(f"tokens has shape {tuple(tokens.shape)}; a prompt is (B, L) with at least one position")
@@ -116,6 +118,11 @@ def _check(
         raise ConfigError(f"temperature={temperature}: must be finite and at least 0; 0 takes the likeliest id")
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k={top_k}: must be at least 1, or None for all ids")
+
+
+def _check_vocab(model: CausalTransformerLM, vocab: VocabSpec | None, *, legal_only: bool) -> None:
+    if legal_only and vocab is None:
+        raise ConfigError("legal_only=True, but vocab=None: what is legal follows from the vocabulary; give it")
     if vocab is not None and (vocab.vocab_size != model.vocab_size or vocab.n_types > model.n_types):
         raise ConfigError(
             f"vocab has {vocab.vocab_size} ids and {vocab.n_types} types, the model vocab_size={model.vocab_size} and "

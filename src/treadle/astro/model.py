@@ -191,6 +191,7 @@ class CausalTransformerLM(nn.Module):
         *,
         vocab: VocabSpec | None = None,
         generator: torch.Generator | None = None,
+        legal_only: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Continues sequences, with the keys and values of earlier positions kept.
 
@@ -202,16 +203,16 @@ class CausalTransformerLM(nn.Module):
             max_new_tokens: how many to add at most; a sequence never grows beyond ``max_len``.
             temperature: divides the logits; 0 takes the likeliest id.
             top_k: draw among the likeliest k ids only.
-            vocab: draw only ids that are legal at their position in the order of `encode_sequence`, and take each
-                type from its id. A row that has its EOS gets PAD, and all rows having it ends the generation.
-                None: any id, and the last type of the prompt for all.
+            vocab: the type of each new id follows from the id. None: it is the last type of the prompt.
             generator: draws the ids, on any device; None takes the global one.
+            legal_only: with ``vocab``, draw only ids that are legal at their position in the order of
+                `encode_sequence`. A row that has its EOS gets PAD, and all rows having it ends the generation.
 
         Returns:
             ``tokens`` and ``types``, each the prompt and what was added, (B, at most L + max_new_tokens).
 
         Raises:
-            ConfigError: an argument is out of its range, or a prompt is not legal under ``vocab``.
+            ConfigError: an argument is out of its range, or with ``legal_only`` a prompt is not legal.
 
         Example:
             >>> model, tokens = CausalTransformerLM(15, 12, 16, 1, 2, 32, 0.0, 32), torch.tensor([[1, 5]])
@@ -220,7 +221,7 @@ class CausalTransformerLM(nn.Module):
         """
         return generate(
             self, tokens, types=types, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-            vocab=vocab, generator=generator,
+            vocab=vocab, generator=generator, legal_only=legal_only,
         )  # fmt: skip
 
     def _check_input(self, tokens: Tensor, types: Tensor, attn_mask: Tensor | None, *, start: int = 0) -> None:

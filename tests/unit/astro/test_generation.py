@@ -1,4 +1,4 @@
-"""Generation: the cache changes nothing, and with a vocabulary only legal sequences come out."""
+"""Generation: the cache changes nothing, types follow from ids, and on request only legal sequences come out."""
 
 from __future__ import annotations
 
@@ -109,12 +109,24 @@ def test_it_stops_at_max_len():
     assert torch.equal(model.generate(*full)[0], full[0])
 
 
+def test_with_a_vocabulary_types_follow_from_the_likeliest_ids_after_any_prompt_up_to_max_len():
+    model = small_model(max_len=24).eval()
+    tokens, types = prompt(13, 5, 8)  # no sequence begins so
+    found, found_types = model.generate(tokens, types, 100, temperature=0, vocab=VOCAB)
+    for _ in range(21):
+        with torch.no_grad():
+            likeliest = model(tokens, types)[:, -1:].argmax(-1)
+        tokens, types = torch.cat([tokens, likeliest], 1), torch.cat([types, VOCAB.types_of(likeliest)], 1)
+    assert torch.equal(found, tokens)
+    assert torch.equal(found_types, types)
+
+
 @pytest.mark.parametrize("top_k", [None, 3])
-def test_with_a_vocabulary_only_legal_ids_come_and_types_follow_from_them(top_k):
+def test_with_legal_only_no_other_ids_come_and_types_follow_from_them(top_k):
     model, (tokens, types) = small_model(max_len=200), prompt(BOS, rows=60)
-    tokens, types = model.generate(
-        tokens, types, 199, temperature=3.0, top_k=top_k, vocab=VOCAB, generator=torch.Generator().manual_seed(0)
-    )
+    draw = torch.Generator().manual_seed(0)
+    options = {"temperature": 3.0, "top_k": top_k, "vocab": VOCAB, "legal_only": True}
+    tokens, types = model.generate(tokens, types, 199, generator=draw, **options)
     assert torch.equal(types, VOCAB.types_of(tokens))
     SequenceGrammar(VOCAB, CPU).read(tokens)  # raises at an illegal id
     for row in tokens.tolist():
@@ -141,7 +153,8 @@ def parts_of(ids):
 
 def test_generation_ends_when_every_row_has_its_eos():
     model, (tokens, types) = small_model(max_len=500), prompt(BOS)
-    tokens, _ = model.generate(tokens, types, 499, vocab=VOCAB, generator=torch.Generator().manual_seed(0))
+    draw = torch.Generator().manual_seed(0)
+    tokens, _ = model.generate(tokens, types, 499, vocab=VOCAB, generator=draw, legal_only=True)
     assert (tokens == EOS).any(dim=1).all()
     assert tokens.shape[1] < 500
     assert (tokens[:, -1] == EOS).any()
@@ -149,14 +162,15 @@ def test_generation_ends_when_every_row_has_its_eos():
 
 def test_a_prompt_that_has_its_eos_stays_as_it_is():
     tokens = encode_sequence(VOCAB, image=[0])["tokens"].expand(2, -1)
-    found, _ = small_model().generate(tokens, VOCAB.types_of(tokens), 5, vocab=VOCAB)
+    found, _ = small_model().generate(tokens, VOCAB.types_of(tokens), 5, vocab=VOCAB, legal_only=True)
     assert torch.equal(found, tokens)
 
 
 def test_the_dtype_of_the_ids_is_kept():
     tokens, types = (ids.to(torch.int32) for ids in prompt(BOS))
-    found = small_model().generate(tokens, types, 3, vocab=VOCAB)
-    assert [ids.dtype for ids in found] == [torch.int32, torch.int32]
+    for legal_only in (False, True):
+        found = small_model().generate(tokens, types, 3, vocab=VOCAB, legal_only=legal_only)
+        assert [ids.dtype for ids in found] == [torch.int32, torch.int32]
 
 
 def random_object(draw):
@@ -210,7 +224,7 @@ def test_with_one_column_a_missing_scalar_is_followed_by_sep_alone():
 )
 def test_a_prompt_that_no_sequence_begins_with_is_refused_where_it_goes_wrong(ids, message):
     with pytest.raises(ConfigError, match=message):
-        small_model().generate(*prompt(*ids), vocab=VOCAB)
+        small_model().generate(*prompt(*ids), vocab=VOCAB, legal_only=True)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +234,7 @@ def test_a_prompt_that_no_sequence_begins_with_is_refused_where_it_goes_wrong(id
         ({"temperature": -0.1}, "temperature=-0.1"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_k": 0}, "top_k=0"),
+        ({"legal_only": True}, "legal_only=True, but vocab=None"),
         ({"vocab": build_vocab_spec()}, "vocab has 13317 ids and 12 types, the model vocab_size=15 and n_types=12"),
     ],
 )
