@@ -82,7 +82,7 @@ def combined_loss_from_hidden(
         check_shapes("hidden", hidden, len(weight), targets, vocab)
         positions = choose_positions(targets, vocab, config, use_ce=use_ce, generator=generator)
     weights = config.term_weights(vocab)
-    needed = needed_codebooks(vocab, codebooks, weights, hidden.device)
+    needed = needed_codebooks(vocab, codebooks, weights, hidden.device, each_batch=True)
     values = loss_of_hidden(hidden, weight, positions, needed, weights, totals=totals)
     return values.loss, values.stats()
 

@@ -6,9 +6,9 @@ Shapes: G = groups of one modality, K = ids of one group, D = dimensions of a co
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -156,23 +156,48 @@ def prepare_codebooks(
         ([[[-1.0, -2.0], [1.0, 2.0]]], torch.Size([2, 2, 1]))
     """
 
+    codebooks = _prepared(vocab, (image, spectrum, scalar), device)
+    if _is_shared(vocab, spectrum):
+        _warn_shared(vocab.spectrum_groups)
+    return codebooks
+
+
+def needed_codebooks(
+    vocab: VocabSpec,
+    given: tuple[Any, Any, Any],
+    weights: Mapping[str, float],
+    device: torch.device,
+    *,
+    each_batch: bool = False,
+) -> Codebooks:
+    """Prepares those of the image, spectrum and scalar codebooks whose terms have a weight.
+
+    With ``each_batch`` a warning comes once for one array and vocabulary, which a loop passes with every batch.
+    """
+    image, spectrum, scalar = (
+        codebook if weights[term] else None for codebook, term in zip(given, ("img", "spec", "sca"), strict=True)
+    )
+    codebooks = _prepared(vocab, (image, spectrum, scalar), device)
+    if _is_shared(vocab, spectrum) and not (each_batch and _was_told(vocab, spectrum)):
+        _warn_shared(vocab.spectrum_groups)
+    return codebooks
+
+
+def _prepared(vocab: VocabSpec, given: tuple[Any, Any, Any], device: torch.device | str | None) -> Codebooks:
     def ready(given: Any, check: Any) -> Codebook | None:
         if given is None:
             return None
         codebook: Codebook = given if isinstance(given, Codebook) else check(vocab, given)
         return codebook if device is None else codebook.to(device)
 
-    return Codebooks(ready(image, _image), ready(spectrum, _spectrum), ready(scalar, _scalar))
+    return Codebooks(*(ready(one, check) for one, check in zip(given, (_image, _spectrum, _scalar), strict=True)))
 
 
-def needed_codebooks(
-    vocab: VocabSpec, given: tuple[Any, Any, Any], weights: Mapping[str, float], device: torch.device
-) -> Codebooks:
-    """Prepares those of the image, spectrum and scalar codebooks whose terms have a weight."""
-    image, spectrum, scalar = (
-        codebook if weights[term] else None for codebook, term in zip(given, ("img", "spec", "sca"), strict=True)
-    )
-    return prepare_codebooks(vocab, image=image, spectrum=spectrum, scalar=scalar, device=device)
+def _is_shared(vocab: VocabSpec, spectrum: Any) -> bool:
+    """Whether one table is to serve several groups."""
+    if spectrum is None or isinstance(spectrum, (Mapping, Codebook)) or len(vocab.spectrum_groups) < 2:
+        return False
+    return np.ndim(spectrum) == 2
 
 
 def _image(vocab: VocabSpec, given: Any) -> Codebook:
@@ -200,8 +225,6 @@ def _spectrum(vocab: VocabSpec, given: Any) -> Codebook:
         return _codebook([_table(f"spectrum_codebook[{group!r}]", given[group], vocab.v_spectra) for group in groups])
     tables = _finite("spectrum_codebook", given)
     if tables.dim() == 2:
-        if len(groups) > 1:
-            _warn_shared(groups)
         return _codebook([_table("spectrum_codebook", tables, vocab.v_spectra)] * len(groups))
     if tables.dim() != 3 or len(tables) != len(groups):
         raise ConfigError(
@@ -216,7 +239,18 @@ def _spectrum(vocab: VocabSpec, given: Any) -> Codebook:
     )
 
 
-@functools.cache  # a loop that passes the array with every batch is told once
+_told: dict[tuple[int, int], list[weakref.ref[Any]]] = {}
+
+
+def _was_told(vocab: VocabSpec, spectrum: Any) -> bool:
+    """Whether this was asked before of the same two objects; of a list, which nothing can watch, of the vocabulary."""
+    watched = [vocab, spectrum] if isinstance(spectrum, (np.ndarray, Tensor)) else [vocab]
+    key = (id(vocab), id(watched[-1]))
+    told = [reference() for reference in _told.get(key, [])]
+    _told[key] = [weakref.ref(one) for one in watched]  # an id may be that of an object that is gone
+    return len(told) == len(watched) and all(one is other for one, other in zip(told, watched, strict=True))
+
+
 def _warn_shared(groups: tuple[str, ...]) -> None:
     logger.warning(
         "spectrum_codebook: one codebook is shared by the groups %s; expected spectra are only right if each group's "

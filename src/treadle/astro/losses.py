@@ -81,7 +81,7 @@ def combined_loss(
         check_shapes("logits", logits, logits.shape[-1], targets, vocab)
         positions = choose_positions(targets, vocab, config, use_ce=use_ce, generator=generator)
     weights = config.term_weights(vocab)
-    needed = needed_codebooks(vocab, codebooks, weights, logits.device)
+    needed = needed_codebooks(vocab, codebooks, weights, logits.device, each_batch=True)
     values = loss_of_logits(logits, positions, needed, weights, totals=totals)
     return values.loss, values.stats()
 

@@ -30,7 +30,6 @@ from treadle.astro import (
     combined_loss,
     cross_entropy_loss,
     image_reconstruction_loss,
-    loss_inputs,
     loss_terms,
     losses,
     prepare_codebooks,
@@ -334,16 +333,29 @@ def test_codebooks_may_be_arrays_tensors_stacked_or_prepared():
         torch.testing.assert_close(loss, expected)
 
 
-def test_one_codebook_for_several_groups_is_shared_and_warned_of_once(caplog):
-    loss_inputs._warn_shared.cache_clear()
-    with caplog.at_level(logging.WARNING, "treadle.astro"):
-        for _ in range(2):
-            loss, _ = spectrum_reconstruction_loss(tiny_logits(), TARGETS, tiny_vocab(), [[0.0], [4.0]], 10)
+@pytest.mark.parametrize("as_array", [np.array, torch.tensor, list])
+def test_one_codebook_for_several_groups_is_shared_and_warned_of_once_in_a_loop(caplog, as_array):
+    def warnings():
+        found = [record.message for record in caplog.records if "shared by the groups a, b" in record.message]
+        caplog.clear()
+        return len(found)
+
+    caplog.set_level(logging.WARNING, "treadle.astro")
+    vocab, codebook = tiny_vocab(), as_array([[0.0], [4.0]])
+    for _ in range(2):
+        loss, _ = spectrum_reconstruction_loss(tiny_logits(), TARGETS, vocab, codebook, 10)
     assert loss.item() == pytest.approx(4.0)
-    assert [record.message for record in caplog.records if "shared by the groups a, b" in record.message] == [
-        caplog.records[-1].message
-    ]
-    caplog.clear()
+    assert warnings() == 1
+    other = tiny_vocab()  # whoever asks for it elsewhere is told, too
+    spectrum_reconstruction_loss(tiny_logits(), TARGETS, other, codebook, 10)
+    assert warnings() == 1
+    for _ in range(2):
+        prepare_codebooks(vocab, spectrum=codebook)
+    assert warnings() == 2
+
+
+def test_one_codebook_for_one_group_is_no_reason_to_warn(caplog):
+    caplog.set_level(logging.WARNING, "treadle.astro")
     one = build_vocab_spec(2, 4, 2, ["a"], scalar_bins=2)
     spectrum_reconstruction_loss(torch.zeros(1, 1, 13), torch.tensor([[12]]), one, [[0.0], [4.0]], 10)
     assert caplog.records == []
