@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from treadle.builder import REGISTRY
 
@@ -14,6 +15,10 @@ from treadle.builder import REGISTRY
 # has run a parallel region waits for ever in its first one. One thread also makes the suite faster on small tensors.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How long an example may take, and how long its making, is a matter of what else the machine does.
+settings.register_profile("treadle", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("treadle")
 
 
 def pytest_collection(session):

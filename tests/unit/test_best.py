@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.best import BestRule, EarlyStopping, resolve_mode
@@ -57,7 +57,6 @@ def test_the_bar_is_the_best_minus_the_delta_and_strict():
     assert [rule.update(i, v) for i, v in enumerate([0.5, 0.75, 0.7500001], start=1)] == [True, False, True]
 
 
-@settings(deadline=None)
 @given(st.floats(0.01, 100), st.floats(0, 10), st.floats(0, 100))
 def test_improved_means_exactly_what_the_rule_says(best, delta, value):
     low = BestRule("loss", min_delta=delta)

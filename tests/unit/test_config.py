@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.config import (
@@ -603,7 +603,6 @@ def test_a_saved_python_file_is_read_back_equal(tmp_path_factory, config):
     assert same(config, before)
 
 
-@settings(deadline=None)
 @given(trees(leaves, tuples=False))
 def test_a_saved_yaml_file_is_read_back_equal(tmp_path_factory, config):
     config.pop("parents", None)

@@ -191,7 +191,7 @@ def survives(path):
     json.dumps(inspect_path(path))
 
 
-FUZZ = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 edits = st.lists(st.tuples(st.integers(0, 10**9), st.binary(min_size=0, max_size=6), st.integers(0, 6)), max_size=6)
 
 

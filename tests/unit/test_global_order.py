@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -34,7 +34,6 @@ def places(batches):
     return [place for batch in batches for part in batch for place in part]
 
 
-@settings(deadline=None)
 @given(ORDERS)
 def test_every_sample_is_read_once_in_order_and_every_rank_has_a_share_of_every_batch(order):
     batches = read(order)
@@ -50,7 +49,6 @@ def test_every_sample_is_read_once_in_order_and_every_rank_has_a_share_of_every_
     assert order.consumed(len(batches)) == len(seen)
 
 
-@settings(deadline=None)
 @given(ORDERS)
 def test_batches_have_the_size_that_was_asked_for_but_for_the_last_two(order):
     sizes = [sum(map(len, batch)) for batch in read(order)]
@@ -60,7 +58,6 @@ def test_batches_have_the_size_that_was_asked_for_but_for_the_last_two(order):
         assert all(size <= order.global_batch_size for size in sizes), "one process never merges batches"
 
 
-@settings(deadline=None)
 @given(ORDERS, st.lists(st.tuples(st.integers(1, 7), st.integers(0, 15), st.integers(0, 5)), max_size=4))
 def test_stopped_and_gone_on_with_other_ranks_every_sample_is_read_once(order, layouts):
     layouts = [(order.num_replicas, order.global_batch_size, 2), *[(r, r + extra, n) for r, extra, n in layouts]]

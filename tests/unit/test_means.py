@@ -121,7 +121,7 @@ def test_a_saved_mean_goes_on_to_the_bit_from_any_cut(cut):
     assert differences(to_plain(second.state_dict()), to_plain(straight.state_dict())) == []
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 140), min_size=1, max_size=3))
 def test_any_number_of_cuts_changes_no_bit(cuts):
     straight = RunningMeans()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
@@ -179,13 +179,11 @@ trees = st.recursive(
 ).filter(lambda tree: isinstance(tree, dict))
 
 
-@settings(deadline=None)
 @given(trees)
 def test_unflattening_a_flattened_dict_gives_the_dict(tree):
     assert unflatten(flatten_nested_dict(tree)) == tree
 
 
-@settings(deadline=None)
 @given(trees)
 def test_the_average_of_equal_dicts_is_the_dict(tree):
     before = copy.deepcopy(tree)

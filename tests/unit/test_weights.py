@@ -110,7 +110,7 @@ def test_sums_are_added_up_and_not_divided():
     assert gradient(slopes((3.0, 2), (5.0, 10)), undivided=True) == 8.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 50)), min_size=1, max_size=6),
     st.booleans(),
@@ -122,7 +122,7 @@ def test_the_gradient_is_the_weighted_mean_of_the_micro_gradients(pairs, as_tens
         assert got == pytest.approx(sum(g * w for g, w in pairs) / total, abs=1e-4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
 def test_every_split_of_the_same_samples_gives_the_same_gradient(sizes):
     y = torch.arange(float(sum(sizes)))

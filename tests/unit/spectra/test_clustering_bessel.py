@@ -60,7 +60,7 @@ def test_log_normalizer_within_1e_5_of_the_reference(d: int) -> None:
     assert got == pytest.approx([reference_log_normalizer(d, kappa) for kappa in kappas], rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(2, 512), st.floats(0.0, 1e4))
 def test_log_normalizer_anywhere_in_the_range(d: int, kappa: float) -> None:
     # A kappa below 1e-6 cannot change the result in float64, but its logarithm spoils the reference.
@@ -130,7 +130,7 @@ def test_kappa_is_refined_beyond_its_start() -> None:
     assert float(kappa_from_mean_length(3, length)) == pytest.approx(12.0, abs=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(2, 512), st.floats(1e-3, 1e4))
 def test_kappa_comes_back(d: int, kappa: float) -> None:
     length = vmf_bessel_ratio(d, torch.tensor([kappa], dtype=torch.float64))

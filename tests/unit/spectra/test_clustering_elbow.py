@@ -102,7 +102,7 @@ def test_chord_rule() -> None:
     assert chord_elbow([4], [1.0]) == (0, 0.0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20), st.floats(0.1, 10.0), st.floats(-100, 100))
 def test_chord_rule_properties(values: list[float], scale: float, shift: float) -> None:
     k_list = list(range(1, len(values) + 1))

@@ -80,7 +80,7 @@ def test_zero_rows_are_refused() -> None:
         silhouette_score_cosine(rows, [0, 0, 1, 1])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(4, 30), st.integers(2, 5), st.integers(0, 10_000))
 def test_any_labelling_equals_scikit_learn(n: int, d: int, seed: int) -> None:
     rows, labels = data(n=n, d=d, k=3, seed=seed)

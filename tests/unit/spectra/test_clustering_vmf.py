@@ -37,7 +37,7 @@ def test_the_likelihood_never_falls(init: str, k: int, noise: float, d: int) -> 
     assert model.loglik(rows) >= model.loglik_history_[-1] - 1e-5 * abs(model.loglik_history_[-1])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 14), st.integers(2, 6), st.integers(0, 10_000), st.booleans())
 def test_the_likelihood_never_falls_on_few_rows(n: int, d: int, seed: int, doubled: bool) -> None:
     rows = torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
