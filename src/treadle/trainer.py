@@ -38,7 +38,8 @@ class BaseTrainer(Engine):
     ``load_state_dict()``.
 
     Args:
-        max_steps: absolute target, >= 0.
+        max_steps: absolute target, >= 0. An epoch that ends with the last step is completed only when the run goes on,
+            so that the checkpoint of the last step is the state that the run ends with.
         grad_clip: total 2-norm; None or 0 off.
         max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None or 0: none.
         mixed_precision: None, ``"bf16"`` or ``"fp16"``.

@@ -84,6 +84,18 @@ def test_a_run_by_steps_leaves_at_its_target_in_the_middle_of_an_epoch():
     assert (engine.step, engine.epoch, engine.micro_steps, engine.applied_steps) == (3, 1, 3, 3)
 
 
+def test_an_epoch_that_ends_with_the_last_step_is_completed_when_the_run_goes_on():
+    recorder = Recorder()
+    engine = scalar_engine(hooks=[recorder])
+    engine.run([1.0, 2.0], max_steps=2)
+    assert (engine.step, engine.epoch) == (2, 0)
+    assert "on_after_epoch" not in recorder.log  # the last step's checkpoint is the state at the end
+    recorder.log.clear()
+    engine.run([1.0, 2.0], max_steps=3)
+    assert recorder.log == ["on_before_train", "on_after_epoch", *STEP, "on_after_train", "on_close"]
+    assert (engine.step, engine.epoch) == (3, 1)
+
+
 def test_events_reach_hooks_in_list_order_and_close_in_reverse_order():
     log = []
     engine = scalar_engine(hooks=[Recorder("a:", log), Recorder("b:", log)])
