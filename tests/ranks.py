@@ -35,7 +35,8 @@ _PRELOADED = [
 ]  # fmt: skip
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 TORCHRUN_OF_FORKS = [sys.executable, "-m", "torchrun_of_forks", "--standalone"]  # for processes.Forked
-_GRACE = 5.0  # seconds for the other ranks once one has failed: their errors follow from its error
+_PATIENCE = 240.0  # seconds; only a hang costs them
+_GRACE = 60.0  # seconds for the other ranks once one has failed: their errors follow from its error
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Outcome:
         return self.error is None and self.exitcode == 0
 
 
-def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = _PATIENCE) -> list[Any]:
     """Calls ``function(*args)`` on every rank of a fresh gloo group and returns the results in rank order.
 
     Raises:
@@ -76,7 +77,7 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
 
 
 def outcomes_on_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, grace: float = _GRACE
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = _PATIENCE, grace: float = _GRACE
 ) -> list[Outcome]:
     """As :func:`run_on_ranks`, but ranks may fail or die (``os._exit``, a signal): says how each of them ended.
 
@@ -145,7 +146,7 @@ def _collect(running: dict[Connection, int], outcomes: list[Outcome], timeout: f
     while running and (left := deadline - time.monotonic()) > 0:
         for connection in wait(list(running), timeout=left):
             rank = running.pop(connection)
-            outcomes[rank].failed_at = time.time()
+            outcomes[rank].failed_at = time.monotonic()
             with contextlib.suppress(EOFError):  # it died without a word
                 ok, value, outcomes[rank].failed_at = connection.recv()
                 if ok:
@@ -173,6 +174,7 @@ def _on_a_rank(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size,
             timeout=timedelta(seconds=timeout),
         )  # fmt: skip
+        _wait_until_all_are_connected(Path(folder), rank, world_size)
         value = function(*args)
         if dist.is_initialized():
             dist.barrier()
@@ -180,10 +182,17 @@ def _on_a_rank(
         buffer = io.BytesIO()
         torch.save(value, buffer)
     except BaseException:
-        results.send((False, traceback.format_exc(), time.time()))
+        results.send((False, traceback.format_exc(), time.monotonic()))
         results.close()
         raise SystemExit(1) from None
     results.send((True, buffer.getvalue(), float("inf")))
+
+
+def _wait_until_all_are_connected(folder: Path, rank: int, world_size: int) -> None:
+    """Keeps a rank that ends at once from being lost to others that still connect to it, an error of their start."""
+    (folder / f"connected_{rank}").touch()
+    while len([*folder.glob("connected_*")]) < world_size:
+        time.sleep(0.002)
 
 
 def _find(file: str, module: str, name: str) -> Any:

@@ -28,12 +28,12 @@ def fails_on_rank_1():
 def dies_on_rank_1():
     if dist.get_rank() == 1:
         os._exit(7)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def hangs_on_rank_0():
     if dist.get_rank() == 0:
-        time.sleep(60)
+        time.sleep(600)
 
 
 def test_results_come_back_in_rank_order():
@@ -52,9 +52,14 @@ def test_a_death_is_told_and_the_others_are_ended():
     assert not first.ok
 
 
+def shows_the_hang(timeout):
+    with pytest.raises(AssertionError, match="rank 0 of 2") as caught:
+        run_on_ranks(hangs_on_rank_0, 2, timeout=timeout)
+    return "hangs_on_rank_0" in str(caught.value)
+
+
 def test_a_hang_is_reported_with_the_place():
-    with pytest.raises(AssertionError, match=r"(?s)rank 0 of 2.*hangs_on_rank_0"):
-        run_on_ranks(hangs_on_rank_0, 2, timeout=3)
+    assert any(map(shows_the_hang, (3, 12, 48)))  # on a slow machine a rank may not be there before the first is over
 
 
 def test_no_rank_that_torchrun_forks_runs_before_all_are_forked(tmp_path):

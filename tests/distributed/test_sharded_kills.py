@@ -60,7 +60,7 @@ def kill(root, places):
     found = {}
     for number, place in enumerate(places):
         folder = root / place
-        outcomes = outcomes_on_ranks(die_in_a_save, 2, str(folder), place, number % 2 == 1, timeout=60)
+        outcomes = outcomes_on_ranks(die_in_a_save, 2, str(folder), place, number % 2 == 1)
         found[place] = outcomes, sorted(path.name for path in folder.iterdir())
     return found
 

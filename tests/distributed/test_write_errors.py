@@ -99,7 +99,7 @@ def talk_of_steps(folder):
     original, go_on = checkpointing.save_checkpoint, threading.Event()
 
     def wait(tree, path):
-        assert go_on.wait(20)
+        assert go_on.wait(120)
         return original(tree, path)
 
     checkpointing.save_checkpoint = wait
