@@ -49,8 +49,10 @@ class AstroEpochs(SelectingEpochs):
         return numbers_of({"loss": loss, "records": values}, self._weights)
 
     def step_numbers(self) -> dict[str, Any]:
-        """Returns the numbers of the present step; reads the device."""
+        """Returns the numbers of the present step, 0 for a term without positions; reads the device."""
         means = RunningMeans()
         for output in self.engine.step_outputs:
             add_output(means, output)
-        return numbers_of(means.compute(), self._weights)
+        numbers = numbers_of(means.compute(), self._weights)
+        counts = {f"loss_{name[2:]}": value for name, value in numbers.items() if name.startswith("n_")}
+        return {name: value if counts.get(name, 1) else 0.0 for name, value in numbers.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,11 +10,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from treadle.astro.config import TrainingConfig
 from treadle.astro.sequences import collate_sequences
+from treadle.astro.settings import training_settings
 
 
 def build_loader(
     dataset: Dataset[Any],
-    training: TrainingConfig,
+    training: TrainingConfig | Mapping[str, Any],
     *,
     shuffle: bool = True,
     batch_sampler: Iterable[list[int]] | None = None,
@@ -25,7 +26,7 @@ def build_loader(
 
     Args:
         dataset: gives sequences, as `encode_sequence` makes them.
-        training: batch size, workers and their options.
+        training: batch size, workers and their options; a mapping is read as `AstroTrainer` reads it.
         shuffle: a new order each epoch, drawn from the global generator.
         batch_sampler: gives the indices of each batch, instead of the batch size and ``shuffle``.
 
@@ -38,6 +39,8 @@ def build_loader(
         >>> next(iter(loader))["tokens"].tolist()
         [[1, 2, 0], [1, 5, 2]]
     """
+    if isinstance(training, Mapping):
+        training = training_settings(training)
     options: dict[str, Any] = {"batch_size": training.batch_size, "shuffle": shuffle}
     if batch_sampler is not None:
         options = {"batch_sampler": batch_sampler}

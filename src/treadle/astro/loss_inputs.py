@@ -10,6 +10,7 @@ import logging
 import math
 import weakref
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,11 +51,13 @@ class LossConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.enabled, bool):
             raise ConfigError(f"enabled={self.enabled!r}: must be True or False")
-        check_sample_k(self.sample_k)
+        object.__setattr__(self, "sample_k", check_sample_k(self.sample_k))  # plain numbers, also out of NumPy's
         for name in ("weight_image", "weight_scalar", "weight_spectrum"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+            if not number or not 0 <= value < math.inf:
                 raise ConfigError(f"{name}={value!r}: a weight must be a finite number >= 0; 0 leaves the term out")
+            object.__setattr__(self, name, float(value))
 
     @classmethod
     def read(cls, config: Any) -> LossConfig:
@@ -88,14 +91,14 @@ class LossConfig:
 
 
 def check_sample_k(k: int) -> int:
-    """Returns k if it is a whole number >= 1.
+    """Returns k as an int if it is a whole number >= 1.
 
     Raises:
         ConfigError: it is not.
     """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+    if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
         raise ConfigError(f"sample_k={k!r}: at least one position must be drawn; give a whole number >= 1")
-    return k
+    return int(k)
 
 
 @dataclasses.dataclass(frozen=True)

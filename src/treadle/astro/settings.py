@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from treadle.astro.config import TrainingConfig, from_dict
+from treadle.astro.config import AstroConfig, TrainingConfig, from_dict
 from treadle.astro.loss_inputs import Codebooks, LossConfig, needed_codebooks
 from treadle.astro.vocab import VocabSpec
 from treadle.data.cursor import steps_per_epoch
@@ -20,8 +20,12 @@ from treadle.optim import can_be_fused, decay_groups
 from treadle.precision import PrecisionName
 
 
-def training_settings(config: TrainingConfig | Mapping[str, Any] | None) -> TrainingConfig:
+def training_settings(config: Any) -> TrainingConfig:
     """Returns the settings as a dataclass of their own.
+
+    Args:
+        config: a mapping or a dataclass, and so are the loss settings in it, whose ``sample_k`` is
+            ``sample_k_per_modality``; None for the defaults.
 
     Raises:
         ConfigError: a key is unknown, a value is wrong, or it is something else, such as all settings of a run.
@@ -32,11 +36,27 @@ def training_settings(config: TrainingConfig | Mapping[str, Any] | None) -> Trai
     """
     if config is None:
         return TrainingConfig()
-    if isinstance(config, TrainingConfig):
-        return from_dict(dataclasses.asdict(config), TrainingConfig)
-    if isinstance(config, Mapping):
-        return from_dict(config, TrainingConfig)
-    raise ConfigError(f"config: a {type(config).__name__}; give the training part, such as load_config().training")
+    values = _as_mapping(config)
+    if isinstance(config, AstroConfig) or not isinstance(values, Mapping):
+        raise ConfigError(f"config: a {type(config).__name__}; give the training part, such as load_config().training")
+    if "meaningful_loss" in values:
+        values = {**values, "meaningful_loss": _loss_section(values["meaningful_loss"])}
+    return from_dict(values, TrainingConfig)
+
+
+def _as_mapping(given: Any) -> Any:
+    is_instance = dataclasses.is_dataclass(given) and not isinstance(given, type)
+    return dataclasses.asdict(given) if is_instance else given
+
+
+def _loss_section(given: Any) -> Any:
+    """Returns loss settings by the names of `MeaningfulLossConfig`; the losses have a shorter name for one of them."""
+    values = _as_mapping(given)
+    if not isinstance(values, Mapping) or "sample_k" not in values:
+        return values
+    settings = dataclasses.asdict(LossConfig.read(values))
+    settings["sample_k_per_modality"] = settings.pop("sample_k")
+    return settings
 
 
 def precision_of(use_amp: bool | None, amp_dtype: str, device: torch.device) -> PrecisionName | None:

@@ -125,6 +125,8 @@ def sequences(count=5):
 def test_the_loader_pads_batches_of_the_size_and_keeps_the_last_short_one():
     training = TrainingConfig(batch_size=2, num_workers=0)
     batches = list(build_loader(sequences(), training, shuffle=False))
+    same = build_loader(sequences(), {"batch_size": training.batch_size, "num_workers": 0}, shuffle=False)
+    assert [batch["tokens"].tolist() for batch in same] == [batch["tokens"].tolist() for batch in batches]
     assert [tuple(batch["tokens"].shape) for batch in batches] == [(2, 11), (2, 13), (1, 14)]
     assert [int(batch["attn_mask"].sum()) for batch in batches] == [10 + 11, 12 + 13, 14]
     torch.manual_seed(0)

@@ -278,6 +278,8 @@ def test_settings_are_read_from_mappings_and_dataclasses():
     assert LossConfig.read(_Settings()) == LossConfig(True, 7, 0.5, 0.0, 0.0)
     assert LossConfig.read(None) == LossConfig.read({}) == LossConfig()
     assert LossConfig() == LossConfig(True, 4096, 0.1, 0.1, 0.1)
+    numbers = LossConfig.read({"sample_k": np.int64(7), "weight_image": np.float32(0.5)})
+    assert [type(value) for value in (numbers.sample_k, numbers.weight_image)] == [int, float]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from astro_trainer_kit import VOCAB, LogitsOnly, OverflowAt, codebooks, loader, make, model, same_weights, sequences
 from treadle.astro import (
     AstroTrainer,
+    MeaningfulLossConfig,
     Trainer,
     TrainingConfig,
     build_vocab_spec,
@@ -104,6 +105,25 @@ def test_settings_that_do_not_fit_are_refused(settings, words):
 def test_all_settings_in_place_of_the_training_part_are_refused():
     with pytest.raises(ConfigError, match=r"give the training part, such as load_config\(\).training"):
         AstroTrainer(model(), VOCAB, loader(), load_config(), **codebooks())
+
+
+@dataclasses.dataclass
+class OwnSettings:
+    epochs: int = 3
+    meaningful_loss: MeaningfulLossConfig = dataclasses.field(default_factory=lambda: MeaningfulLossConfig(True, 7))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        OwnSettings(),
+        {"epochs": 3, "meaningful_loss": {"sample_k": 7}},
+        {"epochs": 3, "meaningful_loss": MeaningfulLossConfig(sample_k_per_modality=7)},
+    ],
+)
+def test_settings_are_read_from_dataclasses_and_with_the_name_that_the_losses_have(given):
+    trainer = AstroTrainer(model(), VOCAB, loader(), given, **codebooks(), device="cpu")
+    assert (trainer.config.epochs, trainer.config.meaningful_loss) == (3, MeaningfulLossConfig(True, 7))
 
 
 @pytest.mark.parametrize("epochs", [-1, 1.5, True])
@@ -258,8 +278,7 @@ def test_a_step_on_one_batch_is_that_of_the_documented_loss(use_ce, hidden):
     assert numbers["loss_total"] == pytest.approx(expected.item(), abs=1e-5)
     for term in TERMS:
         assert numbers[f"n_{term}"] == stats[f"n_{term}"]
-        if stats[f"n_{term}"]:
-            assert numbers[f"loss_{term}"] == pytest.approx(float(stats[f"loss_{term}"]), abs=1e-5)
+        assert numbers[f"loss_{term}"] == pytest.approx(float(stats[f"loss_{term}"]), abs=1e-5)
     assert torch.allclose(kept["head"], gradient, atol=1e-6)
     assert numbers["lr"] == pytest.approx(0.01)
 
@@ -337,7 +356,7 @@ def test_without_cross_entropy_a_batch_without_positions_changes_nothing():
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     numbers = trainer.train_step(batch)
     assert math.isnan(numbers["loss_total"])
-    assert numbers["n_ce"] == 0
+    assert {numbers[f"loss_{term}"] for term in TERMS} == {numbers[f"n_{term}"] for term in TERMS} == {0}
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters()))
     assert (trainer.global_step, trainer.applied_steps) == (1, 0)
 
