@@ -16,6 +16,7 @@ from treadle.errors import ConfigError
 from treadle.failure import failing_by_name
 from treadle.guard import FiniteGuard, RefusalPlan, skips_on_device
 from treadle.hooks.base import BaseHook
+from treadle.naming import clean_name
 from treadle.optim import check_scheduler, uncovered_parameters
 from treadle.out_of_memory import explaining_out_of_memory
 from treadle.rank_state import separate_streams
@@ -90,7 +91,7 @@ def training_session(engine: Engine) -> Iterator[None]:
                     opened.append(hook)
                     hook.on_before_train(engine)
                 engine.listen()
-                engine.model.train()
+                into_training_mode(engine)
                 yield
                 leave_on_signal(engine)  # one that came after the last boundary must not be lost
         except BaseException as error:
@@ -103,6 +104,27 @@ def training_session(engine: Engine) -> Iterator[None]:
             engine.exchange.close()
             engine.call_all()
             close_hooks(engine, opened, failure)
+
+
+def into_training_mode(engine: Engine) -> None:
+    """Puts every module into training mode, and warns of layers whose running statistics somebody froze before.
+
+    A model that is in eval mode as a whole was loaded to be used; nobody asked to freeze a part of it.
+    """
+    model = engine.model
+    frozen = [
+        (name, module)
+        for name, module in (model.named_modules() if model.training else ())
+        if not module.training and getattr(module, "running_mean", None) is not None
+    ]
+    model.train()
+    thawed = [clean_name(name) for name, module in frozen if module.training]
+    if thawed:
+        engine.logger.warning(
+            "model: %d layers with running statistics were in eval mode (first: %s) and are in training mode now, as "
+            "every module is when training starts; to keep them frozen, override train() of the model",
+            len(thawed), thawed[0],
+        )  # fmt: skip
 
 
 def check_added_hooks(engine: Engine) -> None:

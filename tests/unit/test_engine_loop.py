@@ -505,6 +505,45 @@ def test_two_averages_need_two_names():
     assert set(engine.state_dict()["ema"]) == {"ema", "copy"}
 
 
+class KeepsEval(nn.Module):
+    """Freezes its layer as models do that mean it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+class OutOfNorm:
+    """A task without numbers of its own."""
+
+    def step(self, model, batch, totals=None, generator=None):
+        return StepOutput(model(batch).square().sum())
+
+
+@pytest.mark.parametrize(("model", "frozen", "thawed"), [
+    (nn.Sequential(nn.BatchNorm1d(4)), "0", True),
+    (nn.Sequential(nn.BatchNorm1d(4)), "", False),  # all of it, as models come that were loaded to be used
+    (nn.Sequential(KeepsEval()), "0.norm", False),
+])  # fmt: skip
+def test_a_frozen_layer_with_running_statistics_is_named_when_training_thaws_it(model, frozen, thawed, caplog):
+    model.train().get_submodule(frozen).eval()
+    Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), OutOfNorm(), device="cpu").run(
+        [torch.randn(3, 4)], max_steps=1
+    )
+    warned = [record.getMessage() for record in caplog.records if "running statistics" in record.getMessage()]
+    assert len(warned) == thawed
+    assert all("(first: 0)" in line and "override train()" in line for line in warned)
+    assert model.get_submodule(frozen).training is (frozen != "0.norm")
+
+
 def test_parameters_outside_the_optimizer_are_listed_in_a_warning(caplog):
     model = nn.ModuleDict({"used": nn.Linear(1, 1), "forgotten": nn.Linear(1, 1), "frozen": nn.Linear(1, 1)})
     model["frozen"].requires_grad_(False)
