@@ -17,7 +17,7 @@ from treadle.compiling import compile_in_place, repeated_blocks, warn_of_sharded
 from treadle.errors import ConfigError, refuse_unknown
 
 ParallelName = Literal["ddp", "fsdp"]
-Block = type[nn.Module] | nn.Module
+Block = type[nn.Module] | nn.Module | str
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -27,8 +27,8 @@ class ParallelConfig:
 
     Attributes:
         kind: ``"ddp"``: every rank has the whole model. ``"fsdp"``: every rank has a part of each parameter.
-        blocks: what is compiled, and gathered one at a time when sharded: modules, or classes of them. None takes the
-            items of the model's ModuleLists.
+        blocks: what is compiled, and gathered one at a time when sharded: modules, their classes or their names. None
+            takes the items of the model's ModuleLists.
         param_dtype: ``"fsdp"``: the type in which weights are gathered and computed with: a torch dtype, ``"bf16"``,
             ``"fp16"`` or ``"fp32"``; None keeps theirs.
         reduce_dtype: ``"fsdp"``: the type in which gradients are reduced; None takes ``param_dtype``.
@@ -277,12 +277,24 @@ def _blocks(model: nn.Module, asked: Sequence[Block] | None) -> list[nn.Module]:
     found: dict[nn.Module, None] = {}
     for block in asked:
         kind: Any = block if isinstance(block, type) else ()
-        some = [part for part in model.modules() if part is block or isinstance(part, kind)]
+        some = [part for part in model.modules() if block in (part, type(part).__name__) or isinstance(part, kind)]
         if not some or some == [model]:
-            name = block.__name__ if isinstance(block, type) else type(block).__name__
+            name = block_name(block)
             raise ConfigError(f"blocks: the model has no {name} inside; its parts are {_kinds(model)}")
         found.update(dict.fromkeys(part for part in some if part is not model))
     return [part for part in reversed(list(model.modules())) if part in found]
+
+
+def block_name(block: Block) -> str:
+    """Returns the name of a block's class.
+
+    Example:
+        >>> block_name("Linear"), block_name(nn.Linear), block_name(nn.Linear(1, 1))
+        ('Linear', 'Linear', 'Linear')
+    """
+    if isinstance(block, str):
+        return block
+    return block.__name__ if isinstance(block, type) else type(block).__name__
 
 
 def _kinds(model: nn.Module) -> str:

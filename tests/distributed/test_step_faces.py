@@ -144,7 +144,14 @@ def test_a_sharded_model_trains_as_replicas_do(face, found):
 
 
 def test_without_a_process_group_the_setting_names_torchrun():
-    with pytest.raises(ConfigError, match="launch with torchrun"):
-        Trainer(Stack(), None, nn.CrossEntropyLoss(), device="cpu", parallel="ddp")
+    net, as_sharded = astro_trainer_kit.model(), ParallelConfig("fsdp", blocks=["EncoderLayer"])
+    for build in (
+        lambda: Trainer(Stack(), None, nn.CrossEntropyLoss(), device="cpu", parallel="ddp"),
+        lambda: graph_kit.make(parallel=as_sharded),
+        lambda: astro_trainer_kit.make(net=net, parallel=as_sharded),
+        lambda: SpectraTrainer(net, torch.optim.SGD(net.parameters()), [], device="cpu", parallel=as_sharded),
+    ):
+        with pytest.raises(ConfigError, match="launch with torchrun"):
+            build()
     with pytest.raises(ConfigError, match="must be 'ddp', 'fsdp' or None"):
         TrainerConfig(parallel="dp")

@@ -71,7 +71,7 @@ class Scalar(nn.Module):
 def blocks_and_errors():
     model, other = net(), net()
     parallelize(model, "fsdp")
-    parallelize(other, "fsdp", blocks=[nn.LayerNorm, other.narrow], reshard_after_forward=False)
+    parallelize(other, "fsdp", blocks=["LayerNorm", other.narrow], reshard_after_forward=False)
     by_default, asked = (
         [name for name, part in some.named_modules() if part in sharded_parts(some)] for some in (model, other)
     )
@@ -81,6 +81,7 @@ def blocks_and_errors():
         "twice": message(lambda: parallelize(model, "ddp")),
         "scalar": message(lambda: parallelize(Scalar(), "fsdp")),
         "no such block": message(lambda: parallelize(net(), "fsdp", blocks=[nn.Conv2d])),
+        "no such name": message(lambda: parallelize(net(), "fsdp", blocks=["Conv2d"])),
         "groups": message(lambda: parallelize(net(), "fsdp", replicas=3)),
     }  # fmt: skip
 
@@ -198,7 +199,8 @@ def test_errors_name_the_rule(found):
     for told in (rank["blocks"] for rank in found):
         assert "spread over ranks already" in told["twice"]
         assert "'temperature' is a scalar" in told["scalar"]
-        assert "no Conv2d inside; its parts are GELU, LayerNorm, Linear" in told["no such block"]
+        for case in ("no such block", "no such name"):
+            assert "no Conv2d inside; its parts are GELU, LayerNorm, Linear" in told[case]
         assert "2 ranks cannot be divided" in told["groups"]
 
 

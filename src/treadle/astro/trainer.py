@@ -46,7 +46,7 @@ from treadle.hooks.history import HistoryHook
 from treadle.hooks.progress import ProgressHook
 from treadle.means import read_scalars
 from treadle.optim import check_scheduler, move_optimizer_state
-from treadle.parallel import spread
+from treadle.parallel import ParallelConfig, spread
 from treadle.precision import PrecisionName
 from treadle.seed import mix_seed
 from treadle.trackers import TrackerChoice, with_trackers
@@ -86,6 +86,8 @@ class AstroTrainer:
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
             The terms of the pack's own loss are counted on the host in each step, so only a ``compute_loss`` of one's
             own can be replayed.
+        parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started; wins
+            over ``config.parallel``.
 
     Attributes:
         model, optimizer, scheduler, device, config: what the trainer works with.
@@ -132,6 +134,7 @@ class AstroTrainer:
         trackers: str | Sequence[TrackerChoice] = (),
         eval_seed: int = 0,
         capture: Capture = False,
+        parallel: ParallelConfig | str | None = None,
     ):
         self.config = training_settings(config)
         self.vocab = vocab
@@ -145,7 +148,7 @@ class AstroTrainer:
         compiled = check_compile(compile_model or self.config.compile)
         self.model = compile_in_place(model.to(self.device), "blocks" if compiled == "blocks" else False)
         self.optimizer = default_optimizer(self.model, self.config) if optimizer is None else optimizer
-        self.model = spread(self.model, self.config.parallel, self.optimizer)
+        self.model = spread(self.model, parallel or self.config.parallel, self.optimizer)
         move_optimizer_state(self.optimizer)
         self.scheduler = self._scheduler(scheduler, scheduler_interval)
         overridden = type(self).compute_loss is not AstroTrainer.compute_loss
@@ -330,8 +333,8 @@ class AstroTrainer:
         """Runs one optimizer step on one micro-batch, with its hooks, and reads what it gave.
 
         Returns:
-            ``loss_total``, the means and counts of `combined_loss` as numbers, and ``lr``; NaN where the batch has
-            nothing.
+            ``loss_total`` (NaN where no term has a position), the means and counts of `combined_loss` as numbers, and
+            ``lr``.
 
         Raises:
             NonFiniteError: the gradient is not finite.

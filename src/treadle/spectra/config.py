@@ -15,7 +15,7 @@ import torch
 from treadle.capture import check_capture
 from treadle.compiling import check_compile
 from treadle.errors import ConfigError, refuse_unknown
-from treadle.parallel import as_parallel
+from treadle.parallel import ParallelConfig, as_parallel, block_name
 from treadle.seed import as_seed
 
 _ALLOWED = {
@@ -61,6 +61,20 @@ def check_allowed(owner: str, field: str, value: Any, allowed: tuple[str, ...]) 
     """Raises ConfigError unless ``value`` is one of the allowed words."""
     if value not in allowed:
         raise ConfigError(f"{owner}.{field}={value!r}: must be one of {', '.join(map(repr, allowed))}")
+
+
+def _plain_parallel(value: ParallelConfig | Mapping[str, Any] | str | None) -> dict[str, Any] | str | None:
+    """Returns the setting as a checkpoint can hold it, and as it can be given again."""
+    config = as_parallel(value)
+    if config is None or isinstance(value, str):
+        return value if isinstance(value, str) else None
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    plain = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    plain["blocks"] = None if config.blocks is None else [block_name(block) for block in config.blocks]
+    for field in ("param_dtype", "reduce_dtype"):
+        if isinstance(plain[field], torch.dtype):
+            plain[field] = names.get(plain[field], str(plain[field]))
+    return plain
 
 
 @dataclass
@@ -115,7 +129,8 @@ class TrainerConfig:
     """Copy the state at the end of an epoch and write it while the next one trains, one write at a time; costs host
     memory for one copy of the state. ``fit`` returns when all is written."""
     parallel: str | None = None
-    """``"ddp"`` or ``"fsdp"`` spreads the model over the ranks that torchrun started; None leaves it as it is."""
+    """``"ddp"`` or ``"fsdp"`` spreads the model over the ranks that torchrun started; None leaves it as it is. For more
+    give the trainer ``parallel=ParallelConfig(...)``."""
     capture: bool | str = False
     """Whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses."""
     compile: bool | str = False
@@ -149,7 +164,8 @@ class TrainerConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as plain values."""
-        values = dataclasses.asdict(self)
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["parallel"] = _plain_parallel(self.parallel)
         return {key: str(value) if isinstance(value, (Path, torch.device)) else value for key, value in values.items()}
 
     @classmethod

@@ -33,7 +33,7 @@ from treadle.hooks.ema import EmaHook
 from treadle.hooks.history import HistoryHook
 from treadle.naming import model_state
 from treadle.optim import check_scheduler, move_optimizer_state
-from treadle.parallel import spread
+from treadle.parallel import ParallelConfig, spread
 from treadle.precision import PrecisionName, tf32
 from treadle.run_folder import say_if_other_loss, write_best_and_last
 from treadle.spectra.config import TrainerConfig
@@ -61,6 +61,7 @@ class SpectraTrainer:
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         augmenter: changes the model's input in training, see :class:`SpectraAugmenter`.
+        parallel: as ``cfg.parallel``, or a ParallelConfig; wins over it.
 
     Raises:
         ConfigError: ``device`` and ``cfg.device`` differ, a device is not available, or the scheduler is built over
@@ -85,12 +86,13 @@ class SpectraTrainer:
         hooks: Sequence[BaseHook] = (),
         augmenter: Augmenter | None = None,
         trackers: str | Sequence[TrackerChoice] = (),
+        parallel: ParallelConfig | str | None = None,
     ):
         self.cfg = TrainerConfig() if cfg is None else dataclasses.replace(cfg)
         self._device_asked = self.cfg.device if device is None else device
         self.device = _one_device(device, self.cfg.device)
         compiled = compile_model(model.to(self.device), check_compile(self.cfg.compile))
-        self.model = spread(compiled, self.cfg.parallel, optimizer)
+        self.model = spread(compiled, parallel or self.cfg.parallel, optimizer)
         move_optimizer_state(optimizer)
         check_scheduler(scheduler, optimizer)
         self.optimizer = optimizer

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from spectra_kit import make
-from treadle import ConfigError
+from treadle import ConfigError, ParallelConfig
+from treadle.checkpoint.schema import to_plain
+from treadle.parallel import as_parallel
 from treadle.spectra import ExtractorConfig, TesterConfig, TrainerConfig
 
 MAY_BE_NONE = {
@@ -58,3 +60,19 @@ def test_a_device_object_and_numbers_of_numpy_are_as_good_as_plain_ones(tmp_path
     config = torch.load(tmp_path / "other" / "checkpoints" / "last.pt", weights_only=True)["config"]
     assert (config["device"], config["eval_seed"]) == ("cpu", 3)
     assert TrainerConfig.from_dict(config) == TrainerConfig.from_dict(other.cfg.to_dict())
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        "fsdp",
+        {"kind": "fsdp", "replicas": 2},
+        ParallelConfig("fsdp", param_dtype=torch.bfloat16, reduce_dtype="fp32"),
+        ParallelConfig("ddp", blocks=[torch.nn.Linear, torch.nn.LayerNorm(2)]),
+    ],
+)
+def test_every_way_to_spread_a_model_goes_into_a_checkpoint_and_back(parallel):
+    values = TrainerConfig(parallel=parallel).to_dict()
+    assert to_plain(values, "config") == values
+    assert TrainerConfig.from_dict(values).to_dict() == values
+    assert as_parallel(values["parallel"]).kind == as_parallel(parallel).kind
