@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence, Sized
 from functools import partial
 from typing import Any
@@ -18,6 +19,8 @@ from treadle.functional.settings import TrainingSettings
 from treadle.optim import can_be_fused, move_optimizer_state
 
 _log = logging.getLogger("treadle.functional")
+# What `train` calls the arguments of a best rule.
+_OURS = {"metric": "best_model_metric=", "mode": "best_mode=", "patience": "early_stopping_patience="}
 
 
 def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: TrainingSettings) -> Optimizer:
@@ -91,7 +94,7 @@ def check_call(
     """Raises ConfigError for an argument of ``train`` that is out of range."""
     if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
         raise ConfigError(f"num_epochs={num_epochs!r}: must be a whole number of epochs >= 0, counted from the start")
-    if save_freq is not None and not save_freq >= 0:
+    if save_freq is not None and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 0):
         raise ConfigError(f"save_freq={save_freq!r}: must be >= 1 epoch, or None or 0 to write no numbered files")
     if callable(callbacks):
         raise ConfigError(f"callbacks={callbacks!r}: must be a list of functions; write [callback]")
@@ -158,7 +161,10 @@ def rule_for(
     if known is not None and not {name, metric} & set(known):
         raise ConfigError(f"best_model_metric={metric!r}: no epoch's record will have it; they have {', '.join(known)}")
     make = partial(MetricRule, name, mode, min_delta, patience)
-    make()  # refuses bad values now
+    try:
+        make()  # refuses bad values now
+    except ConfigError as error:
+        raise ConfigError(re.sub(r"\b(metric|mode|patience)=", lambda found: _OURS[found[1]], str(error))) from None
     return make
 
 

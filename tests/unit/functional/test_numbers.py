@@ -237,7 +237,7 @@ def test_a_metric_that_an_overridden_evaluation_does_not_give_is_refused_with_th
 def test_another_name_than_the_known_ones_needs_a_mode():
     trainer = scalar(evaluations([1.0, 2.0, 0.5], key="score"))
     train = [constant(1)]
-    with pytest.raises(ConfigError, match="mode='max'"):
+    with pytest.raises(ConfigError, match=r"best_model_metric='eval_score'.* pass best_mode='min' or best_mode='max'"):
         trainer.train(train, 1, train, best_model_metric="score")
     trainer.train(train, 3, train, best_model_metric="score", best_mode="max")
     assert (trainer.best_metric, trainer.best_epoch) == (2.0, 2)
@@ -255,7 +255,8 @@ def test_no_metric_selects_nothing_and_patience_then_is_refused(tmp_path):
     ("arguments", "word"),
     [
         ({"num_epochs": -1}, "num_epochs=-1"), ({"num_epochs": 1.5}, "num_epochs=1.5"),
-        ({"save_freq": -1}, "save_freq=-1"), ({"early_stopping_patience": 0}, "patience=0"),
+        ({"save_freq": -1}, "save_freq=-1"), ({"save_freq": 1.5}, "save_freq=1.5"),
+        ({"early_stopping_patience": 0}, "early_stopping_patience=0"), ({"best_mode": "least"}, "best_mode='least'"),
         ({"callbacks": print}, "list of functions"), ({"callbacks": ["x"]}, "cannot be called"),
         ({"resume_from": "auto"}, "needs save_dir"), ({"eval_dataloader": []}, "it is empty"),
     ],
