@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks
-from treadle.checkpoint.store import find_latest, link_checkpoint, save_checkpoint
+from treadle.checkpoint.store import copy_checkpoint, find_latest, save_checkpoint
 from treadle.engine import Engine
 from treadle.errors import CheckpointError, ConfigError
 
@@ -143,6 +143,6 @@ def write_best_and_last(tree: Mapping[str, Any], folder: Path, *, is_best: bool,
     """Writes ``best.pt`` if it is the best, then the last: killed in between, the newest file knows of the best."""
     best, last = folder / "best.pt", folder / last_name
     if is_best and save_checkpoint(tree, best) == best:
-        link_checkpoint(best, last)
+        copy_checkpoint(best, last)
     else:
         save_checkpoint(tree, last)

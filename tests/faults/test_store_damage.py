@@ -20,8 +20,8 @@ from treadle.checkpoint.lock import RunLock
 from treadle.checkpoint.store import (
     Retention,
     check_written,
+    copy_checkpoint,
     find_latest,
-    link_checkpoint,
     load_checkpoint,
     point_to,
     save_checkpoint,
@@ -29,6 +29,7 @@ from treadle.checkpoint.store import (
     write_text,
 )
 from treadle.errors import CheckpointError
+from treadle.run_folder import write_best_and_last
 
 PATTERN = r"checkpoint_step_(\d+)\.pt"
 
@@ -100,7 +101,7 @@ def test_nothing_is_staged_on_another_file_system(tmp_path, monkeypatch):
 
     def save():
         save_checkpoint(tree(), folder / "a.pt")
-        link_checkpoint(folder / "a.pt", folder / "b.pt")
+        copy_checkpoint(folder / "a.pt", folder / "b.pt")
         point_to(folder / "a.pt", "latest.pt")
         write_text("x", folder / "h.json")
 
@@ -167,11 +168,36 @@ def test_when_the_disk_does_not_confirm_a_rename_the_message_does_not_say_that_t
     assert load_checkpoint(tmp_path / "a.pt")["model"]["w"][0] == 2
 
 
-def test_linking_twice_leaves_no_second_name_behind(tmp_path):
+def test_copying_twice_leaves_two_files_and_nothing_else(tmp_path):
     save_checkpoint(tree(), tmp_path / "best.pt")
     for _ in range(2):
-        link_checkpoint(tmp_path / "best.pt", tmp_path / "last.pt")
+        copy_checkpoint(tmp_path / "best.pt", tmp_path / "last.pt")
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt"]
+
+
+def test_a_copy_has_the_write_time_of_its_source_and_bytes_of_its_own(tmp_path):
+    best = save_checkpoint(tree(), tmp_path / "best.pt")
+    os.utime(best, ns=(10**18, 10**18))
+    last = copy_checkpoint(best, tmp_path / "last.pt")
+    assert last.stat().st_mtime_ns == best.stat().st_mtime_ns
+    assert last.read_bytes() == best.read_bytes()
+    last.write_bytes(b"written into, not replaced")
+    assert load_checkpoint(best)["model"]["w"][0] == 1
+
+
+def test_a_damaged_last_checkpoint_leaves_the_best_of_the_same_epoch(tmp_path):
+    write_best_and_last(tree(), tmp_path, is_best=True)
+    (tmp_path / "last.pt").write_bytes(b"written into, not replaced")
+    path, _ = find_latest([tmp_path / "last.pt", tmp_path / "best.pt"])
+    assert path.name == "best.pt"
+
+
+def test_a_copy_that_the_disk_got_wrong_is_no_checkpoint(tmp_path, monkeypatch):
+    best = save_checkpoint(tree(), tmp_path / "best.pt")
+    monkeypatch.setattr(shutil, "copyfile", lambda source, name: Path(name).write_bytes(b"half"))
+    with pytest.raises(CheckpointError, match=r"last\.pt was not written"):
+        copy_checkpoint(best, tmp_path / "last.pt")
+    assert os.listdir(tmp_path) == ["best.pt"]
 
 
 def test_leftovers_with_odd_numbers_are_no_obstacle(tmp_path):
@@ -218,7 +244,7 @@ def test_a_read_only_folder_can_be_read_and_refuses_to_be_written_in_one_line():
             assert starts_at(folder) == 2
             for write in (
                 lambda: save_checkpoint(tree(), folder / "a.pt"),
-                lambda: link_checkpoint(folder / "checkpoint_step_1.pt", folder / "b.pt"),
+                lambda: copy_checkpoint(folder / "checkpoint_step_1.pt", folder / "b.pt"),
                 lambda: point_to(folder / "checkpoint_step_1.pt", "checkpoint_latest.pt"),
                 lambda: write_text("x", folder / "h.json"),
                 lambda: save_checkpoint(tree(), folder / "deep" / "a.pt"),

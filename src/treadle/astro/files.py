@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from treadle.astro.vocab import VocabSpec
 from treadle.checkpoint.ranks import on_rank_0
-from treadle.checkpoint.store import link_checkpoint, save_checkpoint
+from treadle.checkpoint.store import copy_checkpoint, save_checkpoint
 from treadle.errors import CheckpointError
 from treadle.hooks.base import BaseHook
 from treadle.run_folder import RunFolder, write_best_and_last
@@ -57,7 +57,7 @@ class AstroFolder(RunFolder):
         found = super().resume(source)
         if found is not None and found.name == "best.pt":
             own = found.with_name(self._epoch_name())
-            on_rank_0(lambda: None if own.exists() else link_checkpoint(found, own))
+            on_rank_0(lambda: None if own.exists() else copy_checkpoint(found, own))
         return found
 
     def restore(self, tree: Mapping[str, Any], source: str | Path) -> None:

@@ -212,17 +212,6 @@ def save_tensor(tensor: Tensor, path: str | os.PathLike[str]) -> Path:
     return write_bytes(lambda file: torch.save(tensor, file), path)
 
 
-def link_checkpoint(source: Path, target: Path) -> Path:
-    """Gives a written checkpoint a second name, atomically and without writing it again.
-
-    Files are only ever replaced, never changed, so both names keep their content. A file system without hard links
-    gets a copy.
-    """
-    with reported(target), replacing(target) as temporary:
-        _give_second_name(source, temporary)
-    return target
-
-
 def point_to(target: Path, name: str) -> Path:
     """Makes ``name``, beside ``target``, a symbolic link to it, atomically; where there are none, a second name.
 
@@ -264,10 +253,17 @@ def _can_link(link: Path) -> bool:
     return True
 
 
+def copy_file(source: Path, name: Path) -> None:
+    """Copies a file whole onto the disk, with its write time."""
+    shutil.copyfile(source, name)
+    written = os.stat(source)
+    os.utime(name, ns=(written.st_atime_ns, written.st_mtime_ns))
+    with open(name, "rb+") as file:
+        os.fsync(file.fileno())
+
+
 def _give_second_name(source: Path, name: Path) -> None:
     try:
         os.link(source, name)
     except OSError:  # nor hard ones
-        shutil.copyfile(source, name)
-        with open(name, "rb+") as file:
-            os.fsync(file.fileno())
+        copy_file(source, name)

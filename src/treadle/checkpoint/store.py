@@ -20,8 +20,8 @@ from torch import Tensor
 from treadle import distributed
 from treadle.checkpoint.archive import ArchiveError, read_archive
 from treadle.checkpoint.files import (
+    copy_file,
     first_line,
-    link_checkpoint,
     make_folder,
     point_to,
     replacing,
@@ -40,8 +40,8 @@ from treadle.errors import CheckpointError
 __all__ = [
     "Retention",
     "check_written",
+    "copy_checkpoint",
     "find_latest",
-    "link_checkpoint",
     "load_checkpoint",
     "load_weights",
     "open_checkpoint",
@@ -186,10 +186,32 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
                 file.flush()
                 date_last(temporary, target.parent)
                 os.fsync(file.fileno())
-            problems = check_written(temporary)
-            if problems:
-                raise CheckpointError(f"checkpoint {target} was not written: {'; '.join(problems)}; the disk may fail")
+            _refuse_half_written(temporary, target)
     return target
+
+
+def copy_checkpoint(source: Path, target: Path) -> Path:
+    """Copies a written checkpoint to another name, atomically and verified, with its write time.
+
+    No link: what damages one of the two files, or is written into it, must leave the other whole.
+
+    Args:
+        source: a file.
+        target: its folder is there.
+
+    Raises:
+        CheckpointError: as :func:`save_checkpoint` raises it.
+    """
+    with reported(target), replacing(target) as temporary:
+        copy_file(source, temporary)
+        _refuse_half_written(temporary, target)
+    return target
+
+
+def _refuse_half_written(temporary: Path, target: Path) -> None:
+    problems = check_written(temporary)
+    if problems:
+        raise CheckpointError(f"checkpoint {target} was not written: {'; '.join(problems)}; the disk may fail")
 
 
 def put_aside(target: Path, bad: list[str]) -> Path:

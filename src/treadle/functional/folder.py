@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from treadle.checkpoint.ranks import on_all_ranks, on_rank_0
-from treadle.checkpoint.store import link_checkpoint, save_checkpoint
+from treadle.checkpoint.store import copy_checkpoint, is_aside, save_checkpoint
 from treadle.engine import Engine
 from treadle.functional.files import BEST, HistoryFile, checkpoints_in, epoch_file
 from treadle.pretrained import has_save_pretrained, write_pretrained
@@ -62,7 +62,7 @@ class NumberedFolder(RunFolder):
         assert self.path is not None
         own = epoch_file(self.path, self.engine.epoch)
         if source.name == BEST and self._is_due():
-            on_rank_0(lambda: None if own.exists() else link_checkpoint(source, own))
+            on_rank_0(lambda: None if own.exists() else copy_checkpoint(source, own))
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -104,10 +104,10 @@ class NumberedFolder(RunFolder):
                 on_all_ranks(lambda: write_pretrained(model, path))
 
     def write(self, path: Path, metric_value: float | None) -> None:
-        """Writes one full checkpoint; the second of one epoch is a second name of the first. All ranks take part."""
-        if self._written:
-            first = self._written[0]
-            on_rank_0(lambda: link_checkpoint(first, path) if first.exists() else None)
+        """Writes one full checkpoint; the second of one epoch is a copy of the first. All ranks take part."""
+        first = self._written[0] if self._written else None
+        if first is not None and not is_aside(first):
+            on_rank_0(lambda: copy_checkpoint(first, path) if first.exists() else None)
             return
         tree = self.engine.state_dict()
         if metric_value is not None:

@@ -60,11 +60,25 @@ def test_the_best_file_holds_the_epochs_completed_and_what_was_scored(tmp_path):
     assert scored.evaluate(loader(seed=6))["loss"] == trainer.best_metric
 
 
-def test_the_two_files_of_one_epoch_are_one_on_the_disk(tmp_path):
+def test_what_hurts_one_of_the_two_files_of_an_epoch_leaves_the_other(tmp_path):
     trainer = run(tmp_path)
     assert trainer.best_epoch == 2
-    assert (tmp_path / "best_model.pt").samefile(tmp_path / "checkpoint_epoch_2.pt")
-    assert not (tmp_path / "best_model.pt").samefile(tmp_path / "checkpoint_epoch_1.pt")
+    best, own = tmp_path / "best_model.pt", tmp_path / "checkpoint_epoch_2.pt"
+    assert best.read_bytes() == own.read_bytes()
+    own.write_bytes(b"written into, not replaced")
+    resumed = make()
+    resumed.train(loader(shuffle=True), 2, loader(seed=6), save_dir=tmp_path, resume_from="auto")
+    assert resumed.history == trainer.history
+    assert same_weights(resumed, trainer)
+
+
+def test_a_model_that_is_not_finite_is_put_aside_under_both_names_of_an_epoch(tmp_path):
+    trainer = make()
+    trainer.model.register_buffer("unused", torch.tensor(float("nan")))
+    trainer.train(loader(shuffle=True), 1, loader(seed=6), save_dir=tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == [
+        "best_model.nonfinite.pt", "checkpoint_epoch_1.nonfinite.pt",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("spelling", ["absolute", "in the folder", "with the suffix in the name"])
