@@ -211,6 +211,20 @@ def test_a_run_that_goes_on_from_its_own_checkpoint_is_told_nothing(tmp_path, ca
     assert caplog.messages == []
 
 
+def test_a_file_of_a_plain_loop_goes_on_and_what_starts_fresh_is_named(tmp_path, caplog):
+    trainer = make(scheduler=warmed)
+    trainer.fit(data(), data(), epochs=2)
+    seed_keys = ("model", "optimizer", "scheduler", "epoch", "global_step", "best_metric", "best_epoch", "metrics")
+    torch.save({key: trainer._engine.state_dict()[key] for key in seed_keys}, tmp_path / "theirs.pt")
+    other = make(scheduler=warmed, seed=7)
+    with caplog.at_level(logging.WARNING, "treadle.graphs"):
+        other.load_checkpoint(tmp_path / "theirs.pt")
+    assert [message.split(",")[0] for message in caplog.messages] == ["nothing is loaded for progress"]
+    assert "progress, rng, data, selection, history," in caplog.text
+    assert (other.epoch, other.global_step, other.best_epoch) == (2, trainer.global_step, None)
+    assert [record["epoch"] for record in other.fit(data(), data(), epochs=3)["train"]] == [3]
+
+
 def test_a_checkpoint_of_another_loss_is_named(tmp_path, caplog):
     make(tmp_path, loss_fn=lambda pred, target: (pred - target).square().mean()).fit(data(), data(), epochs=1)
     with caplog.at_level(logging.WARNING, "treadle"):
