@@ -120,7 +120,7 @@ def note_what_starts_fresh(engine: Engine, tree: Mapping[str, Any]) -> None:
     if "model" not in tree:
         raise CheckpointError(f"the checkpoint has no 'model' entry; its keys are {sorted(tree)}")
     missing = [key for key in ("optimizer", "global_step", "progress", "rng", "data") if tree.get(key) is None]
-    written = {key for part in engine.state_parts for key in part.state_dict()}  # by an epoch driver, where there is one
+    written = {key for part in engine.state_parts for key in part.state_dict()}  # by an epoch driver
     missing += [key for key in ("selection", "history") if key in written and key not in tree]
     if missing:
         engine.logger.warning(
