@@ -111,6 +111,7 @@ class RunFolder:
                 source, self.engine.step,
             )  # fmt: skip
         else:
+            source = self.find(source)
             self.restore(open_on_ranks(source), source)
         return None
 

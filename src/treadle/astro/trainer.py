@@ -304,7 +304,7 @@ class AstroTrainer:
         Args:
             num_epochs: absolute target; None takes ``config.epochs``. A run that has reached it returns at once.
             val_loader: batches to evaluate after each epoch; ``val_loss_total`` then selects ``best.pt``.
-            resume_from: None, ``"auto"`` (the newest intact checkpoint of ``output_dir``), or a path.
+            resume_from: None, ``"auto"`` (the newest intact checkpoint of ``output_dir``), or a path, also in it.
 
         Returns:
             A record for each epoch: ``epoch`` (1-based), ``train_loss_total``, ``train_loss_ce``, …, ``train_n_ce``,

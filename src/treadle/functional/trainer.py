@@ -292,7 +292,7 @@ class Trainer:
             early_stopping_patience: epochs without improvement until training stops.
             callbacks: called as ``callback(trainer, epoch, metrics)`` after each epoch, ``epoch`` counted from 0.
             best_mode: ``"min"``, ``"max"``, or None for the direction of the metric's name.
-            resume_from: None, ``"auto"`` (the newest intact checkpoint in ``save_dir``), or a path.
+            resume_from: None, ``"auto"`` (the newest intact checkpoint in ``save_dir``), or a path, also in it.
 
         Returns:
             The history: lists by key, one entry per completed epoch.

@@ -231,7 +231,7 @@ class GraphTrainer:
             minimize_metric: its direction; None: that of its name.
             early_stopping: epochs without improvement until training stops; None never stops.
             min_delta: smallest change that counts as an improvement.
-            resume_from: None, ``"auto"`` (the newest intact checkpoint of ``checkpoint_dir``), or a path.
+            resume_from: None, ``"auto"`` (the newest intact checkpoint of ``checkpoint_dir``), or a path, also in it.
 
         Returns:
             ``{"train": [...], "val": [...]}``. A training record has ``epoch`` (1-based), ``loss``, the metrics of the

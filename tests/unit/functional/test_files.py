@@ -91,6 +91,7 @@ def test_a_path_is_taken_as_given_and_else_in_the_last_folder(tmp_path, spelling
     tree = trainer.load_checkpoint(path)
     assert isinstance(tree, dict)
     assert tree["epoch"] == trainer.epoch == trainer.best_epoch
+    assert make().train(loader(), tree["epoch"], save_dir="run", resume_from=path) == trainer.history
     with pytest.raises(CheckpointError, match=r"best_model\.pt\.pt"):
         trainer.load_checkpoint("best_model.pt.pt")
 
