@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -94,12 +95,15 @@ class TakesReplays(Protocol):
 
 
 class Metrics(Protocol):
-    """Epoch metrics over all outputs, such as a torchmetrics collection."""
+    """Epoch metrics over all outputs, such as a torchmetrics collection.
+
+    ``update`` takes the outputs of a micro-batch as they are, or prediction and target apart.
+    """
 
     def reset(self) -> None:
         """Forgets everything."""
 
-    def update(self, outputs: Any) -> None:
+    def update(self, *args: Any, **kwargs: Any) -> Any:
         """Adds the outputs of one micro-batch."""
 
     def compute(self) -> Mapping[str, Any]:
@@ -113,6 +117,28 @@ class HasMetrics(Protocol):
     def new_metrics(self) -> Metrics:
         """Returns a fresh metrics object."""
         ...
+
+
+def takes_outputs_apart(metrics: Metrics) -> bool:
+    """Returns whether ``update`` takes prediction and target as arguments of their own, as those of torchmetrics do.
+
+    Example:
+        >>> class Count:
+        ...     def update(self, prediction, target): ...
+        >>> takes_outputs_apart(Count())
+        True
+    """
+    try:
+        signature = inspect.signature(metrics.update)
+    except (TypeError, ValueError):  # it is not written in Python
+        return False
+    if next((each.kind for each in signature.parameters.values()), None) is inspect.Parameter.VAR_POSITIONAL:
+        return True
+    try:
+        signature.bind(None)
+    except TypeError:
+        return True
+    return False
 
 
 def as_step_output(result: Any, *, training: bool) -> StepOutput:

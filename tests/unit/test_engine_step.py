@@ -720,6 +720,33 @@ def test_epoch_metrics_see_all_outputs_and_come_back_as_numbers():
     assert type(result["count"]) is type(result["nested"]["x"]) is float
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_metrics_that_take_prediction_and_target_apart_get_them_so(several):
+    class Apart:
+        def reset(self):
+            self.sum = 0.0
+
+        def update(self, prediction, target, mask=None):
+            self.sum += prediction * target
+
+        def compute(self):
+            return {"sum": self.sum}
+
+    class Collection(Apart):
+        def update(self, *args, **kwargs):
+            super().update(*args, **kwargs)
+
+    class WithMetrics(Slopes):
+        def new_metrics(self):
+            return Collection() if several else Apart()
+
+        def step(self, model, batch, totals=None, generator=None):
+            return StepOutput(model(batch), outputs=(batch, 2.0))
+
+    engine = scalar_engine(task=WithMetrics())
+    assert engine.evaluate([1.0, 5.0, 2.0]) == {"loss": 0.0, "sum": 16.0}
+
+
 def test_a_table_among_the_metrics_reaches_history_and_checkpoint_as_lists(tmp_path):
     class Tables(Metrics):
         def compute(self):
