@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import LambdaLR
 
 from treadle.checkpoint.schema import versions
 from treadle.errors import CheckpointError
@@ -55,6 +58,7 @@ def note_what_is_overruled(engine: Engine, tree: Mapping[str, Any]) -> None:
         _say_that_the_checkpoint_wins(engine, "optimizer", settings)
     if scheduled and tree.get("scheduler") is not None:
         _say_that_the_checkpoint_wins(engine, "schedule", overruled_schedule(engine.lr_scheduler, tree["scheduler"]))
+        _say_that_the_rate_jumps(engine, tree["scheduler"])
 
 
 def _say_that_the_checkpoint_wins(engine: Engine, what: str, settings: list[str]) -> None:
@@ -64,6 +68,24 @@ def _say_that_the_checkpoint_wins(engine: Engine, what: str, settings: list[str]
             "or start a new run from load_weights(...)",
             what, ", ".join(settings),
         )  # fmt: skip
+
+
+def _say_that_the_rate_jumps(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """Warns where a function of this run, which no checkpoint holds, is not the one of the checkpoint's schedule."""
+    scheduler = engine.lr_scheduler
+    if type(scheduler) is not LambdaLR or any(saved.get("lr_lambdas") or ()):  # the state of callable objects is loaded
+        return
+    moves, bases, old = saved["last_epoch"], saved["base_lrs"], saved.get("_last_lr") or ()
+    rates = [float(base * factor(moves)) for base, factor in zip(bases, scheduler.lr_lambdas, strict=False)]
+    for rate, before in zip(rates, map(float, old), strict=False):
+        if not math.isclose(rate, before, rel_tol=1e-6):
+            engine.logger.warning(
+                "after %d moves the schedule of this run gives a learning rate of %g, the checkpoint's gave %g: from "
+                "here on the rate follows this run's; to go on along the old curve, build the schedule as it was, with "
+                "the same length",
+                moves, rate, before,
+            )  # fmt: skip
+            return
 
 
 def overruled_schedule(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from helpers import Augmented, MeanSquare, Snapshots, differences, small_model, through_a_file
 from treadle import BestRule, CheckpointError, ConfigError, Engine, EpochTrainer, TensorLoader, set_seed
+from treadle.graphs import get_scheduler
 from treadle.hooks import EmaHook
+from treadle.spectra import build_warmup_cosine
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
@@ -174,6 +176,20 @@ def test_another_setting_of_the_schedule_is_said_since_the_checkpoints_goes_on(c
     caplog.clear()
     scheduled(old).load_state_dict(through_a_file(state))
     assert "goes on with the checkpoint's" not in caplog.text
+
+
+@pytest.mark.parametrize("make", [
+    lambda o, steps: build_warmup_cosine(o, warmup_steps=1, total_steps=steps),
+    lambda o, steps: get_scheduler(o, "linear", total_epochs=steps),
+    lambda o, steps: lrs.LambdaLR(o, lambda n: 1 - n / steps),
+])  # fmt: skip
+def test_a_schedule_of_a_function_with_another_length_is_said_since_its_rate_jumps(make, caplog):
+    state = moved(lambda o: make(o, 10))
+    scheduled(lambda o: make(o, 20)).load_state_dict(state)
+    assert "after 3 moves the schedule of this run gives a learning rate of" in caplog.text
+    caplog.clear()
+    scheduled(lambda o: make(o, 10)).load_state_dict(through_a_file(state))
+    assert "the schedule of this run" not in caplog.text
 
 
 def test_another_kind_of_schedule_is_refused_in_words():
