@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from treadle.hooks.reporting import IntervalHook
+from treadle.hooks.values import hours
 from treadle.nested import flatten_nested_dict
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class ProgressHook(IntervalHook):
         done = trainer.step - self._first_step
         if total is not None and done >= self.eta_warmup:
             left = (time.perf_counter() - self._started) / max(done, 1) * (total - trainer.step)
-            parts.append(f"eta {timedelta(seconds=round(left))}")
+            parts.append(f"eta {hours(left)}")
         if "max_memory" in means:
             parts.append(f"mem {means['max_memory']:.2f}GiB")
         parts += [f"{name} {means[name]:.4f}" for name in ("loss", "grad_norm") if name in means]

@@ -14,6 +14,17 @@ from treadle.means import read_scalars
 from treadle.nested import flatten_nested_dict
 
 
+def hours(seconds: float) -> str:
+    """Returns a duration as ``H:MM:SS``, also one of more than a day.
+
+    Example:
+        >>> hours(21600.4), hours(100_000)
+        ('6:00:00', '27:46:40')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
 def require(module: str, needed_by: str, *, extra: str = "track") -> Any:
     """Imports an optional module.
 

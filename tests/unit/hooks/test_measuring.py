@@ -177,3 +177,17 @@ def test_a_progress_line_about_steps_of_another_process_shows_no_times(caplog):
     with caplog.at_level("INFO", "treadle"):
         hook.on_after_train(resumed)  # nothing but an evaluation was left to do
     assert caplog.messages[-1].startswith("Step 2/0: loss ")
+
+
+def test_the_time_left_is_hours_minutes_and_seconds_also_of_more_than_a_day(caplog, monkeypatch):
+    class Clock:
+        now = 0.0
+
+        def perf_counter(self):
+            self.now += 50_000.0
+            return self.now
+
+    monkeypatch.setattr("treadle.hooks.progress.time", Clock())
+    with caplog.at_level("INFO", "treadle"):
+        bare_engine(hooks=[ProgressHook(1, eta_warmup=1)]).run([torch.ones(2, 3)] * 3, max_steps=3)
+    assert " eta 27:46:40 loss " in next(line for line in caplog.messages if line.startswith("Step 1/3"))
