@@ -33,6 +33,15 @@ def pytest_collection_finish(session):
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _terminal():
+    """What the terminal of the caller can do is no matter of a test; one that needs another sets it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("TERM", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
+            patch.delenv(name, raising=False)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _registry():
     """What a test or a page of the documentation registers is gone afterwards."""
