@@ -15,7 +15,7 @@ COMMANDS = [info.callback.__name__ for info in app.registered_commands]
 DOCUMENTED = Path(__file__).parents[3] / "docs" / "command-line.md"
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "train spectra", "train text", "train graphs", "train astro"])
+@pytest.mark.parametrize("command", [*COMMANDS, "train", "train spectra", "train text", "train graphs", "train astro"])
 def test_every_command_has_examples_in_its_help(command, capsys):
     assert treadle(*command.split(), "--help") == 0
     text = capsys.readouterr().out
