@@ -84,10 +84,12 @@ def begin_attempt(engine: Engine, group: Group) -> None:
     """Begins the record of an attempt."""
     engine.group = group
     engine.micro_steps += len(group.batches)
-    engine.last_lr = _frozen_rates(engine)
+    rates = _frozen_rates(engine)
+    if not engine.epoch_applied_steps:
+        engine.last_lr = rates
     engine.step_outputs = []
     engine.step_info = {
-        "loss": [], "weight": [], "records": [], "data_time": group.data_time, "lr": engine.last_lr,
+        "loss": [], "weight": [], "records": [], "data_time": group.data_time, "lr": rates,
         "applied": False, "retries": engine.tries - 1, "reason": None, "num_samples": 0,
     }  # fmt: skip
     if engine.guard.plan is not None:
@@ -100,10 +102,11 @@ def _frozen_rates(engine: Engine) -> list[Any]:
     if not any(isinstance(rate, Tensor) for rate in rates):
         return rates
     state = [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates]
-    if engine.rates_copied != state:  # they move with the schedule, if there is one
-        engine.rates_copied = state
-        engine.last_lr = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
-    return engine.last_lr
+    copied_from, copies = engine.rates_copied
+    if copied_from != state:  # they move with the schedule, if there is one
+        copies = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+        engine.rates_copied = state, copies
+    return copies
 
 
 def clear_gradients(engine: Engine) -> None:
@@ -215,6 +218,7 @@ def move_on(engine: Engine, moved: Collection[Ema] = ()) -> Outcome:
     engine.precision.applied()
     engine.applied_steps += 1
     engine.epoch_applied_steps += 1
+    engine.last_lr = engine.step_info["lr"]
     if engine.lr_scheduler is not None and moves_each_step(engine):
         engine.lr_scheduler.step()
     for ema in engine.averages.values():

@@ -171,8 +171,8 @@ class Engine(Events):
         self.stray_parameters: list[nn.Parameter] = []
         self.epoch_means = RunningMeans()
         self.epoch_applied_steps = 0
-        self.last_lr: list[Any] = []
-        self.rates_copied: list[Any] = []  # what last_lr was copied from, and in which version
+        self.last_lr: list[Any] = []  # of the epoch's last applied step, of an attempt before there is one
+        self.rates_copied: tuple[list[Any], list[Any]] = ([], [])  # from what, in which version; and the copies
         self.term_totals: Mapping[str, float] | None = None
         self.tries = 1
         self.group = Group()

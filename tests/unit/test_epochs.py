@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from helpers import Slopes, differences, scalar_engine, through_a_file
 from treadle import BestRule, EpochTrainer
@@ -56,6 +57,29 @@ def test_a_finished_run_returns_the_stored_history():
     assert trainer.fit([1.0], [0.0], 2) == first
     assert trainer.fit([1.0], [0.0], 1) == first
     assert trainer.engine.step == 2
+
+
+@pytest.mark.parametrize("rate", [1.0, torch.tensor(1.0)], ids=["number", "tensor"])
+@pytest.mark.parametrize("cut", [None, 2, 3])
+def test_the_rate_of_a_record_is_that_of_the_last_applied_step(cut, rate):
+    def fit(epochs, state=None, stop=None):
+        engine = scalar_engine(lr=rate if isinstance(rate, float) else rate.clone())
+        engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, 0.5)
+        trainer = EpochTrainer(engine)
+        if state is not None:
+            engine.load_state_dict(state)
+        if stop is not None:
+            engine.run([1.0, 1.0, None], max_steps=stop)
+        else:
+            trainer.fit([1.0, 1.0, None], None, epochs)
+        return engine, trainer
+
+    state = None if cut is None else through_a_file(fit(1, stop=cut)[0].state_dict())
+    engine, trainer = fit(1, state)
+    assert trainer.history[0]["lr"] == 0.5
+    assert engine.optimizer.param_groups[0]["lr"] == 0.25, "what the third step would have used"
+    trainer.fit([None], None, 2)
+    assert trainer.history[1]["lr"] == 0.25, "no step of the epoch was applied"
 
 
 @pytest.mark.parametrize("cut", range(1, 6))

@@ -340,7 +340,7 @@ class AstroTrainer:
             NonFiniteError: the gradient is not finite.
         """
         self._epochs.train_step(batch)
-        return {**self._epochs.step_numbers(), "lr": float(read_scalars(self._engine.last_lr[:1])[0])}
+        return {**self._epochs.step_numbers(), "lr": float(read_scalars(self._engine.step_info["lr"][:1])[0])}
 
     def train_epoch(self) -> dict[str, Any]:
         """Trains one more epoch: nothing is evaluated, selected or written at its end.

@@ -161,8 +161,8 @@ class ProgressBarHook(BaseHook):
         samples = means.pop("num_samples", 0.0)
         if samples and now > self._last_time:
             means["rate"] = samples / (now - self._last_time)
-        if trainer.last_lr:
-            means["lr"] = float(read_scalars(trainer.last_lr)[0])
+        if "lr" in trainer.step_info:
+            means["lr"] = float(read_scalars(trainer.step_info["lr"][:1])[0])
         self._shown.update(means, step=trainer.step)
         self._means.reset()
         self._last_time = now

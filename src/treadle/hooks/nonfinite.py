@@ -214,7 +214,7 @@ class NonFiniteHook(BaseHook):
         return {
             "step": trainer.step, "try": trainer.tries, "epoch": trainer.epoch + 1, "position": position,
             "batches": [max(position - count + 1, 1), position], "applied_steps": trainer.applied_steps,
-            "lr": read_scalars(trainer.last_lr).tolist(), "grad_norm": _text(float(info["grad_norm"])),
+            "lr": read_scalars(info["lr"]).tolist(), "grad_norm": _text(float(info["grad_norm"])),
             "losses": [_text(loss) for loss in losses],
             "sample_ids": [ids_as_plain(ids) for ids in group.sample_ids] or [None] * count,
             "non_finite_inputs": bad_inputs(group.batches), "where": _where(finding, bad),

@@ -64,7 +64,7 @@ class IntervalHook(BaseHook):
     def _report(self, trainer: Engine) -> None:
         reduce = distributed.sum_over_ranks if self.sync else None
         means = {**self._means.compute(reduce), **self._times.compute(reduce)}
-        means["lr"] = read_scalars(trainer.last_lr).tolist()
+        means["lr"] = read_scalars(trainer.step_info.get("lr", trainer.last_lr)).tolist()
         means["retries"] = self._retries
         if "max_memory" in trainer.step_info:
             means["max_memory"] = float(trainer.step_info["max_memory"])
