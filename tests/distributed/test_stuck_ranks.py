@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +14,53 @@ import torch.distributed as dist
 from torch import nn
 
 from ranks import run_on_ranks
-from treadle import BaseTrainer, StuckRankHook
+from treadle import BaseTrainer, StuckRankHook, distributed
 from treadle.errors import ConfigError
-from treadle.hooks import BaseHook
+from treadle.hooks import BaseHook, watchdog
 from treadle.hooks.watchdog import Note, who_is_stuck
 from treadle.whereabouts import whereabouts
 
-TIMEOUT, PAUSE = 0.8, 3.0
+TIMEOUT, INTERVAL, PATIENCE = 0.8, 0.1, 120.0  # seconds
+
+
+class Clock:
+    """The watchdog's, which goes on only while a rank is stuck on purpose: on a slow machine others are quiet too."""
+
+    def __init__(self, goes_on):
+        self.goes_on, self.value, self.last = goes_on, 0.0, None
+
+    def monotonic(self):
+        now = time.monotonic() if self.goes_on.exists() else None
+        if now is not None and self.last is not None:
+            self.value += now - self.last
+        self.last = now
+        return self.value
+
+
+class Pause:
+    """Keeps a rank where it is until the watchdog has shown where that is, once the others wait for it."""
+
+    def __init__(self, goes_on):
+        self.goes_on = goes_on
+
+    def __call__(self, trainer):
+        wait_until(lambda: self.others_wait(trainer))
+        self.began = time.monotonic()
+        self.goes_on.touch()
+        wait_until(lambda: any("is here" in line for _, line in trainer.listener.lines))
+        self.goes_on.unlink()
+
+    def others_wait(self, trainer):
+        mine, watch = trainer.watch.place(trainer)[:3], trainer.watch._watch
+        notes = watch._board.notes() if watch._board.is_shared else []
+        waiting = [note.rank for note in notes if note.waits and note.place >= mine]
+        return len(waiting) == distributed.world_size() - 1
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + PATIENCE
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 class Data:
@@ -33,18 +74,26 @@ class Data:
         if index == 6:
             raise IndexError
         if index == 3 and self.pause:
-            self.paused_at = time.monotonic()
-            time.sleep(self.pause)  # here it is stuck
+            self.pause()  # here it is stuck
         return torch.ones(2, 3)
 
 
+class Heard(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.ERROR)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append((time.monotonic(), record.getMessage()))
+
+
 class Fit(BaseTrainer):
-    def __init__(self, hooks, pause=0.0):
+    def __init__(self, watch, *hooks, pause=None):
         super().__init__(6, device="cpu", logger=logging.getLogger("treadle.stuck"))
-        self.given, self.pause = hooks, pause
+        self.watch, self.given, self.pause, self.listener = watch, [watch, *hooks], pause, Heard()
 
     def build_data_loader(self):
-        return Data(self.pause)
+        return Data(self.pause and (lambda: self.pause(self)))
 
     def build_model(self):
         model = nn.Linear(3, 1)
@@ -63,56 +112,56 @@ class Fit(BaseTrainer):
 class Slow(BaseHook):
     """Stuck in a hook of its own after a step."""
 
+    def __init__(self, pause):
+        self.pause = pause
+
     def on_after_step(self, trainer):
         if trainer.step == 2 and dist.get_rank() == 0:
-            time.sleep(PAUSE)
-
-
-class Heard(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.ERROR)
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append((time.monotonic(), record.getMessage()))
+            self.pause(trainer)
 
 
 def listened(fit):
-    heard, logger = Heard(), logging.getLogger("treadle.stuck")
-    logger.addHandler(heard)
+    logger = logging.getLogger("treadle.stuck")
+    logger.addHandler(fit.listener)
     fit.train()
-    assert not any(thread.name == "treadle-watchdog" for thread in threading.enumerate())
-    logger.removeHandler(heard)
-    return heard.lines
+    for thread in threading.enumerate():
+        if thread.name == "treadle-watchdog":
+            thread.join(PATIENCE)  # it was told to end, and has the time that a slow machine takes
+            assert not thread.is_alive()
+    logger.removeHandler(fit.listener)
+    return fit.listener.lines
 
 
-def train():
-    watch = [StuckRankHook(TIMEOUT, 0.1)]
-    stuck = Fit(watch, pause=PAUSE if dist.get_rank() == 1 else 0.0)
-    loading = listened(stuck), getattr(stuck.data_loader, "paused_at", None)
-    in_a_hook = listened(Fit([StuckRankHook(TIMEOUT, 0.1), Slow()]))
-    healthy = listened(Fit([StuckRankHook(30.0, 0.05)], pause=0.5))
+def train(folder):
+    goes_on = Path(folder, "goes_on")
+    pause = Pause(goes_on)
+    watchdog.time = Clock(goes_on)
+    stuck = Fit(StuckRankHook(TIMEOUT, INTERVAL), pause=pause if dist.get_rank() == 1 else None)
+    loading = listened(stuck), getattr(pause, "began", None)
+    in_a_hook = listened(Fit(StuckRankHook(TIMEOUT, INTERVAL), Slow(pause)))
+    watchdog.time = time
+    healthy = listened(Fit(StuckRankHook(30.0, 0.05), pause=lambda trainer: time.sleep(0.5)))
     return loading, in_a_hook, healthy
 
 
 @pytest.fixture(scope="module")
-def heard():
-    return run_on_ranks(train, 2)
+def heard(tmp_path_factory):
+    return run_on_ranks(train, 2, str(tmp_path_factory.mktemp("clock")))
 
 
 def test_the_stuck_rank_is_named_with_its_step_and_what_it_does(heard):
     (moment, line), *more = heard[0][0][0]
     assert more == []
-    pattern = r"rank 1 \(.+, process \d+\) has been in step 4 \(loading data\) for \d s; the others wait for it"
+    pattern = r"rank 1 \(.+, process \d+\) has been in step 4 \(loading data\) for \d+ s; the others wait for it"
     assert re.fullmatch(pattern, line)
-    assert TIMEOUT < moment - heard[1][0][1] < TIMEOUT + 2
+    assert moment - heard[1][0][1] > TIMEOUT
 
 
 def test_the_stuck_rank_shows_the_line_where_it_is(heard):
     (_, line), *more = heard[1][0][0]
     assert more == []
     assert line.startswith("rank 1 is here:")
-    assert "time.sleep(self.pause)  # here it is stuck" in line
+    assert "self.pause()  # here it is stuck" in line
     assert "py-spy dump --pid" in line
 
 
@@ -126,9 +175,10 @@ def test_nobody_is_accused_in_a_healthy_run(heard):
     assert heard[0][2] == heard[1][2] == []
 
 
-def test_one_process_says_what_it_is_doing():
-    (_, line), (_, stack) = listened(Fit([StuckRankHook(0.3, 0.05)], pause=1.0))
-    assert re.fullmatch(r"rank 0 \(.+, process \d+\) has been in step 4 \(loading data\) for \d s", line)
+def test_one_process_says_what_it_is_doing(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "time", Clock(tmp_path / "goes_on"))
+    (_, line), (_, stack) = listened(Fit(StuckRankHook(0.3, 0.05), pause=Pause(tmp_path / "goes_on")))
+    assert re.fullmatch(r"rank 0 \(.+, process \d+\) has been in step 4 \(loading data\) for \d+ s", line)
     assert "here it is stuck" in stack
 
 
