@@ -7,12 +7,12 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import IO, TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.errors import ConfigError
 from treadle.hooks.base import BaseHook
+from treadle.hooks.values import hours
 from treadle.means import RunningMeans, Total, read_scalars
 from treadle.seed import forked_rng
 from treadle.task import add_output
@@ -202,7 +202,7 @@ class ProgressBarHook(BaseHook):
         if total is not None and done > 0 and trainer.step < total:
             # Of this process alone: the steps before a resume took no time here.
             left = (now - self._started) / done * (total - trainer.step)
-            parts.append((1, f"eta {timedelta(seconds=round(left))}"))
+            parts.append((1, f"eta {hours(left)}"))
         if self.status is not None and (status := self.status()):
             parts.append((2, status))
         return parts
