@@ -12,7 +12,7 @@ from treadle.best import BestRule
 from treadle.engine import Engine
 from treadle.errors import ConfigError
 from treadle.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules, refuse_no_batch
-from treadle.functional.task import EvalTask
+from treadle.functional.task import EvalTask, numbers_from
 from treadle.nested import as_number, flatten_nested_dict
 from treadle.selection import SelectingEpochs
 from treadle.session import ranks_stop, resume_from_hooks
@@ -119,7 +119,7 @@ class FaceEpochs(SelectingEpochs):
         if self._own_evaluate is None:
             return self.measure(loader)
         with self.scored_weights(), self._inside_the_rules(loader), self._busy():
-            values = self._own_evaluate(loader)
+            values = numbers_from("evaluate", self._own_evaluate(loader))
         return _as_record(values)
 
     def measure(self, loader: Iterable[Any]) -> dict[str, Any]:

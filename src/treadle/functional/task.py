@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from treadle.errors import ConfigError
 from treadle.functional.batches import num_samples, split_batch
 from treadle.functional.losses import model_loss, num_counted
 from treadle.functional.metrics import EpochMetrics
@@ -144,7 +145,7 @@ class OverriddenEvalTask(EvalTask):
         """Returns the numbers of ``eval_step`` as records."""
         trainer = self.trainer
         with _watched(trainer) as seen:
-            numbers: dict[str, Any] = dict(trainer.eval_step(batch))
+            numbers = dict(numbers_from("eval_step", trainer.eval_step(batch)))
         if "inputs" not in seen:
             seen["inputs"], seen["targets"] = trainer._prepare_batch(batch)
         inputs, outputs, targets = seen["inputs"], seen.get("outputs"), seen.get("targets")
@@ -161,6 +162,21 @@ class OverriddenEvalTask(EvalTask):
         """Returns the metrics of an evaluation, emptied; whether there is a loss is the override's affair."""
         self.gives_loss = False
         return super().new_metrics()
+
+
+def numbers_from(method: str, result: Any) -> Mapping[str, Any]:
+    """Returns what an overridden method of an evaluation returned.
+
+    Raises:
+        ConfigError: it is no mapping, as where a ``return`` was forgotten.
+
+    Example:
+        >>> numbers_from("evaluate", {"loss": 1.0})
+        {'loss': 1.0}
+    """
+    if not isinstance(result, Mapping):
+        raise ConfigError(f"{method}: the override returned a {type(result).__name__}; return a dict of numbers")
+    return result
 
 
 @contextlib.contextmanager

@@ -361,6 +361,13 @@ def test_a_result_that_is_no_number_is_refused_by_name():
         make(Texts).train(loader(), 1, loader())
 
 
+@pytest.mark.parametrize("method", ["evaluate", "eval_step"])
+def test_an_evaluation_that_forgets_its_return_is_refused_by_name(method):
+    forgetful = type("Forgetful", (treadle.Trainer,), {method: lambda self, batches: None})
+    with pytest.raises(ConfigError, match=f"^{method}: the override returned a NoneType"):
+        make(forgetful).train(loader(), 1, loader())
+
+
 def test_every_file_goes_through_an_overridden_save(tmp_path):
     class Own(treadle.Trainer):
         def _save_checkpoint(self, path, epoch, metric_value=None):
