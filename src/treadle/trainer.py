@@ -20,6 +20,7 @@ from treadle.engine import Engine
 from treadle.errors import ConfigError
 from treadle.failure import failing_by_name
 from treadle.hooks.base import BaseHook
+from treadle.hooks.given import check_hooks
 from treadle.observers import announce_building
 from treadle.precision import Precision, check_precision
 from treadle.state_options import state_options
@@ -52,6 +53,7 @@ class BaseTrainer(Engine):
             checkpoints of a sharded model single files. Whole tensors lie on the CPU of rank 0 anyway.
         logger: by default ``treadle.trainer``.
         scheduler_interval: ``"step"`` or ``"epoch"``.
+        hooks: come after those of ``build_hooks``.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
         compile: True compiles what ``build_model`` returns, in place; ``"blocks"`` each of its repeated blocks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
@@ -94,6 +96,7 @@ class BaseTrainer(Engine):
         logger: logging.Logger | None = None,
         *,
         scheduler_interval: Literal["step", "epoch"] = "step",
+        hooks: Sequence[BaseHook] = (),
         trackers: str | Sequence[TrackerChoice] = (),
         capture: Capture = False,
         compile: Compile = False,
@@ -117,6 +120,7 @@ class BaseTrainer(Engine):
         self.max_steps = max_steps
         self.trackers = trackers
         self.compile_setting = check_compile(compile)
+        self._given_hooks = check_hooks(hooks)
         with_trackers([], trackers)  # a wrong name is told here
         # Absolute, so that a hook given `trainer.workspace / "checkpoints"` does not put it below itself once more.
         self.workspace = None if workspace is None else Path(workspace).absolute()
@@ -211,7 +215,10 @@ class BaseTrainer(Engine):
             self.lr_scheduler = self.build_lr_scheduler()
             self.grad_scaler = self.build_grad_scaler()
             self.precision = Precision(self.precision.name, self.device, scaler=self.grad_scaler)
-            self.hooks = with_trackers(self._built("build_hooks"), self.trackers)
+            hooks = self._built("build_hooks")
+            if self._given_hooks:
+                hooks = [*check_hooks(hooks), *self._given_hooks]
+            self.hooks = with_trackers(hooks, self.trackers)
         super().prepare()
 
     def _built(self, method: str) -> Any:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from treadle import BaseHook, BaseTrainer, CheckpointingHook, Trainer
+from treadle import BaseHook, BaseTrainer, CheckpointingHook, EmaHook, Trainer
 from treadle.errors import ConfigError
 
 
@@ -37,6 +37,18 @@ def test_a_method_that_builds_nothing_is_named(method):
     trainer.forgets = method
     with pytest.raises(ConfigError, match=rf"Line\.{method}\(\) returned None"):
         trainer.train()
+
+
+def test_hooks_that_are_given_come_after_those_that_are_built():
+    built, given = BaseHook(), EmaHook(0.5)
+    trainer = Line(2, device="cpu", hooks=[given], trackers="jsonl")
+    trainer.given_hooks = [built]
+    assert trainer.hooks is None
+    trainer.prepare()
+    assert trainer.hooks[:2] == [built, given]
+    assert list(trainer.state_dict()["ema"]) == ["ema"]
+    with pytest.raises(ConfigError, match=r"hooks\[0\]: must be a hook, and this is the class EmaHook"):
+        Line(2, device="cpu", hooks=[EmaHook])
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5])
