@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 import treadle
 from functional_kit import loader, make, net, same_weights
 from helpers import differences
+from processes import Forked
 from treadle import CheckpointError, CheckpointingHook, EmaHook
 from treadle.checkpoint import load_checkpoint, save_checkpoint
 from treadle.checkpoint.schema import KEYS
@@ -236,27 +240,24 @@ def test_a_callback_that_changes_the_working_directory_moves_no_file(tmp_path, m
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
+TAKES = """
+    import sys
+    from treadle.checkpoint.lock import RunLock
+    lock = RunLock()
+    lock.take(sys.argv[1])
+    print("taken", flush=True)
+    input()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_second_process_cannot_train_in_the_folder(tmp_path):
-    pid = os.fork() if hasattr(os, "fork") else pytest.skip("needs fork")
-    if pid == 0:
-        from treadle.checkpoint.lock import RunLock
-
-        RunLock().take(tmp_path)
-        (tmp_path / "taken").touch()
-        import time
-
-        time.sleep(30)
-        os._exit(0)
-    try:
-        import time
-
-        while not (tmp_path / "taken").exists():
-            time.sleep(0.01)
-        with pytest.raises(CheckpointError, match=str(pid)):
+    command = [sys.executable, "-c", textwrap.dedent(TAKES), str(tmp_path)]
+    with Forked(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "taken\n"
+        with pytest.raises(CheckpointError, match=str(process.pid)):
             make().train(loader(), 1, save_dir=tmp_path)
-    finally:
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
+        process.communicate("\n")
 
 
 def test_weights_of_a_plain_loop_can_be_started_from_with_a_warning(tmp_path, caplog):
