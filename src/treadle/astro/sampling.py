@@ -197,9 +197,10 @@ def flat_ids(targets: Tensor, vocab_size: int) -> Tensor:
     if flat.dtype.is_floating_point or flat.dtype == torch.bool:
         raise ConfigError(f"targets have dtype {flat.dtype}; they are ids, so give a tensor of whole numbers")
     flat = flat.long()
-    if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < vocab_size:
+    ids = flat.numpy()
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ConfigError(
-            f"targets from {int(flat.min())} to {int(flat.max())}: every id must lie in [0, {vocab_size}); "
+            f"targets from {ids.min()} to {ids.max()}: every id must lie in [0, {vocab_size}); "
             "were they made with this vocabulary?"
         )
     return flat
@@ -219,8 +220,9 @@ def _blocks(
     counts = torch.bincount(group, minlength=num_groups)
     place = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[group]  # the number of a position in its group
     found = []
-    for start, stop in _ranges(counts.tolist()):
-        deepest = int(counts[start:stop].max())
+    sizes = counts.tolist()
+    for start, stop in _ranges(sizes):
+        deepest = max(sizes[start:stop])
         depth = max(1, min(deepest, _MAX_LOGITS // ((stop - start) * num_ids)))
         for first, last in pairwise([*range(0, deepest, depth), deepest]):
             mine = (group >= start) & (group < stop) & (place >= first) & (place < last)

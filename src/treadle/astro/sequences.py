@@ -150,9 +150,9 @@ def collate_sequences(batch: Sequence[Mapping[str, Any]], pad_id: int = 0) -> di
                 f"batch[{number}]: tokens of shape {tuple(token.shape)} and types of shape {tuple(type_.shape)}; "
                 "both must be (L,), one type for each token"
             )
-    lengths = torch.tensor([len(token) for token in tokens])
+    lengths = [len(token) for token in tokens]
     return {
         "tokens": pad_sequence(tokens, batch_first=True, padding_value=pad_id),
         "types": pad_sequence(types, batch_first=True, padding_value=0),
-        "attn_mask": torch.arange(int(lengths.max())) < lengths[:, None],
+        "attn_mask": torch.arange(max(lengths)) < torch.tensor(lengths)[:, None],
     }
