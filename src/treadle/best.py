@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, Literal
 
 from treadle.errors import ConfigError
@@ -77,7 +78,7 @@ class BestRule:
     ):
         if not min_delta >= 0:
             raise ConfigError(f"min_delta={min_delta!r}: must be >= 0")
-        if patience is not None and patience < 1:
+        if patience is not None and not (isinstance(patience, Integral) and patience >= 1):
             raise ConfigError(f"patience={patience!r}: must be at least 1 epoch, or None to never stop early")
         self.metric = metric
         self.mode = resolve_mode(metric, mode)

@@ -56,7 +56,7 @@ def exit_plan(
     Raises:
         ConfigError: ``code`` is another string, ``wait`` is negative, or a signal cannot be handled.
     """
-    if isinstance(code, str) and code != "128+signal":
+    if code != "128+signal" and not isinstance(code, int):
         raise ConfigError(f"exit_code={code!r}: must be '128+signal' or an int")
     seconds = wait.total_seconds() if isinstance(wait, timedelta) else float(wait)
     if not seconds >= 0:

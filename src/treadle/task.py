@@ -149,7 +149,7 @@ def as_step_output(result: Any, *, training: bool) -> StepOutput:
         training: whether the loss must require grad.
 
     Raises:
-        ConfigError: the loss is not a 0-d tensor, or does not require grad in training.
+        ConfigError: the loss is not a 0-d tensor, or does not require grad in training; or the reduction is unknown.
 
     Example:
         >>> as_step_output((None, {"n": 1}), training=True).records
@@ -164,6 +164,8 @@ def as_step_output(result: Any, *, training: bool) -> StepOutput:
             f"the forward step returned a {type(result).__name__}; return (loss, records), "
             "(loss, records, weight) or a StepOutput"
         )
+    if output.reduction not in ("mean", "sum"):
+        raise ConfigError(f"reduction={output.reduction!r}: must be 'mean' or 'sum', which says what the loss is")
     loss = output.loss
     if loss is None:
         return output

@@ -120,8 +120,11 @@ def test_a_given_mode_wins_over_the_name():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"mode": "up"}, {"min_delta": -0.1}, {"min_delta": math.nan}, {"patience": 0}, {"patience": -1}],
-)
+    [
+        {"mode": "up"}, {"min_delta": -0.1}, {"min_delta": math.nan}, {"patience": 0}, {"patience": -1},
+        {"patience": 1.5}, {"patience": "3"},
+    ],
+)  # fmt: skip
 def test_a_setting_outside_its_range_is_refused_by_name(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         BestRule("loss", **wrong)

@@ -720,6 +720,16 @@ def test_epoch_metrics_see_all_outputs_and_come_back_as_numbers():
     assert type(result["count"]) is type(result["nested"]["x"]) is float
 
 
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_another_word_as_reduction_is_refused(accumulation_steps):
+    class Other(Slopes):
+        def step(self, model, batch, totals=None, generator=None):
+            return StepOutput(model(batch), reduction="avg")
+
+    with pytest.raises(ConfigError, match="reduction='avg'"):
+        scalar_engine(task=Other(), accumulation_steps=accumulation_steps).run([1.0, 2.0], epochs=1)
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_metrics_that_take_prediction_and_target_apart_get_them_so(several):
     class Apart:

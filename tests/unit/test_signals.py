@@ -48,7 +48,7 @@ def test_a_signal_that_cannot_be_handled_is_refused(number):
         exit_plan([15, number], write)
 
 
-@pytest.mark.parametrize("code", ["signal", "143", ""])
+@pytest.mark.parametrize("code", ["signal", "143", "", None, 143.5])
 def test_another_word_as_code_is_refused(code):
     with pytest.raises(ConfigError, match="exit_code"):
         exit_plan(15, write, code=code)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from treadle.best import BestRule, Mode
 from treadle.errors import ConfigError
@@ -57,6 +58,20 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
                 name, wanted, ", ".join(f"{value:g}" for value in sorted(own)),
             )  # fmt: skip
     return optimizer
+
+
+def warn_of_idle_interval(scheduler: Any, settings: TrainingSettings) -> None:
+    """Warns of a setting that says when the scheduler moves where nothing moves so.
+
+    Example:
+        >>> warn_of_idle_interval(None, TrainingSettings())
+    """
+    plateau = isinstance(scheduler, ReduceLROnPlateau)
+    if settings.scheduler_step_per_batch and (scheduler is None or plateau):
+        _log.warning(
+            "config.training.scheduler_step_per_batch=True: %s",
+            "a ReduceLROnPlateau moves with each new value of the best metric" if plateau else "there is no scheduler",
+        )
 
 
 def check_loss_fn(loss_fn: Any, *, own_loss: bool) -> None:

@@ -28,6 +28,7 @@ from treadle.functional.checks import (
     optimizer_for,
     rule_for,
     say_if_finished,
+    warn_of_idle_interval,
 )
 from treadle.functional.driver import FaceEpochs
 from treadle.functional.files import HistoryFile, as_columns, in_order, log_epoch
@@ -106,6 +107,7 @@ class Trainer:
         self.model = spread(compile_model(self.model, compile), parallel, self.optimizer)
         self.scheduler = scheduler
         check_scheduler(scheduler, self.optimizer)
+        warn_of_idle_interval(scheduler, self.settings)
         check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"))
         self._warned_of_length = False
         self._counts_on_host = not (self._overrides("_prepare_batch") or self._overrides("_loss_weight"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import treadle
 from functional_kit import loader, make, net
@@ -116,6 +116,19 @@ def test_a_config_that_forgot_the_training_part_is_warned_about(caplog):
 def test_a_value_out_of_range_is_refused_by_name(key, value):
     with pytest.raises(ConfigError, match=rf"{key}={value!r}"):
         make(config={"training": {key: value}})
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "why"),
+    [(None, "there is no scheduler"), (ReduceLROnPlateau, "ReduceLROnPlateau moves with"), (StepLR, None)],
+)
+def test_a_schedule_that_is_asked_to_move_with_steps_and_cannot_is_said(scheduler, why, caplog):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = {None: lambda: None, StepLR: lambda: StepLR(optimizer, 1)}.get(scheduler, lambda: scheduler(optimizer))()
+    config = {"training": {"scheduler_step_per_batch": True}}
+    treadle.Trainer(model, optimizer, nn.MSELoss(), config, "cpu", made)
+    assert (why in caplog.text) if why else caplog.messages == []
 
 
 @pytest.mark.parametrize(("value", "name"), [("bf16", "bf16"), (True, "bf16"), (False, None), (None, None)])
