@@ -144,6 +144,21 @@ class CountReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class ReadsPerStep(BaseHook):
+    """Counts what each step reads of tensors, of those on the CPU too."""
+
+    def __init__(self):
+        self.per_step = []
+
+    def on_before_step(self, trainer):
+        self.mode = CountReads()
+        self.mode.__enter__()
+
+    def on_after_step(self, trainer):
+        self.mode.__exit__(None, None, None)
+        self.per_step.append(len(self.mode.reads))
+
+
 # What `import treadle` must not load, and what a missing extra may lack.
 OPTIONAL_PACKAGES = frozenset({
     "PIL", "astropy", "h5py", "hydra", "joblib", "matplotlib", "mlflow", "omegaconf", "pandas", "peft", "plotly",

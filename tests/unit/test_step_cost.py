@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import treadle
-from helpers import CountReads
+from helpers import CountReads, ReadsPerStep
 from treadle import BaseTrainer, EmaHook, LoggingHook, ProgressHook
 
 LIBRARY = Path(treadle.__file__).parent
@@ -43,18 +43,7 @@ class Fit(BaseTrainer):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_nothing_is_read_on_the_host_between_log_points_with_clipping_on(fused):
-    class Watch(treadle.BaseHook):
-        per_step = []
-
-        def on_before_step(self, trainer):
-            self.mode = CountReads()
-            self.mode.__enter__()
-
-        def on_after_step(self, trainer):
-            self.mode.__exit__(None, None, None)
-            self.per_step.append(len(self.mode.reads))
-
-    watch = Watch()
+    watch = ReadsPerStep()
 
     class Watched(Fit):
         def build_hooks(self):

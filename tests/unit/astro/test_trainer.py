@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from astro_trainer_kit import VOCAB, LogitsOnly, OverflowAt, codebooks, loader, make, model, same_weights, sequences
-from helpers import CountReads
+from helpers import ReadsPerStep
 from treadle.astro import (
     AstroTrainer,
     MeaningfulLossConfig,
@@ -516,24 +516,9 @@ def test_a_compiled_model_trains_the_same_and_leaves_no_trace_in_names(hidden, t
     assert not any("_orig_mod" in name for name in tree["model"])
 
 
-class Counts(BaseHook):
-    """Counts what a step reads of tensors, of those on the CPU too."""
-
-    def __init__(self):
-        self.per_step = []
-
-    def on_before_step(self, trainer):
-        self.mode = CountReads()
-        self.mode.__enter__()
-
-    def on_after_step(self, trainer):
-        self.mode.__exit__(None, None, None)
-        self.per_step.append(len(self.mode.reads))
-
-
 @pytest.mark.parametrize("net", [model, lambda: LogitsOnly(model())])
 def test_a_step_reads_no_number_of_a_tensor(net):
-    counts = Counts()
+    counts = ReadsPerStep()
     make(net=net(), hooks=[counts], grad_clip=0.1, grad_accum_steps=2).train(1)
     assert counts.per_step == [0, 0]
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import treadle
 from graph_batches import with_changes
 from graph_kit import Scale, graphs, loader, make, model_of, records, same_weights
+from helpers import ReadsPerStep
 from treadle.errors import ConfigError, NonFiniteError
 from treadle.graphs import (
     GraphTrainer,
@@ -39,6 +40,20 @@ def batch(x, y, **more):
 def scale(start=0.0, lr=1.0, **kwargs):
     model = Scale(start)
     return make(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr), **kwargs)
+
+
+@pytest.mark.parametrize(("task_type", "level", "classes"), [
+    ("regression", "graph", None), ("classification", "graph", 3), ("edge_prediction", "edge", 2),
+])  # fmt: skip
+def test_a_step_reads_no_number_of_a_tensor(task_type, level, classes):
+    reads = ReadsPerStep()
+    data = loader(graphs(4, level=level, classes=classes), 2)
+    outputs = classes if classes == 3 else 1
+    make(
+        model={"num_classes": outputs, "task": level}, task_type=task_type, num_classes=classes and outputs,
+        hooks=[reads], grad_clip=0.1,
+    ).fit(data, epochs=1)  # fmt: skip
+    assert reads.per_step == [0, 0]
 
 
 def test_the_constructor_and_fit_have_the_documented_arguments():
