@@ -142,6 +142,8 @@ def note_what_starts_fresh(engine: Engine, tree: Mapping[str, Any]) -> None:
     if "model" not in tree:
         raise CheckpointError(f"the checkpoint has no 'model' entry; its keys are {sorted(tree)}")
     missing = [key for key in ("optimizer", "global_step", "progress", "rng", "data") if tree.get(key) is None]
+    if engine.lr_scheduler is not None and tree.get("scheduler") is None and "progress" not in tree:
+        missing.append("scheduler")  # of a checkpoint of treadle it is said where it would be loaded
     written = {key for part in engine.state_parts for key in part.state_dict()}  # by an epoch driver
     missing += [key for key in ("selection", "history") if key in written and key not in tree]
     if missing:
