@@ -46,6 +46,7 @@ if __name__ == "__main__":
     if sys.argv[2] == "workers":
         train_with_workers(workspace)
     else:
+        signal_child.say_what_is_heard()
         signal_child.CheckpointingHook = functools.partial(CheckpointingHook, background=True)
         if sys.argv[2] == "save":
             store.torch.save = signal_child.slow_save

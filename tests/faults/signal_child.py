@@ -1,10 +1,10 @@
-"""A training run that says READY at a chosen moment and dawdles there, so that a signal can be sent into it."""
+"""A training run that says READY at a chosen moment and waits there, so that a signal can be sent into it."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 import treadle
 from treadle import BaseHook, CheckpointingHook, Engine, EpochTrainer, StepOutput
 from treadle.checkpoint import store
+from treadle.signals import SignalListener
 
 slow_at = "nowhere"
 
@@ -23,7 +24,18 @@ def dawdle(where: str) -> None:
     if where == slow_at:
         slow_at = "nowhere"
         print("READY", flush=True)
-        time.sleep(0.6)
+        sys.stdin.readline()  # until the test closes it
+
+
+def say_what_is_heard() -> None:
+    """Signals of one number that come together are merged by the system: whoever sends several waits for each line."""
+    note = SignalListener._note
+
+    def heard(self: SignalListener, *given: object) -> None:
+        note(self, *given)
+        os.write(1, b"HEARD\n")  # a print may not be interrupted by another one
+
+    SignalListener._note = heard
 
 
 class Rows(Dataset):
@@ -82,6 +94,7 @@ def run(workspace: Path) -> None:
 
 if __name__ == "__main__":
     slow_at = sys.argv[2]
+    say_what_is_heard()
     if slow_at == "save":
         store.torch.save = slow_save
     run(Path(sys.argv[1]))
