@@ -68,7 +68,7 @@ def build_model(config: GraphsConfig, data: GraphDataset) -> GraphTransformer:
     options = given(config.model)
     if data.level != "graph":
         options.pop("readout", None)  # nothing is read out over the nodes; the groups have one for graph targets
-    has_attention = options.get("use_global", options.get("name") != "mpnn")
+    has_attention = options.get("name") != "mpnn" and options.get("use_global", True)
     if data.relative_pe_dim and not has_attention:
         raise ConfigError(
             "pe.relative.enabled=True: encodings of pairs of nodes bias the attention, and this model has none; set "

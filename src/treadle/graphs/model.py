@@ -199,7 +199,7 @@ def get_model(
     attn_dropout: float | None = None,
     ffn_dim: int | None = None,
     use_local: bool = True,
-    use_global: bool | None = None,
+    use_global: bool | None = True,
     drop_path_rate: float = 0.0,
     readout: str = "mean",
     **unknown: Any,

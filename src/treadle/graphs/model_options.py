@@ -54,8 +54,8 @@ class ModelOptions:
     """Width of the feed-forward part; None: twice ``hidden_dim``."""
     use_local: bool = True
     """Message passing over the edges."""
-    use_global: bool | None = None
-    """Attention inside each graph; None: yes, but for ``"mpnn"``."""
+    use_global: bool | None = True
+    """Attention inside each graph, which ``"mpnn"`` has in no case; None: as True."""
     drop_path_rate: float = 0.0
     """Probability to leave the last layer out for a graph in training, falling to 0 at the first layer."""
     readout: str = "mean"
@@ -64,7 +64,7 @@ class ModelOptions:
     @property
     def has_attention(self) -> bool:
         """Whether there is attention inside each graph."""
-        return self.name != "mpnn" if self.use_global is None else self.use_global
+        return self.name != "mpnn" and self.use_global is not False
 
     @property
     def ffn_width(self) -> int:
@@ -103,10 +103,10 @@ class ModelOptions:
 
     def _check_parts(self) -> None:
         has_gat = self.use_local and self.mpnn_type == "gat"
-        if self.name == "mpnn" and not (self.use_local and not self.has_attention):
+        if self.name == "mpnn" and not self.use_local:
             raise ConfigError(
-                f"name='mpnn' is message passing without attention, but use_local={self.use_local} and "
-                f"use_global={self.use_global}; leave both out, or take name='graph_transformer'"
+                "name='mpnn' is message passing without attention, and use_local=False takes that away; leave it out, "
+                "or take name='graph_transformer'"
             )
         if not (self.use_local or self.has_attention):
             raise ConfigError("use_local=False and use_global=False leave no layer; turn one of them on")

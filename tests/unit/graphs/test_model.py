@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 
 import pytest
@@ -306,7 +307,6 @@ def test_an_option_is_used_or_refused(options, words):
     ("name", "options", "words"),
     [
         ("graph_transfomer", {}, ["graph_transfomer", "graph_transformer"]),
-        ("mpnn", {"use_global": True}, ["use_global=True"]),
         ("mpnn", {"use_local": False}, ["use_local=False"]),
         ("mpnn", {"attn_dropout": 0.1}, ["attn_dropout=0.1"]),
     ],
@@ -315,6 +315,13 @@ def test_a_name_that_contradicts_its_options_is_refused(name, options, words):
     with pytest.raises(ConfigError) as caught:
         get_model(name, **{**SMALL, "relative_pe_dim": None, **options})
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("use_global", [True, None, False])
+def test_mpnn_is_the_model_without_attention_whatever_is_asked_for_else(use_global):
+    model = get_model("mpnn", **{**SMALL, "relative_pe_dim": None}, use_global=use_global)
+    assert [layer.attention for layer in model.layers] == [None] * len(model.layers)
+    assert inspect.signature(get_model).parameters["use_global"].default is True
 
 
 def test_attn_dropout_and_ffn_dim_have_their_defaults_and_reach_the_layers():
