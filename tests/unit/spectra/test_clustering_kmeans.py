@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import typing
 from itertools import pairwise
 from typing import Any
 
@@ -64,6 +66,12 @@ def test_a_device_that_is_not_there_is_named() -> None:
             with pytest.raises(ConfigError, match=f"device={device!r} is not .*available: cpu") as caught:
                 build(2, device=device)
             assert len(str(caught.value)) < 200
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="older Pythons forget overloads")
+def test_a_type_checker_takes_a_flag_that_is_not_known_in_advance() -> None:
+    taken = {overload.__annotations__["return_dist"] for overload in typing.get_overloads(CosineKMeans.predict)}
+    assert taken == {"Literal[False]", "Literal[True]", "bool"}
 
 
 def test_finds_the_groups() -> None:

@@ -119,6 +119,9 @@ class CosineKMeans:
     @overload
     def predict(self, X: RowsLike, return_dist: Literal[True], chunk: int | None = None) -> tuple[Tensor, Tensor]: ...
 
+    @overload
+    def predict(self, X: RowsLike, return_dist: bool, chunk: int | None = None) -> Tensor | tuple[Tensor, Tensor]: ...
+
     def predict(
         self, X: RowsLike, return_dist: bool = False, chunk: int | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
