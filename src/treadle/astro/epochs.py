@@ -17,7 +17,7 @@ class AstroEpochs(SelectingEpochs):
 
     Args:
         engine: runs the steps.
-        weights: of the terms ``img``, ``sca`` and ``spec``.
+        weights: of the terms ``img``, ``sca`` and ``spec``; None for a loss of the user's own.
 
     Example:
         >>> # epochs = AstroEpochs(engine, {"img": 0.1, "sca": 0.1, "spec": 0.1})
@@ -25,7 +25,7 @@ class AstroEpochs(SelectingEpochs):
 
     loss_name = "loss_total"
 
-    def __init__(self, engine: Engine, weights: Mapping[str, float]):
+    def __init__(self, engine: Engine, weights: Mapping[str, float] | None):
         super().__init__(engine)
         self._weights = weights
 

@@ -51,12 +51,12 @@ def records_of_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
     return records
 
 
-def numbers_of(means: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str, Any]:
+def numbers_of(means: Mapping[str, Any], weights: Mapping[str, float] | None) -> dict[str, Any]:
     """Returns ``loss_total``, put together from the means of its terms, then the means and their counts.
 
     Args:
         means: ``loss`` and ``records``, means of what :func:`records_of` or :func:`records_of_stats` returned.
-        weights: of ``img``, ``sca`` and ``spec``.
+        weights: of ``img``, ``sca`` and ``spec``; None: the statistics are those of another loss.
 
     Returns:
         A mean over nothing is NaN and counts as 0 in ``loss_total``, which is NaN where nothing was counted at all.
@@ -67,11 +67,16 @@ def numbers_of(means: Mapping[str, Any], weights: Mapping[str, float]) -> dict[s
         ...            "n_sca": 2.0, "loss_spec": {"a": 1.0, "b": 3.0}, "n_spec": {"a": 1.0, "b": 5.0}}
         >>> numbers_of({"records": records}, {"img": 1.0, "sca": 0.5, "spec": 1.0})["loss_total"]
         6.0
+        >>> numbers_of({}, {})["n_spec"]
+        0
     """
     records = dict(means.get("records", {}))
-    if not isinstance(records.get("n_spec"), Mapping):
+    if weights is None:
         counts = {name: int(value) for name, value in records.items() if name.startswith("n_")}
         return {"loss_total": means.get("loss", math.nan), **records, **counts}
+    # A vocabulary without groups has no means of them, and an epoch that was cut short may have none at all.
+    records = {"loss_ce": math.nan, "loss_img": math.nan, "loss_sca": math.nan, "loss_spec": {}, **records}
+    records = {"n_ce": 0, "n_img": 0, "n_sca": 0, "n_spec": {}, **records}
     groups = [mean for group, mean in records["loss_spec"].items() if records["n_spec"][group]]
     records["loss_spec"] = sum(groups) / len(groups) if groups else math.nan
     records["n_spec"] = sum(records["n_spec"].values())

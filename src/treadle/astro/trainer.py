@@ -165,7 +165,7 @@ class AstroTrainer:
             "training": dataclasses.asdict(self.config), "use_ce": use_ce, "precision": precision,
             "compile_model": compiled, "scheduler_interval": scheduler_interval, "eval_seed": eval_seed,
         }  # fmt: skip
-        self._epochs = AstroEpochs(self._engine, self._task.term_weights)
+        self._epochs = AstroEpochs(self._engine, None if overridden else self._task.term_weights)
         self._folder = AstroFolder(self._engine, vocab)
         self._folder.use(output_dir)
 

@@ -21,8 +21,10 @@ from treadle.astro import (
     TrainingConfig,
     build_vocab_spec,
     choose_positions,
+    collate_sequences,
     combined_loss,
     cosine_schedule_with_warmup,
+    encode_sequence,
     load_config,
 )
 from treadle.astro.loss_inputs import LossConfig
@@ -360,6 +362,24 @@ def test_without_cross_entropy_a_batch_without_positions_changes_nothing():
     assert {numbers[f"loss_{term}"] for term in TERMS} == {numbers[f"n_{term}"] for term in TERMS} == {0}
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters()))
     assert (trainer.global_step, trainer.applied_steps) == (1, 0)
+
+
+def test_a_vocabulary_without_spectra_has_all_keys_and_a_loss_of_the_means_of_its_terms():
+    vocab = build_vocab_spec(2, 4, 2, [], scalar_bins=2)
+    objects = [encode_sequence(vocab, image=[0] * number, scalars=[0, 1]) for number in (1, 3)]
+    ragged = [collate_sequences([one]) for one in objects]
+    trainer = AstroTrainer(
+        model(vocab_size=vocab.vocab_size), vocab, ragged, {"grad_accum_steps": 2, "log_every": 0},
+        image_codebook=[[0.0], [1.0]], scalar_centers=[1.0, 2.0, 3.0, 4.0], device="cpu",
+    )  # fmt: skip
+    record = trainer.train(1, ragged)[0]
+    keys = ["loss_total", *(f"loss_{term}" for term in TERMS), *(f"n_{term}" for term in TERMS)]
+    assert list(record)[1:10] == [f"train_{key}" for key in keys]
+    assert (math.isnan(record["train_loss_spec"]), record["train_n_spec"], record["train_n_img"]) == (True, 0, 4)
+    for name in ("train", "val"):
+        parts = record[f"{name}_loss_ce"] + 0.1 * (record[f"{name}_loss_img"] + record[f"{name}_loss_sca"])
+        assert record[f"{name}_loss_total"] == pytest.approx(parts, abs=1e-6)
+    assert trainer.train_step(ragged[0])["loss_spec"] == 0
 
 
 def test_without_cross_entropy_a_micro_batch_without_positions_is_no_obstacle():
