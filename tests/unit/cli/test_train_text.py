@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ import torch
 from rich.console import Console
 
 from command_kit import treadle
+from fault_points import in_child, killed
 from helpers import differences
 from treadle import ConfigError, TensorLoader, load_weights
 from treadle.checkpoint import load_checkpoint
@@ -266,17 +266,11 @@ def test_ctrl_c_saves_at_the_step_and_the_rerun_goes_on_from_it(
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@pytest.mark.usefixtures("no_picture")
 def test_sigkill_in_either_training_changes_nothing(finished: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "treadle", "train", "text", *TINY, "--out", str(tmp_path), "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for place in PLACES:
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-        waited = time.monotonic()
-        while not (tmp_path / place / "checkpoints").exists() and time.monotonic() - waited < 120:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        _, error = process.communicate(timeout=120)
-        assert process.returncode == -signal.SIGKILL, error
+    for training, step in ((1, 12), (2, 8)):
+        with observing(Stop(training, "on_after_step", step, killed)):
+            assert in_child(lambda: run(tmp_path)) == signal.SIGKILL
     assert run(tmp_path) == 0
     assert differences(the_end(finished), the_end(tmp_path)) == []
 
