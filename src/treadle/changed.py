@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from treadle.checkpoint.schema import versions
@@ -134,7 +135,7 @@ def _is_setting(key: str) -> bool:
 
 
 def note_what_starts_fresh(engine: Engine, tree: Mapping[str, Any]) -> None:
-    """Warns of what a checkpoint lacks, and of versions under which kernels may round differently.
+    """Warns of what a checkpoint lacks, and of versions and devices under which kernels may round differently.
 
     Raises:
         CheckpointError: it has no model.
@@ -161,3 +162,26 @@ def note_what_starts_fresh(engine: Engine, tree: Mapping[str, Any]) -> None:
                 saved[name],
                 now,
             )
+    _say_what_the_device_changes(engine, (tree.get("progress") or {}).get("device"))
+
+
+def _say_what_the_device_changes(engine: Engine, before: str | None) -> None:
+    """Warns of another kind of device than that of the checkpoint, and of one whose kernels may vary from run to run.
+
+    Args:
+        engine: of this run.
+        before: the type of the checkpoint's device; None where it does not say.
+    """
+    now = engine.device.type
+    if before not in (None, now):
+        engine.logger.warning(
+            "the checkpoint was written on %s and this run is on %s: kernels round differently, and what is "
+            "drawn at random on the device is something else",
+            before, now,
+        )  # fmt: skip
+    elif now != "cpu" and not torch.are_deterministic_algorithms_enabled():
+        engine.logger.warning(
+            "the resume is exact only if the kernels of this model are deterministic: on %s, those that add with "
+            "atomics round otherwise each time; set_seed(seed, deterministic=True) chooses others",
+            now,
+        )

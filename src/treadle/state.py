@@ -94,6 +94,7 @@ def _progress_state(engine: Engine) -> dict[str, Any]:
         "epoch_applied_steps": engine.epoch_applied_steps,
         "epoch_means": engine.epoch_means.state_dict(),
         "lr": engine.last_lr,
+        "device": engine.device.type,
     }
 
 

@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from helpers import Augmented, MeanSquare, Snapshots, differences, small_model, through_a_file
+from helpers import Augmented, MeanSquare, Snapshots, differences, scalar_engine, small_model, through_a_file
 from treadle import BestRule, CheckpointError, ConfigError, Engine, EpochTrainer, TensorLoader, set_seed
 from treadle.graphs import get_scheduler
 from treadle.hooks import EmaHook
@@ -267,3 +267,25 @@ def test_a_state_that_does_not_fit_changes_nothing(change):
     with pytest.raises((CheckpointError, ConfigError)):
         other.load_state_dict(state)
     assert differences(other.state_dict(), before) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "deterministic", "said"),
+    [
+        ("cpu", "cpu", False, None),
+        ("cuda", "cpu", False, "was written on cuda and this run is on cpu: kernels round differently"),
+        ("cpu", "cuda", True, "was written on cpu and this run is on cuda: kernels round differently"),
+        ("cuda", "cuda", False, "exact only if the kernels of this model are deterministic: on cuda"),
+        ("cuda", "cuda", True, None),
+        (None, "cpu", False, None),
+    ],
+)
+def test_another_device_and_kernels_that_may_vary_are_said(before, now, deterministic, said, caplog, monkeypatch):
+    engine = scalar_engine()
+    tree = engine.state_dict()
+    assert tree["progress"]["device"] == "cpu"
+    tree["progress"]["device"] = before
+    engine.device = torch.device(now)  # nothing is put there: the running epoch has no means
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    engine.load_state_dict(tree)
+    assert (said in caplog.text) if said else caplog.messages == []

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import multiprocessing
 import random
 
@@ -526,6 +527,37 @@ def test_after_a_resume_at_the_very_start_of_an_epoch_the_position_is_counted():
     again.load_state_dict(kept)
     again.open([10, 20, 30])
     assert again.take(2).batches == [30]
+
+
+class Counting(Dataset):
+    def __init__(self):
+        self.read, self.start, self.unknown, self.opened = 0, 5, math.nan, None
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        self.opened = [index]
+        self.read += 1
+        return index + self.start
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_data_set_that_keeps_state_between_items_is_named_once(inside, saves, caplog):
+    dataset = Subset(Counting(), range(6)) if inside else Counting()
+    cursor = Cursor()
+    for _ in range(2):
+        cursor.open(DataLoader(dataset, batch_size=2) if cursor.loader is None else cursor.loader)
+        cursor.take(1)
+        if saves:
+            cursor.state_dict()
+            assert len(caplog.messages) == 1
+        while cursor.take(1).batches:
+            pass
+        cursor.next_epoch()
+    (line,) = caplog.messages
+    assert line.startswith("Counting.read changes while the data are read, and no checkpoint holds it")
 
 
 class Unreadable(Items):

@@ -328,6 +328,8 @@ class Cursor:
             return dict(self._loaded)
         source = self._source
         opened = self._iterator is not None
+        if source is not None and opened:
+            self.warn(source.warnings(resuming=False))
         return {
             "epoch": self.epoch,
             "position": self.position,
