@@ -486,6 +486,8 @@ def test_the_end_of_an_epoch_of_known_length_is_seen_with_its_last_batch():
 def test_steps_per_epoch_rounds_up():
     assert [steps_per_epoch(range(7), k) for k in (1, 2, 3, 7, 8)] == [7, 4, 3, 1, 1]
     assert steps_per_epoch(DataLoader(Items(20), batch_size=3), 2) == 4
+    with pytest.raises(ConfigError, match="accumulation=0"):
+        steps_per_epoch(range(7), 0)
 
 
 @pytest.mark.parametrize(

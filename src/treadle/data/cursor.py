@@ -32,10 +32,15 @@ def steps_per_epoch(loader: Any, accumulation: int = 1) -> int:
         loader: anything with a length, in micro-batches.
         accumulation: micro-batches per step, >= 1.
 
+    Raises:
+        ConfigError: ``accumulation`` is smaller.
+
     Example:
         >>> steps_per_epoch(range(7), accumulation=3)
         3
     """
+    if not accumulation >= 1:
+        raise ConfigError(f"accumulation={accumulation!r}: a step needs a whole number of micro-batches, >= 1")
     return math.ceil(len(loader) / accumulation)
 
 
