@@ -37,8 +37,8 @@ def averages_of_hooks(engine: Engine) -> dict[str, Ema]:
     for hook in engine.hooks:
         if hook.state_key in keys:
             raise ConfigError(
-                f"hooks: two hooks have the state key {hook.state_key!r}; pass another name= to one of them if it takes a "
-                "name, else override state_key in one"
+                f"hooks: two hooks have the state key {hook.state_key!r}; pass another name= to one if it takes one, "
+                "else override state_key in one"
             )
         keys.add(hook.state_key)
         for name, ema in hook.averages(engine).items():
