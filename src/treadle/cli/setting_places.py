@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,16 +43,31 @@ def settings_placed(file: Path, overrides: Sequence[str]) -> Iterator[None]:
         yield
     except Exception as error:
         found = entries(file)
-        given = {text.removeprefix("+").partition("=")[0].rstrip("!+- ") for text in overrides}
+        changed = dict(_override(text) for text in overrides)
+        given = set(changed)
         known = [*found, *(key for key in given if key not in found)]
         if not isinstance(error, ConfigError):
             _add_place(error, file, found)
             raise
-        text = whole_name(str(error), known, {})
+        values = {key: entry.text for key, entry in found.items()} | changed
+        text = _told_by_value(whole_name(str(error), known, {}), values)
         text += _place(text, file, found, given)
         if text == str(error):
             raise
         raise ConfigError(text) from error
+
+
+def _override(text: str) -> tuple[str, str]:
+    """Returns the key of ``key=value`` and the text that it sets."""
+    key, _, value = text.removeprefix("+").partition("=")
+    return key.rstrip("!+- "), value.strip().strip("'\"")
+
+
+def _told_by_value(text: str, values: Mapping[str, str]) -> str:
+    """Returns a message about an argument of many settings with the one in front whose value it names."""
+    name = first_name(text)
+    fitting = [key for key, value in values.items() if key.endswith(f".{name}") and value and f"'{value}'" in text]
+    return fitting[0] + text[len(name) :] if len(fitting) == 1 else text
 
 
 def _place(text: str, file: Path, found: dict[str, Entry], given: set[str]) -> str:

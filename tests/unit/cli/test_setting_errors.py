@@ -8,7 +8,7 @@ import pytest
 
 from command_kit import treadle
 from treadle.cli.setting_names import settings_named, whole_name
-from treadle.cli.setting_places import entries
+from treadle.cli.setting_places import entries, settings_placed
 from treadle.errors import ConfigError
 
 # torch_geometric compiles functions with torch.jit.script when it is imported.
@@ -154,3 +154,20 @@ def test_an_error_that_names_no_setting_leaves_as_it_is():
     with pytest.raises(ConfigError) as caught, settings_named(["a.b"]):
         raise given
     assert caught.value is given
+
+
+@pytest.mark.parametrize(
+    ("wrong", "overrides", "said"),
+    [
+        ("torch.optim.Adm", [], "optimizer.type: 'torch.optim.Adm' is unknown ({file}, line 2)"),
+        ("torch.optim.Adam", ["optimizer.type=torch.optim.Adam"], "optimizer.type: 'torch.optim.Adam' is unknown"),
+        ("app.net", ["model.type='app.net'"], "model.type: 'app.net' is unknown"),
+        ("app.Net", [], "type: 'app.Net' is unknown"),
+    ],
+)
+def test_of_several_types_the_one_with_the_wrong_value_is_named(tmp_path, wrong, overrides, said):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {type: app.Net}\noptimizer: {type: torch.optim.Adm}\nhooks: [{type: app.Net}]\n")
+    with pytest.raises(ConfigError) as caught, settings_placed(file, overrides):
+        raise ConfigError(f"type: '{wrong}' is unknown")
+    assert str(caught.value) == said.format(file=file)
