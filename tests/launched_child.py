@@ -20,18 +20,23 @@ from treadle.cli.launch import process_group
 from treadle.hooks import BaseHook
 
 STEP_TIME = 0.02  # seconds, so that there are moments to meet
-WRITE_TIME = 0.1  # of a rank's part of a sharded save, so that a save is met by whoever waits for one
+STARTS, MOST_STARTS = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
 
 
 class Says(BaseHook):
-    """Writes the process number and the step of this rank into a file, whole at any moment."""
+    """Writes process number, step and restarts of this rank into a file, whole at any moment.
 
-    def __init__(self, folder):
-        self.folder = folder
+    It lets no run end that is to be killed before: whoever kills may be late.
+    """
+
+    def __init__(self, folder, steps):
+        self.folder, self.last = folder, steps - 1
 
     def on_after_step(self, trainer):
-        self.write(f"{os.getpid()} {trainer.step}")
+        self.write(f"{os.getpid()} {trainer.step} {STARTS}")
         time.sleep(STEP_TIME)
+        while trainer.step >= self.last and STARTS < MOST_STARTS and not is_held(self.folder):
+            time.sleep(STEP_TIME)
 
     def write(self, text):
         path = self.folder / f"rank_{dist.get_rank()}"
@@ -39,21 +44,27 @@ class Says(BaseHook):
         path.with_suffix(".new").rename(path)
 
 
-def on_a_slow_disk():
-    """Lets every rank take its time over its part of a sharded save, when the folder is there and not finished."""
+def is_held(folder):
+    """Whether sharded saves are to wait, when their folder is there and not finished."""
+    return (folder / "hold").exists()
+
+
+def with_saves_that_can_be_held(folder):
     write = sharded.write_shard
 
-    def slowly(*args, **kwargs):
-        time.sleep(WRITE_TIME)
+    def when_let_go(*args, **kwargs):
+        while is_held(folder):
+            (folder / f"held_{dist.get_rank()}_{STARTS}").touch()
+            time.sleep(0.01)
         return write(*args, **kwargs)
 
-    sharded.write_shard = slowly
+    sharded.write_shard = when_let_go
 
 
 def train(kind, folder, steps):
     """Trains to a step from the newest whole checkpoint; returns the final state, on all ranks."""
     saving = {"interval": 3, "keep_previous": 2, "exit_signals": signal.SIGTERM, "background": kind == "fsdp"}
-    made = engine(kind, folder / "checkpoints", hooks=[Says(folder)], **saving)
+    made = engine(kind, folder / "checkpoints", hooks=[Says(folder, steps)], **saving)
     try:
         made.run(loader(12 * dist.get_world_size()), max_steps=steps)
     except SystemExit as leaving:
@@ -65,7 +76,10 @@ def train(kind, folder, steps):
 if __name__ == "__main__":
     kind, folder, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    on_a_slow_disk()
+    with_saves_that_can_be_held(folder)
+    # Outside the run it may not end a rank: the first one to leave makes torchrun send it, and others have still to say
+    # how they left.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with process_group():
         state = train(kind, folder, steps)
         if dist.get_rank() == 0:

@@ -25,7 +25,7 @@ class Job:
     """A run under torchrun, in a folder of its own."""
 
     def __init__(self, kind, folder, *, ranks=2, steps=STEPS, max_restarts=0):
-        self.kind, self.folder, self.ranks, self.steps = kind, folder, ranks, steps
+        self.kind, self.folder, self.kills = kind, folder, 0
         folder.mkdir()
         self.log = folder / "log"
         options = [f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
@@ -40,30 +40,32 @@ class Job:
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.002)
 
-    def place(self, rank):
-        """Process and step of a rank."""
+    def step_of(self, rank):
+        """The last step of a rank since the last kill; -1 before it has said one."""
         path = self.folder / f"rank_{rank}"
-        return tuple(map(int, path.read_text().split())) if path.exists() else (0, 0)
+        _, step, starts = map(int, path.read_text().split()) if path.exists() else (0, -1, -1)
+        return step if starts == self.kills else -1
 
     def signal(self, rank, number, *, at_step):
-        self.wait_for(lambda: self.place(rank)[1] >= at_step)
-        os.kill(self.place(rank)[0], number)
+        self.wait_for(lambda: self.step_of(rank) >= at_step)
+        os.kill(int((self.folder / f"rank_{rank}").read_text().split()[0]), number)
+
+    def kill(self, rank, *, at_step):
+        self.signal(rank, signal.SIGKILL, at_step=at_step)
+        self.kills += 1
 
     def kill_in_a_save(self, rank, *, after_step):
-        self.wait_for(lambda: self.place(rank)[1] >= after_step)
-        checkpoints = self.folder / "checkpoints"
-        self.wait_for(lambda: any(checkpoints.glob("checkpoint_step_*/UNFINISHED")))
-        os.kill(self.place(rank)[0], signal.SIGKILL)
+        self.wait_for(lambda: self.step_of(rank) >= after_step)
+        (self.folder / "hold").touch()
+        self.wait_for((self.folder / f"held_{rank}_{self.kills}").exists)
+        assert any((self.folder / "checkpoints").glob("checkpoint_step_*/UNFINISHED"))
+        self.kill(rank, at_step=after_step)
+        (self.folder / "hold").unlink()
 
     def kill_at_a_random_moment(self, rank, rng, *, after_step):
-        self.wait_for(lambda: self.place(rank)[1] >= after_step)
+        self.wait_for(lambda: self.step_of(rank) >= after_step)
         time.sleep(rng.random() * 3 * launched_child.STEP_TIME)
-        os.kill(self.place(rank)[0], signal.SIGKILL)
-
-    def forget_places(self):
-        """What the ranks said; those of the next start will say where they are."""
-        for rank in range(self.ranks):
-            (self.folder / f"rank_{rank}").unlink(missing_ok=True)
+        self.kill(rank, at_step=after_step)
 
     def end(self):
         return self.process.wait(PATIENCE)
@@ -71,7 +73,7 @@ class Job:
     def stop(self):
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            self.process.wait(40)
+            self.process.wait(PATIENCE)
 
 
 @pytest.fixture
@@ -105,7 +107,7 @@ def check_equal(job, reference):
 
 def test_killed_ranks_resume_by_themselves_and_end_as_if_nothing_had_happened(jobs, tmp_path):
     replicas, sharded = jobs("ddp", max_restarts=1), jobs("fsdp", max_restarts=1)
-    replicas.signal(1, signal.SIGKILL, at_step=8)
+    replicas.kill(1, at_step=8)
     sharded.kill_in_a_save(1, after_step=5)
     references = run_on_ranks(undisturbed, 2, str(tmp_path), STEPS, "ddp", "fsdp", timeout=PATIENCE)[0]
     for job, reference in zip((replicas, sharded), references, strict=True):
@@ -124,7 +126,6 @@ def test_twenty_random_kills_change_nothing(jobs, kind, tmp_path):
             job.kill_in_a_save(rng.randrange(2), after_step=step)
         else:
             job.kill_at_a_random_moment(rng.randrange(2), rng, after_step=step)
-        job.forget_places()
     assert job.end() == 0, job.log.read_text()
     assert (job.folder / "restarts").read_text() == "20"
     check_equal(job, run_on_ranks(undisturbed, 2, str(tmp_path), steps, kind, timeout=PATIENCE)[0][0])
@@ -141,7 +142,6 @@ def test_each_of_eight_ranks_is_killed_in_turn_and_nothing_changes(jobs, kind, t
             job.kill_in_a_save(rank, after_step=step)
         else:
             job.kill_at_a_random_moment(rank, rng, after_step=step)
-        job.forget_places()
     assert job.end() == 0, job.log.read_text()
     assert (job.folder / "restarts").read_text() == "8"
     check_equal(job, run_on_ranks(undisturbed, 8, str(tmp_path), steps, kind, timeout=PATIENCE)[0][0])
@@ -164,7 +164,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_all_leave_with_its_number(jobs):
 
 def test_a_signal_to_torchrun_reaches_all_ranks_which_save_and_leave(jobs):
     job = jobs("fsdp", steps=4000)
-    job.wait_for(lambda: min(job.place(rank)[1] for rank in range(2)) >= 4)
+    job.wait_for(lambda: min(job.step_of(rank) for rank in range(2)) >= 4)
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == 1
     left = [(job.folder / f"left_{rank}").read_text().split() for rank in range(2)]
