@@ -7,6 +7,7 @@ micro-batch without a loss, or a parameter that was not used, makes nobody wait 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 from treadle import distributed
 from treadle.distributed import is_dtensor
 from treadle.errors import ConfigError
+from treadle.naming import clean_name
 from treadle.nested import map_nested_tensor
 from treadle.task import StepOutput
 
+_log = logging.getLogger("treadle.distributed")
 _NOTHING = contextlib.nullcontext()
 _FIRST_BUCKET = 1 << 20  # bytes; small, so that the exchange starts soon
 _BUCKET = 64 << 20  # fewer messages cost less Python; the last one, which nothing hides, takes a fraction of a ms
@@ -122,7 +125,9 @@ class ReplicaExchange(GradientExchange):
         self._group = replicas.process_group
         self._ranks = dist.get_world_size(self._group)
         ignored = set(getattr(replicas, "parameters_to_ignore", ()))
-        self._all = [value for name, value in replicas.module.named_parameters() if name not in ignored]
+        named = {name: value for name, value in replicas.module.named_parameters() if name not in ignored}
+        self._names, self._all = list(named), list(named.values())
+        self._looks_for_unused = not getattr(replicas, "find_unused_parameters", False)
         self._trained: list[bool] = []
         self._parameters: list[nn.Parameter] = []
         self._buckets: list[_Bucket] = []
@@ -213,6 +218,9 @@ class ReplicaExchange(GradientExchange):
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
         heard = self._heard()
+        if self._looks_for_unused and any(heard):
+            self._looks_for_unused = False
+            self._name_unused(heard)
         for bucket in self._buckets:
             bucket.work.wait()
             if any(heard[number] == _LATE for number in bucket.numbers):
@@ -228,6 +236,17 @@ class ReplicaExchange(GradientExchange):
         told = torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.uint8)
         told[list(self._late)] = _LATE
         return distributed.max_over_ranks(told).tolist()
+
+    def _name_unused(self, heard: Sequence[int]) -> None:
+        trained = [clean_name(name) for name, value in zip(self._names, self._all, strict=True) if value.requires_grad]
+        unused = [name for name, said in zip(trained, heard, strict=True) if said == _NONE]
+        if unused and distributed.rank() == 0:
+            _log.warning(
+                "%d parameters got no gradient on any rank in the first step: %s. Freeze what no loss needs, by "
+                "requires_grad_(False); where only some steps use a part, find_unused_parameters=True of the wrapper "
+                "says that it is meant",
+                len(unused), ", ".join(unused[:10]),
+            )  # fmt: skip
 
     def _hand_out(self, bucket: _Bucket, heard: Sequence[int]) -> None:
         """Makes the gradients parts of the message, so that they need not be copied out of it."""

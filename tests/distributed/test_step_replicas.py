@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 
@@ -77,6 +78,30 @@ def same_bits_as_torch():
         "hooks left": sum(len(some or ()) for some in hooks),
         "unused": [parameter.grad for parameter in ours.module.unused.parameters()],
     }  # fmt: skip
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def warnings_of_unused_parameters():
+    """Of a model with a part that no loss needs: as it is, frozen, and where that is said to be expected."""
+    found = {}
+    for case in ("as it is", "frozen", "expected"):
+        model, optimizer = odd_replica()
+        model.find_unused_parameters = case == "expected"
+        model.module.unused.requires_grad_(case != "frozen")
+        lines = Lines()
+        logging.getLogger("treadle").addHandler(lines)
+        Engine(model, optimizer, SquareMean(), device="cpu").run([torch.ones(4, 5)] * 2, max_steps=2)
+        logging.getLogger("treadle").removeHandler(lines)
+        found[case] = [line for line in lines.lines if "no gradient" in line]
+    return found
 
 
 def order_of_events():
@@ -187,6 +212,7 @@ def mixed_reductions():
 def everything():
     return {
         "torch": same_bits_as_torch(), "events": order_of_events(), "counted": counted(), "late": added_to_late(),
+        "warned": warnings_of_unused_parameters(),
         "thawed": thawed_on_the_way(), "reported": reported_loss(), "stopped": stopped_by_one(),
         "mixed": mixed_reductions(),
     }  # fmt: skip
@@ -205,6 +231,14 @@ def test_weights_equal_torchs_own_exchange_to_the_bit_in_many_buckets_of_two_typ
 
 def test_a_weight_without_a_gradient_on_every_rank_stays_without(found):
     assert [rank["torch"]["unused"] for rank in found] == [[None, None]] * 2
+
+
+def test_a_weight_that_no_loss_needs_is_named_once_by_one_rank(found):
+    (line,) = found[0]["warned"].pop("as it is")
+    assert "unused.weight, unused.bias" in line
+    assert "requires_grad_(False)" in line
+    assert found[0]["warned"] == {"frozen": [], "expected": []}
+    assert found[1]["warned"] == {"as it is": [], "frozen": [], "expected": []}
 
 
 def test_no_hook_is_left_on_the_weights_after_a_run(found):
