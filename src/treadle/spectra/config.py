@@ -162,6 +162,10 @@ class TrainerConfig:
         if not ok:
             raise ConfigError(f"TrainerConfig.{field}={getattr(self, field)!r}: {rule}")
 
+    def __eq__(self, other: object) -> bool:
+        """Whether all settings are the same; a path equals its text, so ``from_dict(to_dict())`` gives an equal one."""
+        return self.to_dict() == other.to_dict() if isinstance(other, TrainerConfig) else NotImplemented
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as plain values."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

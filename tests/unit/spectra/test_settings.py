@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 
 import numpy as np
@@ -60,6 +61,15 @@ def test_a_device_object_and_numbers_of_numpy_are_as_good_as_plain_ones(tmp_path
     config = torch.load(tmp_path / "other" / "checkpoints" / "last.pt", weights_only=True)["config"]
     assert (config["device"], config["eval_seed"]) == ("cpu", 3)
     assert TrainerConfig.from_dict(config) == TrainerConfig.from_dict(other.cfg.to_dict())
+
+
+def test_settings_come_back_equal_from_plain_values(tmp_path):
+    settings = TrainerConfig(out_dir=tmp_path, device="cpu", resume_from=tmp_path / "last.pt", reduction="sum")
+    values = settings.to_dict()
+    assert json.loads(json.dumps(values)) == values
+    assert TrainerConfig.from_dict(values) == settings
+    assert TrainerConfig.from_dict({**values, "grad_clip": 2.0}) != settings
+    assert settings != values
 
 
 @pytest.mark.parametrize(
