@@ -326,8 +326,7 @@ class Trainer:
 
     def _end_epoch(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
         improved = None if self._epochs.best is None else self._epochs.improved
-        scored = self._epochs.scored_weights
-        self._folder.write_epoch(improved=improved, best=self.best_metric, scored_weights=scored)
+        self._folder.write_epoch(improved=improved, best=self.best_metric, scored_weights=self._epochs.scored_weights)
         if not self._overrides("train_epoch"):  # which says so itself
             log_epoch(self.epoch - 1, record)
         for callback in callbacks:
@@ -383,8 +382,7 @@ class Trainer:
         Raises:
             CheckpointError: the file is missing, damaged, or of another model.
         """
-        path = self._folder.find(path)
-        tree = load_checkpoint(path)
+        tree = load_checkpoint(path := self._folder.find(path))
         left_out = {key for key, load in (("optimizer", load_optimizer), ("scheduler", load_scheduler)) if not load}
         self._folder.restore({key: None if key in left_out else value for key, value in tree.items()}, path)
         return tree
