@@ -175,13 +175,13 @@ def needed_codebooks(
 ) -> Codebooks:
     """Prepares those of the image, spectrum and scalar codebooks whose terms have a weight.
 
-    With ``each_batch`` a warning comes once for one array and vocabulary, which a loop passes with every batch.
+    With ``each_batch`` a warning comes once for one vocabulary, which a loop passes with every batch.
     """
     image, spectrum, scalar = (
         codebook if weights[term] else None for codebook, term in zip(given, ("img", "spec", "sca"), strict=True)
     )
     codebooks = _prepared(vocab, (image, spectrum, scalar), device)
-    if _is_shared(vocab, spectrum) and not (each_batch and _was_told(vocab, spectrum)):
+    if _is_shared(vocab, spectrum) and not (each_batch and _was_told(vocab)):
         _warn_shared(vocab.spectrum_groups)
     return codebooks
 
@@ -242,16 +242,14 @@ def _spectrum(vocab: VocabSpec, given: Any) -> Codebook:
     )
 
 
-_told: dict[tuple[int, int], list[weakref.ref[Any]]] = {}
+_told: dict[int, weakref.ref[VocabSpec]] = {}
 
 
-def _was_told(vocab: VocabSpec, spectrum: Any) -> bool:
-    """Whether this was asked before of the same two objects; of a list, which nothing can watch, of the vocabulary."""
-    watched = [vocab, spectrum] if isinstance(spectrum, (np.ndarray, Tensor)) else [vocab]
-    key = (id(vocab), id(watched[-1]))
-    told = [reference() for reference in _told.get(key, [])]
-    _told[key] = [weakref.ref(one) for one in watched]  # an id may be that of an object that is gone
-    return len(told) == len(watched) and all(one is other for one, other in zip(told, watched, strict=True))
+def _was_told(vocab: VocabSpec) -> bool:
+    """Whether this was asked before of the same object; an equal one is likely to be of somebody else."""
+    before = _told.get(id(vocab))
+    _told[id(vocab)] = weakref.ref(vocab)  # the id may have been that of an object that is gone
+    return before is not None and before() is vocab
 
 
 def _warn_shared(groups: tuple[str, ...]) -> None:

@@ -343,8 +343,9 @@ def test_one_codebook_for_several_groups_is_shared_and_warned_of_once_in_a_loop(
         return len(found)
 
     caplog.set_level(logging.WARNING, "treadle.astro")
-    vocab, codebook = tiny_vocab(), as_array([[0.0], [4.0]])
+    vocab = tiny_vocab()
     for _ in range(2):
+        codebook = as_array([[0.0], [4.0]])  # as one that is moved to the device for each batch
         loss, _ = spectrum_reconstruction_loss(tiny_logits(), TARGETS, vocab, codebook, 10)
     assert loss.item() == pytest.approx(4.0)
     assert warnings() == 1
