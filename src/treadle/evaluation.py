@@ -20,7 +20,7 @@ from treadle.means import RunningMeans
 from treadle.nested import as_number, flatten_nested_dict, unflatten
 from treadle.precision import Precision
 from treadle.seed import forked_rng, mix_seed
-from treadle.task import HasMetrics, Task, add_output, as_step_output, takes_outputs_apart
+from treadle.task import HasMetrics, Task, add_output, as_step_output, update_of
 
 
 class EvaluationAbandoned(Exception):
@@ -56,15 +56,16 @@ def evaluate(
     """
     means = RunningMeans()
     metrics = task.new_metrics() if isinstance(task, HasMetrics) else None
-    apart = metrics is not None and takes_outputs_apart(metrics)
+    update = None
     if metrics is not None:
         metrics.reset()
+        update = update_of(metrics)
 
     def score(batch: Any) -> None:
         output = as_step_output(task.step(model, batch), training=False)
         add_output(means, output)
-        if metrics is not None and output.outputs is not None:
-            metrics.update(*output.outputs) if apart else metrics.update(output.outputs)
+        if update is not None and output.outputs is not None:
+            update(output.outputs)
 
     for_each_batch(
         model, loader, score, precision=precision, eval_seed=eval_seed, cursor=cursor, interrupted=interrupted

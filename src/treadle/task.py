@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -119,15 +119,32 @@ class HasMetrics(Protocol):
         ...
 
 
-def takes_outputs_apart(metrics: Metrics) -> bool:
-    """Returns whether ``update`` takes prediction and target as arguments of their own, as those of torchmetrics do.
+def update_of(metrics: Metrics) -> Callable[[Any], Any]:
+    """Returns a function that gives the outputs of a micro-batch to metrics as their ``update`` takes them.
+
+    Prediction and target apart, as those of torchmetrics take them, where it has more than one argument: a tuple or a
+    list in its order, a mapping by its names.
 
     Example:
         >>> class Count:
-        ...     def update(self, prediction, target): ...
-        >>> takes_outputs_apart(Count())
-        True
+        ...     def update(self, prediction, target): print(prediction, target)
+        >>> update = update_of(Count())
+        >>> update((1, 2)); update({"target": 2, "prediction": 1})
+        1 2
+        1 2
     """
+    if not _takes_several(metrics):
+        return metrics.update
+
+    def update(outputs: Any) -> Any:
+        if isinstance(outputs, Mapping):
+            return metrics.update(**outputs)
+        return metrics.update(*outputs) if isinstance(outputs, (tuple, list)) else metrics.update(outputs)
+
+    return update
+
+
+def _takes_several(metrics: Metrics) -> bool:
     try:
         signature = inspect.signature(metrics.update)
     except (TypeError, ValueError):  # it is not written in Python

@@ -730,8 +730,9 @@ def test_another_word_as_reduction_is_refused(accumulation_steps):
         scalar_engine(task=Other(), accumulation_steps=accumulation_steps).run([1.0, 2.0], epochs=1)
 
 
+@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("several", [False, True])
-def test_metrics_that_take_prediction_and_target_apart_get_them_so(several):
+def test_metrics_that_take_prediction_and_target_apart_get_them_so(several, named):
     class Apart:
         def reset(self):
             self.sum = 0.0
@@ -751,10 +752,29 @@ def test_metrics_that_take_prediction_and_target_apart_get_them_so(several):
             return Collection() if several else Apart()
 
         def step(self, model, batch, totals=None, generator=None):
-            return StepOutput(model(batch), outputs=(batch, 2.0))
+            outputs = {"target": 2.0, "prediction": batch} if named else (batch, 2.0)
+            return StepOutput(model(batch), outputs=outputs)
 
     engine = scalar_engine(task=WithMetrics())
     assert engine.evaluate([1.0, 5.0, 2.0]) == {"loss": 0.0, "sum": 16.0}
+
+
+def test_metrics_that_take_any_arguments_get_a_tensor_whole():
+    class Means(Metrics):
+        def compute(self):
+            return {}
+
+        def update(self, *values):
+            self.pairs += [value.shape for value in values]
+
+    class WithMetrics(Slopes):
+        def step(self, model, batch, totals=None, generator=None):
+            return StepOutput(model(batch), outputs=torch.tensor([batch, 3.0]))
+
+    metrics = Means()
+    WithMetrics.new_metrics = lambda self: metrics
+    scalar_engine(task=WithMetrics()).evaluate([1.0, 5.0])
+    assert metrics.pairs == [(2,), (2,)]
 
 
 def test_a_table_among_the_metrics_reaches_history_and_checkpoint_as_lists(tmp_path):
