@@ -1,9 +1,13 @@
 """PyTorch training that you can stop, resume and replay to the bit.
 
-One step loop, familiar front ends, and science packs. The packs are imported by name: ``import treadle.spectra``.
+One step loop, familiar front ends, and science packs. A pack is imported when it is first asked for:
+``treadle.spectra``, or ``from treadle.spectra import ChemoMAE``.
 """
 
 from __future__ import annotations
+
+import importlib as _importlib
+import typing as _typing
 
 from torch import __version__ as _torch_version
 
@@ -132,3 +136,12 @@ __all__ = [
     "verify_checkpoint",
     "with_trackers",
 ]
+
+_ON_DEMAND = ("astro", "builder", "config", "datasets", "graphs", "spectra", "text")
+
+if not _typing.TYPE_CHECKING:  # a type checker is to see no name that is not there
+
+    def __getattr__(name):
+        if name in _ON_DEMAND:
+            return _importlib.import_module(f"treadle.{name}")
+        raise AttributeError(f"module 'treadle' has no attribute {name!r}")

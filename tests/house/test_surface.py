@@ -53,6 +53,17 @@ def test_the_promised_names_are_at_the_root():
     assert PROMISED - set(treadle.__all__) == set()
 
 
+@pytest.mark.parametrize("name", ["astro", "builder", "config", "datasets", "graphs", "spectra", "text"])
+def test_packs_come_with_the_root_when_they_are_asked_for(name, monkeypatch):
+    module = importlib.import_module(f"treadle.{name}")
+    monkeypatch.delattr(treadle, name)  # as it is before anything has imported it
+    assert getattr(treadle, name) is module
+
+
+def test_a_name_that_is_not_there_is_no_attribute_of_the_root():
+    assert not hasattr(treadle, "spectrum")
+
+
 def test_a_packs_trainer_is_its_trainer():
     from treadle import astro, graphs, spectra
 
