@@ -113,7 +113,7 @@ class SpectraTrainer:
     def _choose_selection(self) -> bool:
         if self.cfg.selection == "best" and self.val_loader is None:
             _log.warning("selection='best' needs a val_loader; without one it is 'last': a fixed budget, no early stop")
-            return False
+            self.cfg.selection = "last"  # of the trainer's own copy
         return self.cfg.selection == "best"
 
     def _build_engine(

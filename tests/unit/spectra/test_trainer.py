@@ -105,6 +105,8 @@ def test_no_validation_loader_makes_it_the_last_with_a_warning_and_null_in_the_h
     trainer = make(tmp_path, val=False)
     assert "selection='best' needs a val_loader" in caplog.text
     trainer.fit(1)
+    saved = torch.load(tmp_path / "checkpoints" / "last.pt", weights_only=True)
+    assert trainer.cfg.selection == saved["config"]["selection"] == "last"
     history = json.loads((tmp_path / "training_history.json").read_text())
     assert history[0]["val_loss"] is None
     assert [list(record.items()) for record in trainer.history] == [list(record.items()) for record in history]
