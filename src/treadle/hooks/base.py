@@ -100,7 +100,8 @@ class BaseHook:
     def on_before_optimizer_step(self, trainer: Engine) -> None:
         """Called when the gradients are final but for clipping.
 
-        What it changes in them is clipped and checked, too. Where a model is sharded, change them on every rank.
+        What it changes in them is clipped and checked, too. On several ranks change them alike on every rank: they
+        were exchanged before, and are not compared again.
         """
 
     def on_after_step(self, trainer: Engine) -> None:
