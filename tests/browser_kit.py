@@ -18,7 +18,7 @@ _ARGUMENTS = (
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
     "--hide-scrollbars", "--window-size=1200,900",
 )  # fmt: skip
-_PATIENCE = 60.0  # seconds
+_PATIENCE = 180.0  # seconds
 
 
 class Browser:

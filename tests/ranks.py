@@ -119,7 +119,7 @@ def outcomes_on_ranks(
 
 
 def torchrun(
-    *arguments: str, ranks: int = 2, options: Sequence[str] = (), timeout: float = 120, **rest: Any
+    *arguments: str, ranks: int = 2, options: Sequence[str] = (), timeout: float = _PATIENCE, **rest: Any
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``torchrun`` on this machine and returns how it ended, with what it wrote.
 
