@@ -11,7 +11,7 @@ import torch
 from helpers import Scalar, Slopes, differences, scalar_engine
 from treadle import CheckpointingHook, EpochTrainer, HistoryHook, LoggingHook
 from treadle.checkpoint import load_checkpoint
-from treadle.errors import CheckpointError, ConfigError
+from treadle.errors import CheckpointError, ConfigError, NonFiniteError
 from treadle.hooks import BaseHook, EmaHook
 
 
@@ -36,6 +36,14 @@ def test_the_newest_and_the_multiples_of_the_keep_interval_stay(tmp_path):
 def test_keep_previous_counts_the_newest_too(tmp_path, keep, left):
     run(tmp_path, 5, keep_previous=keep)
     assert steps_in(tmp_path) == left
+
+
+@pytest.mark.parametrize(("interval", "named"), [(2, "checkpoint_step_2.pt"), (5, None)])
+def test_the_last_good_checkpoint_is_named_when_a_gradient_ends_the_run(tmp_path, caplog, interval, named):
+    with pytest.raises(NonFiniteError):
+        run(tmp_path, 5, [1.0, 1.0, 1.0, float("nan")], interval=interval)
+    said = [line for line in caplog.messages if line.startswith("the last good checkpoint is")]
+    assert said == ([] if named is None else [f"the last good checkpoint is {tmp_path.resolve() / named}"])
 
 
 class SetClockBack(BaseHook):

@@ -17,7 +17,7 @@ from treadle.checkpoint.marker import is_whole, tidy, unfinished
 from treadle.checkpoint.rank_writer import RankWriter
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks, writers_group
 from treadle.checkpoint.store import Retention, find_latest, point_to, save_checkpoint
-from treadle.errors import CheckpointError, ConfigError
+from treadle.errors import CheckpointError, ConfigError, NonFiniteError
 from treadle.hooks.base import BaseHook
 from treadle.hooks.files import in_workspace
 from treadle.naming import clean_name
@@ -175,8 +175,13 @@ class CheckpointingHook(BaseHook):
         trainer.request_write(self.wait_for_writes)
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Waits for what is being written."""
+        """Waits for what is being written; after a gradient that was not finite, names what can be gone back to."""
         self._writer.close(error)
+        if isinstance(error, NonFiniteError) and distributed.rank() == 0:
+            folder = self.folder(trainer)
+            links = [folder / name for name in (f"{_LATEST}.pt", _LATEST) if (folder / name).exists()]
+            if links:  # they never name a state that is not finite
+                trainer.logger.error("the last good checkpoint is %s", os.path.realpath(links[0]))
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
         """Saves at a signal, if signals were named."""
