@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,6 +19,7 @@ from treadle.cli.setting_places import settings_placed
 from treadle.cli.tracking import tracked
 from treadle.config import format_config
 from treadle.engine import Engine
+from treadle.errors import ConfigError
 from treadle.hooks.base import BaseHook
 from treadle.observers import observing
 
@@ -90,16 +92,25 @@ def show_config(file: Path, settings: Sequence[str], console: Console) -> None:
 
 
 class _Keeper:
-    """Observes the trainer: adds the record, and says when a stopped run could not go on."""
+    """Observes the trainer: refuses a folder that cannot be written, adds the record, says what cannot go on."""
 
     def __init__(self, record: RunRecordHook):
         self.record = record
 
     def before_building(self, engine: Engine) -> None:
-        """Leaves everything as it is."""
+        """Raises ConfigError for a workspace that cannot be written, before data are read and a model is built."""
+        if engine.workspace is not None and distributed.rank() == 0:
+            _refuse_unwritable(engine.workspace)
 
     def before_running(self, engine: Engine) -> None:
         """Adds the record behind the other hooks."""
         if all(type(hook).checkpoint_to_resume is BaseHook.checkpoint_to_resume for hook in engine.hooks):
             _log.warning("no hook saves and resumes: once stopped, this run starts anew; add a CheckpointingHook")
         engine.hooks = [*engine.hooks, self.record]
+
+
+def _refuse_unwritable(folder: Path) -> None:
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    reason = "is no folder" if not nearest.is_dir() else "cannot be written"
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        raise ConfigError(f"workspace={str(folder)!r}: {nearest} {reason}; choose another folder")
