@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import random
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 
+import treadle
 from treadle.hooks.base import BaseHook
 from treadle.task import StepOutput
+
+_LIBRARY = Path(treadle.__file__).parent
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:
@@ -142,6 +147,16 @@ class CountReads(TorchDispatchMode):
         if func in READS:
             self.reads.append(func)
         return func(*args, **(kwargs or {}))
+
+
+def library_frames() -> list[str]:
+    """Returns the names of the library's functions on the stack, the latest first."""
+    frame, names = sys._getframe(1), []
+    while frame is not None:
+        if _LIBRARY in Path(frame.f_code.co_filename).parents:
+            names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
 
 
 class ReadsPerStep(BaseHook):

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
 import treadle
-from helpers import CountReads, ReadsPerStep
+from helpers import CountReads, ReadsPerStep, library_frames
 from treadle import BaseTrainer, EmaHook, LoggingHook, ProgressHook
-
-LIBRARY = Path(treadle.__file__).parent
 
 
 class Fit(BaseTrainer):
@@ -80,15 +75,9 @@ def test_at_most_three_library_frames_lie_between_the_script_and_forward():
 
     class Looking(Fit):
         def forward(self, input):
-            frame, names = sys._getframe(1), []
-            while frame is not None and frame.f_code is not script:
-                if LIBRARY in Path(frame.f_code.co_filename).parents:
-                    names.append(frame.f_code.co_name)
-                frame = frame.f_back
-            seen.append(names)
+            seen.append(library_frames())
             return super().forward(input)
 
-    script = sys._getframe().f_code
     Looking(2, device="cpu").train()
     assert seen == [["train_step", "run", "train"]] * 2
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from astro_trainer_kit import VOCAB, LogitsOnly, OverflowAt, codebooks, loader, make, model, same_weights, sequences
-from helpers import ReadsPerStep
+from helpers import ReadsPerStep, library_frames
 from treadle.astro import (
     AstroTrainer,
     MeaningfulLossConfig,
@@ -576,3 +576,11 @@ def test_a_vocabulary_without_spectra_trains():
     assert trainer._task.weights({name: torch.tensor([[1, 5, 12]]) for name in ("tokens", "types", "attn_mask")}) == {
         "ce": 2.0, "img": 1.0, "sca": 1.0,
     }  # fmt: skip
+
+
+def test_from_a_script_to_the_model_there_are_at_most_eight_frames_of_the_library():
+    net, seen = LogitsOnly(model()), []
+    net.register_forward_pre_hook(lambda module, args: seen.append(library_frames()))
+    make(net=net).fit(1)
+    assert {names[-1] for names in seen} == {"fit"}
+    assert max(map(len, seen)) <= 8

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
 import treadle
 from functional_kit import loader, make, same_weights
-from helpers import CountReads
+from helpers import CountReads, library_frames
 from treadle import BaseHook
 
-LIBRARY = Path(treadle.__file__).parent
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -60,15 +56,9 @@ def test_at_most_eight_library_frames_lie_between_the_script_and_forward():
 
     class Looking(nn.Linear):
         def forward(self, input):
-            frame, names = sys._getframe(1), []
-            while frame is not None and frame.f_code is not script:
-                if LIBRARY in Path(frame.f_code.co_filename).parents:
-                    names.append(frame.f_code.co_name)
-                frame = frame.f_back
-            seen.append(names)
+            seen.append(library_frames())
             return super().forward(input)
 
-    script = sys._getframe().f_code
     make(model=Looking(4, 1)).train(loader(8), 1)
     assert seen == [["_forward_pass", "step", "forward", "train_step", "run", "fit", "train"]]
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import treadle
+from helpers import library_frames
 from spectra_kit import make, spectra
 from treadle import CheckpointError, ConfigError, NonFiniteError
 from treadle.spectra import Extractor, ExtractorConfig, SpectraTrainer, Tester, TesterConfig, TrainerConfig
@@ -397,3 +398,11 @@ def test_what_is_no_number_of_epochs_is_refused(tmp_path, epochs):
     with pytest.raises(treadle.ConfigError, match=f"epochs={epochs!r}: must be a whole number of epochs >= 0"):
         make(tmp_path).fit(epochs)
     assert files(tmp_path) == []
+
+
+def test_from_a_script_to_the_model_there_are_at_most_eight_frames_of_the_library(tmp_path):
+    trainer, seen = make(tmp_path, val=False), []
+    trainer.model.register_forward_pre_hook(lambda module, args: seen.append(library_frames()))
+    trainer.fit(1)
+    assert {names[-1] for names in seen} == {"fit"}
+    assert max(map(len, seen)) <= 8
