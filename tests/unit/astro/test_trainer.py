@@ -581,6 +581,6 @@ def test_a_vocabulary_without_spectra_trains():
 def test_from_a_script_to_the_model_there_are_at_most_eight_frames_of_the_library():
     net, seen = LogitsOnly(model()), []
     net.register_forward_pre_hook(lambda module, args: seen.append(library_frames()))
-    make(net=net).fit(1)
-    assert {names[-1] for names in seen} == {"fit"}
+    make(net=net).train(1)
+    assert {names[-1] for names in seen} == {"train"}
     assert max(map(len, seen)) <= 8
