@@ -8,23 +8,10 @@ from torch import nn
 
 import treadle
 from functional_kit import loader, make, same_weights
-from helpers import CountReads, library_frames
+from helpers import ReadsPerStep, library_frames
 from treadle import BaseHook
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-class Reads(BaseHook):
-    def __init__(self):
-        self.per_step = []
-
-    def on_before_step(self, trainer):
-        self.mode = CountReads()
-        self.mode.__enter__()
-
-    def on_after_step(self, trainer):
-        self.mode.__exit__(None, None, None)
-        self.per_step.append(len(self.mode.reads))
 
 
 def labelled(batches, *, ignored=()):
@@ -46,7 +33,7 @@ def classifier(device, *, hooks=(), fused=True, seed=0, **settings):
 
 
 def test_counting_labels_clipping_and_averaging_read_nothing_on_the_host():
-    hook = Reads()
+    hook = ReadsPerStep()
     classifier("cpu", hooks=[hook], ema_decay=0.9).train(labelled(20), 1)
     assert hook.per_step == [0] * 20
 
