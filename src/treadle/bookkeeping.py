@@ -169,11 +169,13 @@ def show_gradients(engine: Engine, grads: Sequence[Tensor]) -> tuple[list[Tensor
         The parameters with a gradient and its norm, as the hooks left them: what they changed is clipped and judged.
     """
     before = [(id(grad), grad._version) for grad in grads]
+    heard = engine.hears("on_before_optimizer_step")
     engine.emit("on_before_optimizer_step")
     params = [p for group in engine.optimizer.param_groups for p in group["params"] if p.grad is not None]
     left = [p.grad for p in params]
+    may_differ = not all(getattr(hook.on_before_optimizer_step, "looks_only", False) for hook in heard)
     # The norm of gradients that are spread over ranks is a collective, and a hook that looks may be on one rank alone.
-    if are_whole(left) or [(id(grad), grad._version) for grad in left] != before:
+    if may_differ and (are_whole(left) or [(id(grad), grad._version) for grad in left] != before):
         engine.step_info["grad_norm"] = total_norm(left)
     norm: Tensor = engine.step_info["grad_norm"]
     return params, norm

@@ -32,11 +32,11 @@ class Events:
         for hook in self._listening.get(event, self.hooks):
             getattr(hook, event)(self, *args)
 
-    def hears(self, event: str) -> bool:
-        """Returns whether some hook does something at an event of a step."""
+    def hears(self, event: str) -> list[BaseHook]:
+        """Returns the hooks that do something at an event of a step."""
         if self._listening and self._listened == self.hooks:
-            return bool(self._listening[event])
-        return bool(listeners(self.hooks, event))
+            return self._listening[event]
+        return listeners(self.hooks, event)
 
     def listen(self) -> None:
         """Finds which hooks do something in a step, so that in each step the others are not called."""

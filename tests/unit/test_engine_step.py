@@ -24,7 +24,8 @@ from helpers import Augmented, MeanSquare, Scalar, Slopes, differences, scalar_e
 from treadle import EpochTrainer, StepOutput, Total, Weighted
 from treadle.engine import Engine
 from treadle.errors import ConfigError, NonFiniteError
-from treadle.hooks import BaseHook, EmaHook, HistoryHook, LoggingHook, NonFiniteHook
+from treadle.gradients import total_norm
+from treadle.hooks import BaseHook, CudaMaxMemoryHook, EmaHook, HistoryHook, LoggingHook, NonFiniteHook
 from treadle.optim import check_scheduler
 from treadle.seed import set_seed
 
@@ -315,6 +316,23 @@ def test_a_gradient_that_a_hook_made_non_finite_does_not_reach_the_weights(poiso
         assert engine.precision.scaler.get_scale() == 32768.0
     assert (engine.model.weight.item(), engine.applied_steps) == (2.0, 0)
     assert not engine.step_info["grad_norm"].isfinite()
+
+
+class LooksLikeThose(CudaMaxMemoryHook):
+    def on_before_optimizer_step(self, trainer):
+        trainer.model.weight.grad.data.mul_(2.0)
+
+
+@pytest.mark.parametrize(("hooks", "times"), [
+    ([CudaMaxMemoryHook()], 1), ([Changes(lambda w: None)], 2), ([CudaMaxMemoryHook(), Changes(lambda w: None)], 2),
+    ([LooksLikeThose()], 2),
+])  # fmt: skip
+def test_gradients_are_measured_again_only_where_a_hook_may_have_changed_them(hooks, times, monkeypatch):
+    calls = []
+    for place in ("treadle.engine", "treadle.bookkeeping"):
+        monkeypatch.setattr(f"{place}.total_norm", lambda grads: (calls.append(1), total_norm(grads))[1])
+    scalar_engine(hooks=hooks).run([1.0], max_steps=1)
+    assert len(calls) == times
 
 
 def test_clipping_and_the_verdict_go_by_the_gradient_that_hooks_left():

@@ -242,14 +242,14 @@ def _spectrum(vocab: VocabSpec, given: Any) -> Codebook:
     )
 
 
-_told: dict[int, weakref.ref[VocabSpec]] = {}
+_told: weakref.WeakValueDictionary[int, VocabSpec] = weakref.WeakValueDictionary()
 
 
 def _was_told(vocab: VocabSpec) -> bool:
     """Whether this was asked before of the same object; an equal one is likely to be of somebody else."""
     before = _told.get(id(vocab))
-    _told[id(vocab)] = weakref.ref(vocab)  # the id may have been that of an object that is gone
-    return before is not None and before() is vocab
+    _told[id(vocab)] = vocab
+    return before is vocab
 
 
 def _warn_shared(groups: tuple[str, ...]) -> None:

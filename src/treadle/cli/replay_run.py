@@ -20,6 +20,7 @@ from treadle.engine import Engine
 from treadle.errors import ConfigError, NonFiniteError
 from treadle.flight import batch_as_plain, ids_as_plain, layer_norms
 from treadle.hooks import BaseHook, EmaHook, NonFiniteHook
+from treadle.hooks.base import looks_only
 from treadle.hooks.steplog import StepRows
 from treadle.means import read_scalars
 from treadle.observers import observing
@@ -93,6 +94,7 @@ class Witness(BaseHook):
             if isinstance(hook, NonFiniteHook):
                 hook.foreign_states = set()
 
+    @looks_only
     def on_before_optimizer_step(self, trainer: Engine) -> None:
         """Reads the gradients of the step, and stops inside it when asked to."""
         if trainer.step != self.step:

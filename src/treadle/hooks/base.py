@@ -49,7 +49,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from treadle.ema import Ema
@@ -70,9 +70,24 @@ EVENTS = (
     "on_state_dict",
     "on_load_state_dict",
 )
+Event = TypeVar("Event", bound=Callable[..., None])
 
 
 STEP_EVENTS = ("on_before_step", "on_before_optimizer_step", "on_after_step")
+
+
+def looks_only(method: Event) -> Event:
+    """Marks an ``on_before_optimizer_step`` that leaves the gradients alone, so that they are not measured again.
+
+    Example:
+        >>> class Counts(BaseHook):
+        ...     steps = 0
+        ...     @looks_only
+        ...     def on_before_optimizer_step(self, trainer):
+        ...         self.steps += 1
+    """
+    method.looks_only = True  # type: ignore[attr-defined]
+    return method
 
 
 class BaseHook:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from treadle import distributed
 from treadle.errors import ConfigError
-from treadle.hooks.base import BaseHook
+from treadle.hooks.base import BaseHook, looks_only
 from treadle.whereabouts import stack_of, whereabouts
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class StuckRankHook(BaseHook):
         """Notes the event."""
         self._event = _STEPPING
 
+    @looks_only
     def on_before_optimizer_step(self, trainer: Engine) -> None:
         """Notes the event."""
         self._event = _UPDATING

@@ -18,7 +18,7 @@ from treadle.cli.verify.jobs import Job, RecordFile
 from treadle.data.cursor import Group
 from treadle.engine import Engine
 from treadle.flight import ids_as_plain
-from treadle.hooks.base import BaseHook
+from treadle.hooks.base import BaseHook, looks_only
 from treadle.naming import model_state
 from treadle.seed import RngState
 
@@ -192,6 +192,7 @@ class Looker(BaseHook):
         """See :meth:`Recorder.look_before_forward`."""
         self.recorder.look_before_forward(trainer)
 
+    @looks_only
     def on_before_optimizer_step(self, trainer: Engine) -> None:
         """See :meth:`Recorder.look_before_update`."""
         self.recorder.look_before_update(trainer)

@@ -22,6 +22,8 @@ RowsLike: TypeAlias = Tensor | np.ndarray[Any, Any]
 def resolve_device(device: DeviceLike) -> torch.device:
     """Return the device asked for; None means CUDA, then MPS, then CPU, whichever is there first.
 
+    As :func:`treadle.device.get_device`, which numerics like these must not import.
+
     Raises:
         ConfigError: it is no device, or not available; those that are there are named.
     """
