@@ -16,6 +16,7 @@ a hook could look at.
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -260,6 +261,7 @@ class CapturedSteps:
                 self._flags.refused.zero_()  # of a trial
         except RuntimeError as error:
             kept.restore()
+            traceback.clear_frames(error.__traceback__)  # they hold the graph of a trial, whose nodes would be used on
             self._give_up(f"the step cannot be captured: {_first_line(error)}. {_HINT}")
             return None
         except BaseException:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -260,6 +262,37 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_the_weights_before_it(o
     assert ends[0][:2] == ends[1][:2] == (10, 9)
     assert differences(ends[0][2].state_dict(), ends[1][2].state_dict()) == []
     assert differences(ends[0][3], ends[1][3]) == []
+
+
+def test_a_recording_that_fails_keeps_nothing_of_its_trial_alive(on_the_cpu, monkeypatch):
+    """Else torch warns in the next backward pass: a node of the trial's graph belongs to the recording's stream."""
+    left = []
+
+    class FailsOnce(Fit):
+        def step(self, model, batch, totals=None, generator=None):
+            output = super().step(model, batch)
+            if len(left) == 1:
+                left.append(weakref.ref(output.loss))
+                raise RuntimeError("it reads the device")
+            return output
+
+    def record(self, function, *, prepare):
+        reasons = []
+        try:
+            left.append(None)
+            return function()
+        except RuntimeError as error:
+            reasons.append(error)  # a frame of the traceback holds what holds the traceback
+            raise reasons[0] from None
+
+    monkeypatch.setattr(Rerun, "record", record)
+    gc.disable()
+    try:
+        run("auto", steps=4, task=FailsOnce())
+    finally:
+        gc.enable()
+    _, loss = left
+    assert loss() is None
 
 
 def test_a_recording_that_fails_gives_the_stream_back_and_its_own_reason(monkeypatch):

@@ -68,12 +68,11 @@ def loader_of(*, on_device=True, bad=None, **options):
     return TensorLoader(x, y, batch_size=16, shuffle=True, device="cuda" if on_device else None, **options)
 
 
-def run(capture, steps=STEPS, *, state=None, loader=None, **options):
-    engine = engine_of(capture, **options)
+def run(capture, steps=STEPS, *, state=None, loader=None, hooks=(), **options):
+    engine = engine_of(capture, hooks=[*hooks, Losses()], **options)
     if state is not None:
         engine.load_state_dict(state)
     engine.losses = []
-    engine.hooks.append(Losses())
     engine.run(loader_of() if loader is None else loader, max_steps=steps)
     return engine
 
@@ -137,9 +136,8 @@ def test_a_captured_run_resumes_captured(eager, cut):
 
 
 def test_loading_a_state_in_the_middle_of_a_captured_run_is_noticed(eager):
-    engine = engine_of(True)
+    engine = engine_of(True, hooks=[Losses()])
     engine.losses = []
-    engine.hooks.append(Losses())
     loader = loader_of()
     engine.run(loader, max_steps=30)
     state = engine.state_dict()
@@ -225,27 +223,22 @@ def test_a_nan_leaves_weights_and_optimizer_of_the_last_applied_step(options):
     assert equal(state, there)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_captured_step_waits_for_the_device():
-    engine = engine_of(True)
-    loader = loader_of(drop_last=True)
-    engine.run(loader, max_steps=5)
-    waits = []
+    watched = []
 
     class Watch(Losses):
         def on_before_step(self, trainer):
-            torch.cuda.set_sync_debug_mode("error")
+            torch.cuda.set_sync_debug_mode("error" if trainer.step > 5 else "default")
 
         def on_after_step(self, trainer):
+            watched.append(torch.cuda.get_sync_debug_mode())
             torch.cuda.set_sync_debug_mode("default")
-            waits.append(trainer.step)
 
-    engine.hooks.append(Watch())
     try:
-        engine.run(loader, max_steps=11)
+        engine_of(True, hooks=[Watch()]).run(loader_of(drop_last=True), max_steps=11)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert waits == [6, 7, 8, 9, 10, 11]
+    assert watched == [0] * 5 + [2] * 6
 
 
 def reads(loss):
@@ -368,7 +361,6 @@ def test_the_step_face_has_the_bits_of_eager_steps():
     assert equal(dict(eager.model.state_dict()), dict(captured.model.state_dict()))
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_labels_that_do_not_count_are_counted_on_the_host_and_no_step_waits(accumulation):
     from treadle import Trainer

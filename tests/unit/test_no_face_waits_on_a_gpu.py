@@ -12,7 +12,6 @@ from treadle.hooks import BaseHook
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
 
 

@@ -84,7 +84,6 @@ def test_at_most_three_library_frames_lie_between_the_script_and_forward():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_the_host_waits_for_no_tensor_on_a_gpu():
     class Strict(treadle.BaseHook):
         def on_before_step(self, trainer):

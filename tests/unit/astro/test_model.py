@@ -254,7 +254,6 @@ def test_the_model_compiles_as_one_graph():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("name", MASKS)
 def test_on_a_gpu_padded_batches_take_the_flash_kernel_and_the_host_never_waits(name):
     from torch.nn.attention import SDPBackend, sdpa_kernel

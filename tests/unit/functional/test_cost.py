@@ -52,7 +52,6 @@ def test_at_most_eight_library_frames_lie_between_the_script_and_forward():
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("k", [1, 3])
 def test_the_host_waits_for_no_tensor_on_a_gpu(k):
     class Strict(BaseHook):

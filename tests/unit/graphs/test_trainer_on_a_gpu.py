@@ -17,7 +17,6 @@ from treadle.seed import set_seed
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),  # said once a process
 ]
 
 TASKS = {"regression": ({"width": 2, "unknown": 0.3}, 2), "classification": ({"classes": 3}, 3)}
@@ -154,7 +153,6 @@ def test_a_captured_run_that_was_cut_goes_on_eagerly_and_the_other_way_round(fir
         assert differences(captured_end(straight), captured_end(resumed)) == []
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_captured_step_on_pinned_padded_batches_waits_for_the_device():
     class NoReadsLater(NoReads):
         def on_before_step(self, trainer):

@@ -324,7 +324,6 @@ def test_training_on_real_spectra_beats_the_row_mean() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_step_with_drawn_masks_never_makes_the_host_wait() -> None:
     model = small_model().cuda()
     optimizer = build_optimizer(model)
