@@ -25,7 +25,7 @@ from treadle.ema import Ema
 from treadle.guard import FiniteGuard, Place, ReplayFlags, Verdict, step_unless
 from treadle.nested import map_nested_tensor
 from treadle.task import StepOutput
-from treadle.weights import GivenWeights
+from treadle.weights import GivenWeights, KnownWeights
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -56,9 +56,11 @@ class CapturedStep:
         in_place = getattr(engine.cursor.loader, "num_buffers", None) == 1 and len(group.batches) == 1
         self._inputs = [FixedBatch(batch, engine.device, in_place=in_place) for batch in group.batches]
         self._guard = _RecordingGuard(flags, knows_weight=weights is not None)
-        if weights is not None and len(weights) > 1:  # the weight of a single one changes no gradient
-            self._guard.weights = GivenWeights(len(weights), device=engine.device, equal=len(set(weights)) == 1)
-            self._guard.weights.give(weights)
+        self._known = weights if weights is not None and len(weights) > 1 else None  # that of one changes no gradient
+        if self._known is not None:
+            equal = len(set(self._known)) == 1
+            self._guard.weights = given = GivenWeights(len(self._known), device=engine.device, equal=equal)
+            given.give(self._known)
         self._graph: CudaGraph = CudaGraph(share=None if share is None else share._graph)
         with aside(engine, self._guard):
             self._left: _Left = self._graph.record(self._recorded, prepare=lambda: clear_gradients(engine))
@@ -73,14 +75,14 @@ class CapturedStep:
 
     def _recorded(self) -> _Left:
         engine = self._engine
+        if isinstance(self._guard.weights, GivenWeights):
+            self._guard.weights.begin()
         with capturable(engine.optimizer):
             self._train()
         return _Left(engine.step_outputs, engine.step_info["grad_norm"], device=engine.device)
 
     def _train(self) -> None:
         batches = [inputs.batch for inputs in self._inputs]
-        if self._guard.weights is not None:
-            self._guard.weights.begin()
         if self._engine.train_step(Group(batches, [0.0] * len(batches))) != "applied":
             raise RuntimeError("a micro-batch had no loss, which only the host can decide")
         self._averages = () if self._told_later is None else tuple(self._averages_inside())
@@ -94,10 +96,15 @@ class CapturedStep:
                 yield average
 
     def eager(self) -> list[StepOutput]:
-        """Runs the same step without the graph; returns its outputs."""
+        """Runs the same step without the graph, weighed as one that is not captured; returns its outputs."""
+        given = self._guard.weights
+        if self._known is not None:
+            self._guard.weights = KnownWeights(self._known, device=self._engine.device)
         with aside(self._engine, self._guard):
             self._train()
-            return self._engine.step_outputs
+            outputs = self._engine.step_outputs
+        self._guard.weights = given
+        return outputs
 
     def replay(self, group: Group, weights: Sequence[float | None] | None = None) -> tuple[Tensor, list[StepOutput]]:
         """Fills the memory, launches the graph and returns the norm and the outputs.
@@ -115,7 +122,7 @@ class CapturedStep:
         """Runs one step and notes what it gave, as an eager one does."""
         engine = self._engine
         begin_attempt(engine, group)
-        if self._guard.weights is not None:
+        if isinstance(self._guard.weights, GivenWeights):
             self._guard.weights.give([weight for weight in weights if weight is not None])
         norm, outputs = self.replay(group, weights)
         engine.step_info["grad_norm"] = norm

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from treadle.device import keep_garbage_from_forks
 from treadle.nested import map_nested_tensor
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
@@ -30,7 +29,7 @@ class CudaGraph:
     """
 
     def __init__(self, share: CudaGraph | None = None):
-        _keep_from_forked_processes()
+        keep_garbage_from_forks()
         self._graph = torch.cuda.CUDAGraph()
         self._pool = None if share is None else share._graph.pool()
 
@@ -91,13 +90,6 @@ def _end_broken_recording(stream: torch.cuda.Stream) -> None:
     """Records nothing, and ends well: the random generator still thinks that it is being recorded."""
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
         torch.zeros(1, device="cuda")
-
-
-@functools.cache
-def _keep_from_forked_processes() -> None:
-    """Lets no garbage collection of a forked data worker destroy a graph: it would call the device, which ends it."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=gc.freeze)
 
 
 @contextlib.contextmanager

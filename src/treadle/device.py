@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import inspect
+import os
 from collections.abc import Hashable, Mapping
 from typing import Any, cast
 
@@ -32,6 +34,13 @@ def get_device(device: torch.device | str | int | None = None) -> torch.device:
         >>> get_device("cpu")
         device(type='cpu')
     """
+    resolved = _resolved(device)
+    if resolved.type == "cuda":
+        keep_garbage_from_forks()
+    return resolved
+
+
+def _resolved(device: torch.device | str | int | None) -> torch.device:
     if device is None:
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
@@ -51,6 +60,16 @@ def get_device(device: torch.device | str | int | None = None) -> torch.device:
         index = torch.get_device_module(resolved.type).current_device()
         return torch.device(resolved.type, index)
     return resolved
+
+
+@functools.cache
+def keep_garbage_from_forks() -> None:
+    """Lets no garbage collection of a forked data worker destroy what is CUDA's, which would end the worker.
+
+    A graph or a page-locked batch of an earlier run may be garbage that nobody has collected yet.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _is_there(device: torch.device) -> bool:

@@ -38,15 +38,24 @@ def _are_alike(grads: Sequence[Tensor]) -> bool:
     return kind is Tensor and device.type in _GROUPED and layout == torch.strided
 
 
-def divide_(grads: Sequence[Tensor], divisor: float | Tensor | None) -> None:
-    """Divides gradients in place; None leaves them alone. By a tensor they get the bits of those by its number."""
+class Inverse(NamedTuple):
+    """A divisor by its inverse: 0-d float32, on the device of what is divided."""
+
+    factor: Tensor
+
+
+def divide_(grads: Sequence[Tensor], divisor: float | Tensor | Inverse | None) -> None:
+    """Divides gradients in place; None leaves them alone."""
     if divisor is None or not grads:
         return
-    by: Any = divisor
-    if isinstance(divisor, Tensor):  # by one tensor for all, torch would multiply by its inverse on CUDA
-        by = [divisor.to(device=grads[0].device, dtype=torch.float32)] * len(grads)
+    owned = [local(grad) for grad in grads]
     with torch.no_grad():
-        torch._foreach_div_([local(grad) for grad in grads], by)
+        if isinstance(divisor, Inverse):
+            torch._foreach_mul_(owned, divisor.factor)
+        elif isinstance(divisor, Tensor):  # by one tensor for all, torch would multiply by its inverse on CUDA
+            torch._foreach_div_(owned, [divisor.to(device=grads[0].device, dtype=torch.float32)] * len(grads))
+        else:
+            torch._foreach_div_(owned, divisor)
 
 
 def total_norm(grads: Sequence[Tensor]) -> Tensor:

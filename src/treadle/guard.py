@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from treadle import distributed
-from treadle.weights import GivenWeights
+from treadle.weights import GivenWeights, GroupWeights
 
 _MARK = 8  # steps
 _NUMPY = (torch.float32, torch.float64)
@@ -135,7 +135,7 @@ class FiniteGuard:
     """
 
     recording = False  # whether steps are being recorded, so that nothing they seem to do has happened
-    weights: GivenWeights | None = None  # of a recorded step's micro-batches
+    weights: GivenWeights | GroupWeights | None = None  # of a recorded step's micro-batches
 
     def __init__(self, *, deferred: bool = False, plan: RefusalPlan | None = None, agreed: bool = False):
         self.agreed = agreed

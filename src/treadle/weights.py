@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from treadle import distributed
 from treadle.errors import ConfigError
+from treadle.gradients import Inverse
 from treadle.task import StepOutput
 
 
@@ -200,11 +202,10 @@ class GivenWeights:
     def give(self, weights: Sequence[float]) -> None:
         """Takes the weights of the micro-batches of the next step, each above 0."""
         reference, total = weights[0], sum(weights)
-        scales = torch.tensor([self._size * reference / weight for weight in weights])
-        # Of a number, CUDA multiplies by the inverse, in float32, and the CPU divides.
-        factors = 1.0 / scales if self._on_cuda else scales
-        divisor = torch.tensor([total / (self._size * reference)])
-        self._factors.copy_(torch.cat([factors, divisor]), non_blocking=True)
+        divisors = [self._size * reference / weight for weight in weights] + [total / (self._size * reference)]
+        if self._on_cuda:  # there torch divides by a number of the host so: by its inverse, which is taken in float64
+            divisors = [1.0 / divisor for divisor in divisors]
+        self._factors.copy_(torch.tensor(divisors), non_blocking=True)
 
     def begin(self) -> None:
         """Begins a step."""
@@ -231,9 +232,28 @@ class GivenWeights:
         """Returns whether every micro-batch had a loss."""
         return self._seen == self._size
 
-    def divisor(self) -> Tensor | None:
+    def divisor(self) -> Tensor | Inverse | None:
         """Returns what the gradients must be divided by."""
-        return None if self._undivided or self._equal else self._factors[-1]
+        if self._undivided or self._equal:
+            return None
+        return Inverse(self._factors[-1]) if self._on_cuda else self._factors[-1]
+
+
+class KnownWeights(GroupWeights):
+    """Weighs a group as ever, by numbers that the host knew before; on its device the step finds tensors instead.
+
+    Args:
+        weights: of the micro-batches.
+        device: where the losses are.
+    """
+
+    def __init__(self, weights: Sequence[float], *, device: torch.device):
+        super().__init__(len(weights), device=device, num_ranks=1)
+        self._known = weights
+
+    def scaled(self, output: StepOutput) -> Tensor | None:
+        """Returns the loss to backpropagate."""
+        return super().scaled(replace(output, weight=self._known[self._seen]))
 
 
 def _mixed(reduction: str, other: str) -> ConfigError:

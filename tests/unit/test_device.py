@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import gc
+import os
+
 import pytest
 import torch
 
-from treadle.device import get_device, moved, to_device
+from treadle.device import get_device, keep_garbage_from_forks, moved, to_device
 from treadle.errors import ConfigError
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -39,6 +42,20 @@ def test_cuda_spellings_are_equal_where_there_is_cuda(monkeypatch, count, wanted
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert get_device(wanted) == torch.device("cuda", index)
+
+
+def test_workers_that_are_forked_beside_cuda_collect_no_garbage_of_before(monkeypatch):
+    registered = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **functions: registered.append(functions))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    keep_garbage_from_forks.cache_clear()
+    get_device("cpu")
+    assert registered == []
+    get_device()
+    get_device()
+    keep_garbage_from_forks.cache_clear()
+    assert registered == [{"after_in_child": gc.freeze}]
 
 
 def test_a_cuda_index_beyond_the_last_is_refused(monkeypatch):

@@ -11,7 +11,7 @@ from torch import nn
 from treadle.errors import ConfigError
 from treadle.gradients import divide_
 from treadle.task import StepOutput
-from treadle.weights import GroupWeights
+from treadle.weights import GivenWeights, GroupWeights
 
 CPU = torch.device("cpu")
 
@@ -161,3 +161,32 @@ def test_gradients_are_divided_in_their_own_precision():
     divide_(grads, None)
     divide_([], 2.0)
     assert grads[1].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+)
+def test_weights_that_are_given_later_have_the_bits_of_those_of_the_host(device):
+    draw = torch.Generator().manual_seed(0)
+    target = torch.device(device)
+    for _ in range(200):
+        numbers = torch.randint(1, 20, (2,), generator=draw).double().tolist()
+        own = GroupWeights(2, device=target)
+        given = GivenWeights(2, device=target, equal=len(set(numbers)) == 1)
+        given.give(numbers)
+        grads = []
+        for weights in (own, given):
+            p = torch.full((50,), 0.3, device=target, requires_grad=True)
+            for number in numbers:
+                loss = (p * torch.arange(50, device=target)).square().mean() * number
+                weights.scaled(StepOutput(loss, weight=number)).backward()
+            divide_([p.grad], weights.divisor())
+            grads.append(p.grad)
+        assert torch.equal(*grads)
