@@ -16,6 +16,7 @@ a hook could look at.
 from __future__ import annotations
 
 import contextlib
+import operator
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +30,7 @@ from treadle.captured_step import CapturedStep
 from treadle.compiling import makes_cuda_graphs
 from treadle.cuda_graph import shape_of
 from treadle.data.cursor import Group
+from treadle.data.tensors import RowGather
 from treadle.errors import ConfigError
 from treadle.guard import ReplayFlags, skips_on_device
 from treadle.hooks.base import listeners
@@ -121,13 +123,17 @@ class CapturedSteps:
         self._steps: dict[Any, CapturedStep] = {}
         self._met: set[Any] = set()
         self._parameters = list(engine.model.parameters())
+        self._host_part: Callable[..., tuple[Any, float | None]] | None = getattr(engine.task, "prepare_batch", None)
         self._num_loads = engine.num_loads
         self._off = False
         self._settled_state = False  # whether the optimizer has all of its state
         self._rates: list[Tensor] = []
-        self._plain: list[list[str]] = []  # of each parameter group the names of its plain values
+        self._plain: list[Callable[[dict[str, Any]], Any]] = []  # of each parameter group what gets its plain values
         self._latest: Any = None  # the settings of the latest step
         self._number = 0  # which of those that were met
+        self._latest_kind: tuple[RowGather | None, int] | None = None  # of the latest captured step
+        self._latest_step: CapturedStep | None = None
+        self._loader: Any = None  # the latest
         self._numbers: dict[str, int] = {}
         self._flags = ReplayFlags(engine.device) if engine.guard.deferred else None
         engine.guard.replays = self._flags
@@ -135,52 +141,71 @@ class CapturedSteps:
     def __call__(self, group: Group) -> Outcome:
         """Runs one step: by a graph, or eagerly where there is none for the shape of its data yet."""
         engine = self._engine
+        gather = self._gather_of(group)
         if self._off:
-            return engine.train_step(group)
-        self._forget_if_loaded()
+            return self._eagerly(group, gather)
+        if self._num_loads != engine.num_loads:
+            self._forget()
         self._keep_rates_on_device()
         group, weights = self._prepared(group)
-        step = None if 0.0 in weights else self._step_for(group, weights)
+        step = None if 0.0 in weights else self._step_for(group, weights, gather)
         if step is None:
-            outcome = engine.train_step(group)
+            outcome = self._eagerly(group, gather)
             self._settled_state |= outcome == "applied"
             return outcome
         if engine.guard.waits or (self._flags is not None and self._flags.raised):
             settle(engine)
         return step.run(group, weights)
 
+    def _gather_of(self, group: Group) -> RowGather | None:
+        """Returns what the one batch of a group is gathered with, where that can be done in the graph."""
+        loader = self._engine.cursor.loader
+        if loader is not self._loader:
+            self._loader = loader
+            self._find: Callable[[], RowGather | None] | None = getattr(loader, "gather", None)
+        if self._find is None or self._host_part is not None or len(group.batches) != 1:
+            return None
+        gather = self._find()
+        return gather if gather is not None and gather.gives(group.batches[0]) else None
+
+    def _eagerly(self, group: Group, gather: RowGather | None) -> Outcome:
+        if gather is not None:
+            group = Group([gather.whole()], group.data_time, group.sample_ids)
+        return self._engine.train_step(group)
+
     def _prepared(self, group: Group) -> tuple[Group, list[float | None]]:
         """Lets the task do the host's part of the step; returns also the weights that the host knows."""
-        prepare: Callable[..., tuple[Any, float | None]] | None = getattr(self._engine.task, "prepare_batch", None)
+        prepare = self._host_part
         if prepare is None:
             return group, [None] * len(group.batches)
         pairs = [prepare(self._engine.model, batch) for batch in group.batches]
         batches, weights = [batch for batch, _ in pairs], [weight for _, weight in pairs]
         return Group(batches, group.data_time, group.sample_ids), weights
 
-    def _forget_if_loaded(self) -> None:
+    def _forget(self) -> None:
         """Drops the graphs after a state was loaded: it lies in other memory."""
-        if self._num_loads != self._engine.num_loads:
-            self._num_loads = self._engine.num_loads
-            self._steps, self._met, self._settled_state = {}, set(), False
+        self._num_loads = self._engine.num_loads
+        self._steps, self._met, self._settled_state = {}, set(), False
+        self._latest_kind = None
 
     def _keep_rates_on_device(self) -> None:
         """Makes each learning rate a tensor of the device, also after somebody has set a number."""
         groups = self._engine.optimizer.param_groups
         if len(self._rates) != len(groups):
             self._rates = [torch.zeros((), dtype=torch.float32, device=self._engine.device) for _ in groups]
-            self._plain = [
-                [name for name, value in group.items() if name != "lr" and isinstance(value, _PLAIN)]
-                for group in groups
-            ]
+            self._plain = [_getter_of_plain_values(group) for group in groups]
         for group, rate in zip(groups, self._rates, strict=True):
             if group["lr"] is not rate:
                 value = group["lr"]
                 rate.copy_(value) if isinstance(value, Tensor) else rate.fill_(value)
                 group["lr"] = rate
 
-    def _step_for(self, group: Group, weights: list[float | None]) -> CapturedStep | None:
+    def _step_for(self, group: Group, weights: list[float | None], gather: RowGather | None) -> CapturedStep | None:
         """Returns the captured step for a group, captured now if it is time for it; None for an eager one."""
+        settings = self._settings()
+        latest = gather, settings
+        if gather is not None and latest == self._latest_kind:  # of a gather all batches are alike
+            return self._latest_step
         shapes = [shape_of(batch) for batch in group.batches]
         unknown = [shape for shape in shapes if isinstance(shape, str)]
         if unknown:
@@ -191,14 +216,17 @@ class CapturedSteps:
             return None
         known = None if None in weights else [weight for weight in weights if weight is not None]
         kind = known if known is None else len(set(known)) == 1  # equal weights need less
-        key = tuple(shapes), kind, self._settings()
+        shape = tuple(shapes), kind, settings
+        key = *shape, gather
         step = self._steps.get(key)
-        if step is not None or not self._is_time_for(key):
+        if step is not None:
+            self._latest_kind, self._latest_step = latest, step
+        if step is not None or not self._is_time_for(shape):
             return step
         if len(self._steps) >= _MAX_GRAPHS:
             self._give_up(f"there are more than {_MAX_GRAPHS} shapes of data; pad it into a few", known=True)
             return None
-        step = self._capture(group, known)
+        step = self._capture(group, known, gather)
         if step is not None:
             self._steps[key] = step
             shown = "" if len(self._steps) == 1 else f" for a further shape of data ({len(self._steps)})"
@@ -208,11 +236,11 @@ class CapturedSteps:
     def _settings(self) -> int:
         """Numbers what is written into a graph besides the data: a change of it needs another one."""
         engine = self._engine
-        groups = zip(engine.optimizer.param_groups, self._plain, strict=True)
+        groups = engine.optimizer.param_groups
         latest = (
             engine.model.training,
             engine.grad_clip,
-            [group[name] for group, names in groups for name in names],
+            [plain(group) for plain, group in zip(self._plain, groups, strict=True)],
             [parameter.requires_grad for parameter in self._parameters],
             [(average.decay, average.update_interval) for average in engine.averages.values()],
         )
@@ -235,7 +263,7 @@ class CapturedSteps:
         else:
             _refuse(self._engine, reason)
 
-    def _capture(self, group: Group, weights: list[float] | None) -> CapturedStep | None:
+    def _capture(self, group: Group, weights: list[float] | None, gather: RowGather | None) -> CapturedStep | None:
         """Records the step for groups of this shape and checks it against an eager one; leaves the state as it was."""
         engine = self._engine
         reason = _why_not(engine)  # hooks may have come
@@ -251,7 +279,7 @@ class CapturedSteps:
         try:
             with here:
                 share = next(iter(self._steps.values()), None)
-                step = CapturedStep(engine, group, self._flags, share=share, weights=weights)
+                step = CapturedStep(engine, group, self._flags, share=share, weights=weights, gather=gather)
                 if kept.grew():
                     kept.restore()
                     return None  # a parameter got its first gradient: another eager step makes the rest of the state
@@ -271,6 +299,12 @@ class CapturedSteps:
             self._give_up(problem)
             return None
         return step
+
+
+def _getter_of_plain_values(group: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
+    """Returns a function that gets the values of a parameter group which are written into a graph."""
+    names = [name for name, value in group.items() if name != "lr" and isinstance(value, _PLAIN)]
+    return operator.itemgetter(*names) if names else lambda group: None
 
 
 _HINT = (

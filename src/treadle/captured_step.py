@@ -21,6 +21,7 @@ from treadle.bookkeeping import (
 )
 from treadle.cuda_graph import CudaGraph, FixedBatch, Results, capturable, tensors_of
 from treadle.data.cursor import Group
+from treadle.data.tensors import RowGather
 from treadle.ema import Ema
 from treadle.guard import FiniteGuard, Place, ReplayFlags, Verdict, step_unless
 from treadle.nested import map_nested_tensor
@@ -40,6 +41,7 @@ class CapturedStep:
         flags: where a step leaves word of a refusal; None where the host reads that of each step.
         share: another step whose graph's memory is used too.
         weights: of the micro-batches where the host knows them, each above 0; None where the step tells.
+        gather: what the graph gathers its one batch with; None where the batch is there already.
     """
 
     def __init__(
@@ -50,9 +52,11 @@ class CapturedStep:
         *,
         share: CapturedStep | None,
         weights: Sequence[float] | None,
+        gather: RowGather | None = None,
     ):
         self._engine = engine
         self._flags = flags
+        self._gather = gather
         in_place = getattr(engine.cursor.loader, "num_buffers", None) == 1 and len(group.batches) == 1
         self._inputs = [FixedBatch(batch, engine.device, in_place=in_place) for batch in group.batches]
         self._guard = _RecordingGuard(flags, knows_weight=weights is not None)
@@ -77,6 +81,8 @@ class CapturedStep:
         engine = self._engine
         if isinstance(self._guard.weights, GivenWeights):
             self._guard.weights.begin()
+        if self._gather is not None:
+            self._gather.run()
         with capturable(engine.optimizer):
             self._train()
         return _Left(engine.step_outputs, engine.step_info["grad_norm"], device=engine.device)
@@ -113,10 +119,11 @@ class CapturedStep:
             group: of the shape.
             weights: of its micro-batches, where the host knows them.
         """
-        for inputs, batch in zip(self._inputs, group.batches, strict=True):
-            inputs.fill(batch)
+        if self._gather is None:
+            for inputs, batch in zip(self._inputs, group.batches, strict=True):
+                inputs.fill(batch)
         self._graph.replay()
-        return self._left.read(weights or [None] * len(group.batches))
+        return self._left.read(weights or _unknown(group))
 
     def run(self, group: Group, weights: Sequence[float | None]) -> Outcome:
         """Runs one step and notes what it gave, as an eager one does."""
@@ -125,6 +132,8 @@ class CapturedStep:
         if isinstance(self._guard.weights, GivenWeights):
             self._guard.weights.give([weight for weight in weights if weight is not None])
         norm, outputs = self.replay(group, weights)
+        if self._gather is not None:
+            self._gather.is_left, self._gather.leaves_next = False, True
         engine.step_info["grad_norm"] = norm
         for batch, output in zip(group.batches, outputs, strict=True):
             keep_output(engine, output if self._takes is None else self._takes(batch, output))
@@ -135,6 +144,10 @@ class CapturedStep:
         if uncounted:
             return skip(engine, "the total weight is 0")
         return refuse(engine) if bad else move_on(engine)
+
+
+def _unknown(group: Group) -> list[None]:
+    return [None] * len(group.batches)
 
 
 class _Left:
@@ -161,6 +174,7 @@ class _Left:
             self._tensors += tensors
         self._device = device
         self._results = Results(self._tensors)
+        self._is_plain = self._places == [(1, None, False)]  # one loss, and what else there is does not change
 
     def _place(self, tensor: Any) -> int:
         self._tensors.append(tensor)
@@ -169,6 +183,13 @@ class _Left:
     def read(self, weights: Sequence[float | None]) -> tuple[Tensor, list[StepOutput]]:
         """Returns copies of the norm and the outputs, as the latest replay left them, with the weights if given."""
         found = self._results.read()
+        if self._is_plain:  # the usual case, in a third of the time
+            output, known = self._outputs[0], weights[0]
+            weight_now = output.weight if known is None else known
+            copied = StepOutput(
+                found[1], output.records, weight_now, output.reduction, output.outputs, output.num_samples
+            )
+            return found[0], [copied]
         outputs = []
         at = 1
         for output, (loss, weight, has_more), known in zip(self._outputs, self._places, weights, strict=True):

@@ -17,6 +17,7 @@ from treadle.nested import map_nested_tensor
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _WARM_UPS = 3
+_BLOCK = 64  # steps
 
 
 class CudaGraph:
@@ -227,13 +228,25 @@ class Results:
             (torch.cat([tensors[number].reshape(-1) for number in numbers]), numbers) for numbers in by_type.values()
         ]
         self._alike = len(by_type) == 1 and not any(self._shapes)  # numbers of one type, the usual case
+        self._places: list[tuple[Tensor, tuple[Tensor, ...]]] = []  # for copies of them: whole, and each number
 
     def read(self) -> Sequence[Tensor]:
         """Returns copies of what the latest replay left."""
         if self._alike:
-            return self._packed[0][0].clone().unbind()
+            if not self._places:
+                self._make_places()
+            row, parts = self._places.pop()
+            row.copy_(self._packed[0][0], non_blocking=True)
+            return parts
         found: dict[int, Tensor] = {}
         for packed, numbers in self._packed:
-            parts = packed.clone().split_with_sizes([self._shapes[number].numel() for number in numbers])
-            found.update(zip(numbers, parts, strict=True))
+            pieces = packed.clone().split_with_sizes([self._shapes[number].numel() for number in numbers])
+            found.update(zip(numbers, pieces, strict=True))
         return [found[number].view(shape) for number, shape in enumerate(self._shapes)]
+
+    def _make_places(self) -> None:
+        """Makes memory for the copies of some steps at once: for each alone it costs as much as the copy."""
+        packed = self._packed[0][0]
+        block = packed.new_empty(_BLOCK, len(self._shapes))
+        numbers = [column.unbind() for column in block.unbind(1)]
+        self._places = list(zip(block.unbind(), zip(*numbers, strict=True), strict=True))

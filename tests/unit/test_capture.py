@@ -16,6 +16,7 @@ from capture_kit import Rerun, capture_on_the_cpu, refuse_on_the_device
 from helpers import differences
 from treadle import BaseTrainer, ConfigError, Engine, NonFiniteError, StepOutput, TensorLoader
 from treadle.cuda_graph import CudaGraph, FixedBatch, Results, shape_of
+from treadle.data.tensors import RowGather
 from treadle.ema import Ema
 from treadle.hooks import BaseHook, EmaHook
 from treadle.weights import GivenWeights
@@ -347,3 +348,108 @@ def test_a_recording_that_fails_gives_the_stream_back_and_its_own_reason(monkeyp
     assert calls[3] is not usual
     assert now == [usual]
     assert ended == [usual]
+
+
+class TestGatheringInTheGraph:
+    """With one set of buffers the graph gathers the batch; the loader only says which rows."""
+
+    def loader(self, **options):
+        return loader_of(**{"num_buffers": 1, **options})
+
+    def test_it_is_left_to_the_graph_and_all_bits_are_the_same(self, on_the_cpu):
+        gathered = []
+        run_gather = RowGather.run
+
+        def counted(self):
+            gathered.append(len(gathered))
+            run_gather(self)
+
+        loader = self.loader()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RowGather, "run", counted)
+            engine = run(True, loader=loader)
+        assert same(run(False, loader=loader_of()), engine)
+        replayed = 40 - 1 - 5  # all but the first step and the short ones at the end of 5 epochs
+        trials = 3 + 1  # the warm-up, and the replay of the comparison
+        by_the_loader = 1 + 5  # the first batch after the first, and the first one of each further epoch
+        assert len(gathered) == replayed + trials + by_the_loader
+
+    def test_named_tensors_are_gathered_too(self, on_the_cpu):
+        class Named(Fit):
+            def step(self, model, batch, totals=None, generator=None):
+                return super().step(model, (batch["x"], batch["y"]))
+
+        def loader(**options):
+            x, y = loader_of().tensors
+            return TensorLoader({"x": x, "y": y}, batch_size=8, shuffle=True, **options)
+
+        captured = loader(num_buffers=1)
+        assert same(run(False, loader=loader(), task=Named()), run(True, loader=captured, task=Named()))
+        assert captured.gather().leaves_next
+
+    @pytest.mark.parametrize("cut", [1, 2, 3, 6, 7, 8, 20])
+    def test_a_run_that_stops_goes_on_in_either_mode(self, on_the_cpu, cut):
+        plain = run(False, loader=loader_of())
+        for first, second in ((True, False), (False, True), (True, True)):
+            state = run(first, cut, loader=self.loader()).state_dict()
+            assert same(plain, run(second, state=state, loader=self.loader()))
+
+    def test_another_loader_of_the_same_shape_is_not_mistaken_for_it(self, on_the_cpu):
+        def two_runs(capture, **options):
+            engine = engine_of(capture)
+            first, second = loader_of(**options), loader_of(**options)
+            second.tensors[0].add_(1.0)
+            engine.run(first, max_steps=6)
+            engine.run(second, max_steps=12)
+            engine.run(first, max_steps=20)
+            return engine
+
+        assert same(two_runs(False), two_runs(True, num_buffers=1))
+
+    def test_an_eager_step_between_captured_ones_gets_the_batch_that_was_left(self, on_the_cpu):
+        class Freeze(BaseHook):
+            state_key = "freeze"
+
+            def on_after_step(self, trainer):
+                if trainer.step in (4, 11):  # the next step is of another kind, met for the first time: an eager one
+                    trainer.optimizer.param_groups[0]["weight_decay"] += 0.1
+
+        plain, captured = (
+            run(capture, loader=loader, hooks=[Freeze()])
+            for capture, loader in ((False, loader_of()), (True, self.loader()))
+        )
+        assert same(plain, captured)
+
+    def test_when_capturing_is_given_up_batches_are_whole_again(self, on_the_cpu, monkeypatch):
+        plain = run(False, loader=loader_of())
+        engine = engine_of("auto")
+        loader = self.loader()
+        engine.run(loader, max_steps=10)
+        assert loader.gather().leaves_next
+        engine.steps._give_up("a test", known=True)
+        engine.run(loader, max_steps=40)
+        assert same(plain, engine)
+
+    def test_who_reads_the_loader_after_a_run_gets_whole_batches(self, on_the_cpu):
+        loader = self.loader()
+        run(True, 10, loader=loader)
+        loader.set_epoch(0)
+        plain = loader_of()
+        for mine, theirs in zip(loader, plain, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+    def test_a_task_with_a_part_on_the_host_gets_whole_batches(self, on_the_cpu):
+        loader = self.loader()
+        assert same(run(False, task=Masked(), loader=loader_of()), run(True, task=Masked(), loader=loader))
+        assert loader._gather is None
+
+    def test_a_batch_that_the_task_changes_in_an_eager_step_is_whole_in_the_next(self, on_the_cpu):
+        class Wants(Fit):
+            def step(self, model, batch, totals=None, generator=None):
+                x, y = batch
+                if not x.requires_grad:
+                    x.requires_grad_()
+                return super().step(model, (x, y))
+
+        loader = self.loader()
+        assert same(run(False, 12, task=Wants(), loader=loader_of()), run(True, 12, task=Wants(), loader=loader))

@@ -226,7 +226,7 @@ class Cursor:
             return group
         if count > 1:
             self._check_buffers(count)
-        source = self._the_source()
+        source, asks = self._the_source(), self._asks_at_each_step
         while len(group.batches) < count and not self.ended:
             assert self._iterator is not None, "open() comes first"
             start = time.perf_counter()
@@ -242,10 +242,10 @@ class Cursor:
             group.batches.append(batch)
             group.sample_ids.append(source.ids_at(self.position - self._passed))
             self.position += 1
-            if source.exact and not self._asks_at_each_step and self.position >= (source.length or 0):
+            if source.exact and not asks and self.position >= (source.length or 0):
                 source.finish(self._iterator)
                 self.ended = True
-        if self._asks_at_each_step:
+        if asks:
             self._end_with_the_first(group, count)
         if self.ended:
             self._iterator = None

@@ -84,9 +84,18 @@ class GlobalOrder:
             return end
         return self.num_samples if batches == count else min(end, self.num_samples - self.num_replicas)
 
-    def part(self, number: int, rank: int, start: int = 0) -> range:
-        """Returns the places in the order that a rank reads in batch ``number`` after ``start``."""
-        if number < self.num_batches(start) - 2:  # neither end is a short one's: the usual case, asked in each step
+    def part(self, number: int, rank: int, start: int = 0, *, count: int | None = None) -> range:
+        """Returns the places in the order that a rank reads in batch ``number`` after ``start``.
+
+        Args:
+            number: 0-based.
+            rank: whose.
+            start: samples before the epoch was entered.
+            count: what :meth:`num_batches` returns, by whoever knows it already.
+        """
+        if (
+            number < (self.num_batches(start) if count is None else count) - 2
+        ):  # neither end is a short one's: the usual case, asked in each step
             begin = start + number * self.global_batch_size
             end = begin + self.global_batch_size
         else:

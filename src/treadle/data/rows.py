@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -116,18 +116,18 @@ class RowLoader:
         ahead = (order.part(number, rank, self._start) for number in range(self.position, count))
         with self._reading(order, ahead) as read:
             while self.position < count or own != self._passes:
-                self._check_own(own)
-                batch = read(order.part(self.position, rank, self._start))
+                if own != self._passes:
+                    self._refuse_old_pass()
+                batch = read(order.part(self.position, rank, self._start, count=count))
                 self.position += 1
                 yield batch
         self.set_epoch(self.epoch + 1)
 
-    def _check_own(self, own: int) -> None:
-        if own != self._passes:
-            raise RuntimeError(
-                f"{type(self).__name__}: this pass cannot go on, since it was closed or another one was begun over the "
-                "same loader, which has one position; give training and evaluation a loader each"
-            )
+    def _refuse_old_pass(self) -> NoReturn:
+        raise RuntimeError(
+            f"{type(self).__name__}: this pass cannot go on, since it was closed or another one was begun over the "
+            "same loader, which has one position; give training and evaluation a loader each"
+        )
 
     def _reading(self, order: GlobalOrder, ahead: Iterator[range]) -> contextlib.AbstractContextManager[Read]:
         """Opens an epoch: what is entered reads one batch; ``ahead`` tells what will be asked for."""

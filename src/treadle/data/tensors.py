@@ -84,15 +84,32 @@ class TensorLoader(RowLoader):
         self.num_buffers = num_buffers
         self._buffers: dict[int, tuple[Tensor, ...]] = {}
         self._apart = len({tensor.device for tensor in self.tensors}) > 1
+        self._gather: RowGather | None = None
+
+    def gather(self) -> RowGather | None:
+        """Returns what gathers the whole batches, for who would do so inside a CUDA graph; None where nothing can.
+
+        From here on it does it, with one set of buffers for a shuffled order.
+        """
+        if self._gather is None and self.num_buffers == 1 and self.shuffle and not self._apart:
+            order, rank = self.order, self._rank_of()[0]
+            outs = self._outs(len(order.part(0, rank)), order)
+            self._gather = None if outs is None else RowGather(self.tensors, outs, self.names)
+        return self._gather
 
     @contextlib.contextmanager
     def _reading(self, order: GlobalOrder, ahead: Iterator[range]) -> Iterator[Read]:
+        if self._gather is not None:
+            self._gather.begin()
         rows = order.rows(self.epoch)
         if rows is not None:  # drawn on the CPU, so that the order is the same on every device
             rows = rows.to(self.tensors[0].device, non_blocking=True)
         yield lambda part: self._batch(rows, part, order)
 
     def _batch(self, rows: Tensor | None, part: range, order: GlobalOrder) -> Any:
+        if self._gather is not None and rows is not None and len(part) == self._gather.count:
+            self.last_rows = picked = rows[part.start : part.stop]
+            return self._gather.give(picked)
         outs = self._outs(len(part), order)
         if rows is None:
             self.last_rows = part
@@ -117,6 +134,72 @@ class TensorLoader(RowLoader):
             most = -(-(order.global_batch_size + order.num_replicas - 1) // order.num_replicas)
             self._buffers[number] = tuple(tensor.new_empty((most, *tensor.shape[1:])) for tensor in self.tensors)
         return [buffer[:count] for buffer in self._buffers[number]]
+
+
+class RowGather:
+    """Gathers batches of one size into fixed memory, in the loader, or later by whoever trains on them.
+
+    Args:
+        tensors: read from.
+        outs: written to, of the batch's size.
+        names: of the tensors in a batch, or None.
+
+    Attributes:
+        count: rows of a batch.
+        batch: in the fixed memory; the same object for each that is given, unless its tensors have names.
+        leaves_next: whether the next batch is left to who trains on it, instead of being gathered when it is given.
+        is_left: whether the batch that was given last is still to be gathered.
+
+    Example:
+        >>> gather = RowGather([torch.arange(5)], [torch.zeros(2, dtype=torch.long)], None)
+        >>> gather.leaves_next = True
+        >>> batch = gather.give(torch.tensor([4, 0])); gather.is_left
+        True
+        >>> gather.run(); batch
+        tensor([4, 0])
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], outs: Sequence[Tensor], names: tuple[str, ...] | None):
+        self.count = len(outs[0])
+        self.batch = packed(names, outs)
+        self.leaves_next = False
+        self.is_left = False
+        self._names = names
+        self._outs = outs
+        self._pairs = list(zip(tensors, outs, strict=True))
+        self._rows = torch.zeros(self.count, dtype=torch.long, device=tensors[0].device)
+
+    def begin(self) -> None:
+        """Begins a pass: its first batch is gathered when it is given."""
+        self.leaves_next = self.is_left = False
+
+    def give(self, rows: Tensor) -> Any:
+        """Takes the rows of a batch and returns it."""
+        self._rows.copy_(rows, non_blocking=True)
+        self.is_left = self.leaves_next
+        if not self.leaves_next:
+            self.run()
+        self.leaves_next = False
+        return self.batch if self._names is None else packed(self._names, self._outs)
+
+    def gives(self, batch: Any) -> bool:
+        """Returns whether a batch is one of its own."""
+        if batch is self.batch:
+            return True
+        named = self._names is not None and type(batch) is dict and tuple(batch) == self._names
+        return named and all(tensor is out for tensor, out in zip(batch.values(), self._outs, strict=True))
+
+    def run(self) -> None:
+        """Gathers the batch that was given last."""
+        for tensor, out in self._pairs:
+            torch.index_select(tensor, 0, self._rows, out=out)
+
+    def whole(self) -> Any:
+        """Returns the batch that was given last as tensors of their own over its memory, gathered if it was left."""
+        if self.is_left:
+            self.run()
+            self.is_left = False
+        return packed(self._names, [out.detach() for out in self._outs])
 
 
 def named_or_not(given: Sequence[Any], *, owner: str) -> tuple[tuple[str, ...] | None, list[Any]]:
