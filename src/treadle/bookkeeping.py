@@ -225,7 +225,7 @@ def move_on(engine: Engine, moved: Collection[Ema] = ()) -> Outcome:
         engine.lr_scheduler.step()
     for ema in engine.averages.values():
         if ema in moved:
-            ema.num_updates += 1
+            ema.count_update()
         else:
             ema.update(engine.model, applied_steps=engine.applied_steps)
     return "applied"
@@ -282,4 +282,5 @@ def finish_step(engine: Engine, outcome: Outcome) -> None:
         add_output(engine.epoch_means, output)
     engine.emit("on_after_step")
     engine.write_requested()
-    leave_after_step(engine)
+    if engine.exit_plans:
+        leave_after_step(engine)

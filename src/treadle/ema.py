@@ -89,7 +89,11 @@ class Ema(AveragedModel):
         """Moves the shadow towards the model's weights if ``applied_steps`` is due; reads nothing on the host."""
         if applied_steps % self.update_interval == 0:
             self.move(model)
-            self.num_updates += 1
+            self.count_update()
+
+    def count_update(self) -> None:
+        """Counts a move of the shadow that somebody else made."""
+        self.__dict__["num_updates"] += 1  # at each step, and a module's own way to set an attribute is a long one
 
     @torch.no_grad()
     def move(self, model: nn.Module) -> None:

@@ -326,7 +326,8 @@ class Engine(Events):
     @property
     def is_last_step(self) -> bool:
         """Whether the present step is the last one of this run, as far as the target says."""
-        return session.stops_here(self) or self.target.is_last_step(self)
+        stops = self.should_stop if self.num_ranks == 1 else session.stops_here(self)
+        return stops or self.target.is_last_step(self)
 
     def evaluate(self, loader: Iterable[Any], task: Task | None = None) -> dict[str, Any]:
         """Returns the weighted mean loss, records and epoch metrics of a task over a loader; training does not notice.

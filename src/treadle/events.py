@@ -70,6 +70,8 @@ class Events:
 
     def write_requested(self) -> None:
         """Writes what was asked for."""
+        if not self._writes:
+            return
         writes, self._writes = self._writes, []
         for write in writes:
             write()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,6 +16,9 @@ from treadle.nested import as_number, flatten_nested_dict, unflatten
 # Tensors are folded into the sum in blocks of this many. The block edges depend on the number of
 # additions alone, never on when somebody reads, so reading or saving cannot change a bit of the sum.
 _BLOCK = 64
+_DTYPE, _DEVICE = operator.attrgetter("dtype"), operator.attrgetter("device")
+_NUMBER = {float}
+_EXACT = 2**53  # below, a whole number is the same as a float
 
 
 class Weighted(NamedTuple):
@@ -39,9 +43,14 @@ class Total(NamedTuple):
     value: float | Tensor
 
 
-@dataclass
+@dataclass(slots=True)
 class _Sum:
-    """Σ w·value and Σ w of one record name: a number part and a part on the device."""
+    """Σ w·value and Σ w of one record name: a number part and a part on the device.
+
+    What comes at every step waits in ``log`` and is taken in a block at a time or at the next read, so that a step
+    costs the host little more than an append. Whatever else is done takes it in first, so that the additions are made
+    in the order in which they came.
+    """
 
     is_total: bool
     value: float = 0.0
@@ -49,8 +58,10 @@ class _Sum:
     device_value: Tensor | None = None
     device_weight: Tensor | None = None
     pending: list[tuple[Tensor, float | Tensor]] = field(default_factory=list)
+    log: list[tuple[float | Tensor, float]] = field(default_factory=list)
 
     def add(self, value: float | Tensor, weight: float | Tensor) -> None:
+        self.take_in()
         if not isinstance(weight, Tensor):
             if weight == 0:
                 return  # the NaN of a mean over nothing must not reach the sum
@@ -64,42 +75,73 @@ class _Sum:
                 value = torch.full_like(weight, value, dtype=_widest(weight.device))
         self.pending.append((value, weight))
         if len(self.pending) == _BLOCK:
-            self.device_value, self.device_weight = self._folded()
-            self.pending = []
+            self._fold()
+
+    def take_in(self) -> None:
+        """Does with all that waits in ``log`` what :meth:`add` does, one by one."""
+        if not self.log:
+            return
+        log, self.log = self.log, []
+        number, counted, pending = self.value, self.weight, self.pending
+        for value, weight in log:
+            if weight == 0:
+                continue
+            counted += weight
+            if type(value) is Tensor:  # as everything here is that is no number
+                pending.append((value, weight))
+                if len(pending) == _BLOCK:
+                    self._fold()
+                    pending = self.pending
+            else:
+                number += value * weight  # type: ignore[assignment]
+        self.value, self.weight = number, counted
+
+    def _fold(self) -> None:
+        self.device_value, self.device_weight = self._folded()
+        self.pending = []
 
     def _folded(self) -> tuple[Tensor | None, Tensor | None]:
         """Returns the device part with the pending block added, changing nothing."""
         if not self.pending:
             return self.device_value, self.device_weight
-        device = self._device()
-        values = _stacked([value for value, _ in self.pending], device)
-        weights = [weight for _, weight in self.pending]
-        numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
-        if len(numbers) < len(weights):
+        tensors, weights = zip(*self.pending, strict=True)
+        usual = set(map(type, weights)) == _NUMBER  # isinstance is slow in saying that a number is no tensor
+        on_device = [] if usual else [weight for weight in weights if isinstance(weight, Tensor)]
+        values = self._stacked(tensors, on_device)
+        block_weight: Tensor | None = None
+        if on_device:
             counts = torch.stack([_like(weight, values) for weight in weights])
             block_value = torch.where(counts > 0, values * counts, torch.zeros_like(values)).sum()
-            on_device = [_like(weight, values) for weight in weights if isinstance(weight, Tensor)]
-            block_weight: Tensor | None = torch.stack(on_device).sum()
-        elif len(set(numbers)) == 1:
-            block_value, block_weight = (values * numbers[0]).sum(), None
+            block_weight = torch.stack([_like(weight, values) for weight in on_device]).sum()
+        elif len(set(weights)) == 1:
+            block_value = (values if weights[0] == 1 else values * weights[0]).sum()
         else:  # the same products; a tensor of the numbers would first have to be copied to the device
-            block_value, block_weight = torch.stack(torch._foreach_mul(list(values.unbind()), numbers)).sum(), None
+            block_value = torch.stack(torch._foreach_mul(list(values.unbind()), list(weights))).sum()
         return _plus(self.device_value, block_value), _plus(self.device_weight, block_weight)
 
-    def _device(self) -> torch.device:
-        """Returns the accelerator if one is in use, so that adding a record made on the CPU does not wait for it."""
-        parts = [self.device_value, self.device_weight, *(part for pair in self.pending for part in pair)]
-        devices = [part.device for part in parts if isinstance(part, Tensor)]
-        return next((device for device in devices if device.type != "cpu"), devices[0])
+    def _stacked(self, values: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        """Returns 0-d tensors as one wide one; those of one kind, the usual case, are widened together.
+
+        It lies on the accelerator if one is in use, so that adding a record made on the CPU does not wait for it.
+        """
+        devices = dict.fromkeys(map(_DEVICE, (*values, *weights)))
+        of_sums = [part.device for part in (self.device_value, self.device_weight) if part is not None]
+        device = next((each for each in (*of_sums, *devices) if each.type != "cpu"), torch.device("cpu"))
+        if len(devices) == 1 and len(set(map(_DTYPE, values))) == 1:
+            return _widen(torch.stack(values), device)  # type: ignore[arg-type]
+        return torch.stack([_widen(value, device) for value in values])
 
     def include(self, other: _Sum) -> None:
         """Adds the sums of another one."""
+        self.take_in()
+        other.take_in()
         value, weight = other._folded()
         self.value, self.weight = self.value + other.value, self.weight + other.weight
         self.device_value, self.device_weight = _plus(self.device_value, value), _plus(self.device_weight, weight)
 
     def parts(self) -> list[float | Tensor]:
         """Returns [value, device value, weight, device weight]; reading them changes nothing."""
+        self.take_in()
         value, weight = self._folded()
         return [self.value, 0.0 if value is None else value, self.weight, 0.0 if weight is None else weight]
 
@@ -132,20 +174,54 @@ class RunningMeans:
             TypeError: a value is not numeric, or a name is used for a mean and for a total.
         """
         for path, value in flatten_nested_dict(record).items():
-            self._add(path, value, weight)
+            self.add_value(path, value, weight)
 
-    def add_value(self, name: str, value: float | Tensor | Weighted | Total, weight: float | Tensor = 1.0) -> None:
-        """Adds one value of an outermost name, as :meth:`add` does."""
-        self._add((name,), value, weight)
+    def add_value(
+        self, path: tuple[str, ...], value: float | Tensor | Weighted | Total, weight: float | Tensor = 1.0
+    ) -> None:
+        """Adds one value of a record, as :meth:`add` does.
 
-    def _add(self, path: tuple[str, ...], value: Any, weight: float | Tensor) -> None:
-        kind = type(value)
-        if kind is Total:
-            self._entry(path, is_total=True).add(as_number(path, value.value), 1.0)
-        elif kind is Weighted:
+        Args:
+            path: the names that lead to it.
+            value: a number, a 0-d tensor, :class:`Weighted` or :class:`Total`.
+            weight: the weight of a plain value.
+
+        Example:
+            >>> means = RunningMeans()
+            >>> means.add_value(("m", "acc"), 0.5)
+            >>> means.compute()
+            {'m': {'acc': 0.5}}
+        """
+        entry = self._sums.get(path)
+        if entry is not None and not entry.is_total and type(weight) is float and _is_plain(value):
+            log = entry.log
+            log.append((value, weight))  # type: ignore[arg-type]
+            if len(log) + len(entry.pending) >= _BLOCK:
+                entry.take_in()
+        elif isinstance(value, Total):
+            self.add_total(path, value.value)
+        elif isinstance(value, Weighted):
             self._entry(path, is_total=False).add(as_number(path, value.value), as_number(path, value.weight))
         else:
             self._entry(path, is_total=False).add(as_number(path, value), weight)
+
+    def add_total(self, path: tuple[str, ...], value: float | Tensor) -> None:
+        """Adds one value that is summed, as :meth:`add` does for a :class:`Total`.
+
+        Example:
+            >>> means = RunningMeans()
+            >>> means.add_total(("n",), 2); means.add_total(("n",), 3)
+            >>> means.compute()
+            {'n': 5.0}
+        """
+        entry = self._sums.get(path)
+        if entry is not None and entry.is_total and _is_plain(value):
+            log = entry.log
+            log.append((value, 1.0))
+            if len(log) + len(entry.pending) >= _BLOCK:
+                entry.take_in()
+        else:
+            self._entry(path, is_total=True).add(as_number(path, value), 1.0)
 
     def _entry(self, path: tuple[str, ...], *, is_total: bool) -> _Sum:
         entry = self._sums.get(path)
@@ -163,11 +239,12 @@ class RunningMeans:
         """
         if not self._sums:
             return {}
-        table = read_scalars(part for entry in self._sums.values() for part in entry.parts()).reshape(-1, 2, 2).sum(-1)
+        parts = _numbers([part for entry in self._sums.values() for part in entry.parts()])
+        sums = [number + on_device for number, on_device in zip(parts[::2], parts[1::2], strict=True)]
         if reduce is not None:
-            table = reduce(table)
+            sums = reduce(torch.tensor(sums, dtype=torch.float64).reshape(-1, 2)).flatten().tolist()
         flat = {}
-        for (path, entry), (value, weight) in zip(self._sums.items(), table.tolist(), strict=True):
+        for (path, entry), value, weight in zip(self._sums.items(), sums[::2], sums[1::2], strict=True):
             flat[path] = value if entry.is_total else (value / weight if weight > 0 else math.nan)
         return unflatten(flat)
 
@@ -191,6 +268,8 @@ class RunningMeans:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the sums as plain values; restoring them continues to the bit."""
+        for entry in self._sums.values():
+            entry.take_in()
         return {
             "entries": [
                 {
@@ -218,6 +297,16 @@ class RunningMeans:
             entry.pending = [(place(value), place(weight)) for value, weight in saved["pending"]]
 
 
+def _is_plain(value: Any) -> bool:
+    """Returns whether a value can be added as it is: a number, or a 0-d tensor without a graph."""
+    kind = type(value)
+    if kind is float:
+        return True
+    if kind is Tensor:
+        return not (value.requires_grad or value.dim())
+    return kind is int and -_EXACT < value < _EXACT
+
+
 def _widest(device: torch.device) -> torch.dtype:
     # MPS has no float64; everywhere else a sum over a million steps should not lose digits.
     return torch.float32 if device.type == "mps" else torch.float64
@@ -226,13 +315,6 @@ def _widest(device: torch.device) -> torch.dtype:
 def _widen(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     target = tensor.device if device is None else device
     return tensor.to(device=target, dtype=_widest(target), non_blocking=True)
-
-
-def _stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns 0-d tensors as one wide one; those of one kind, the usual case, are widened together."""
-    if len({(value.dtype, value.device) for value in values}) == 1:
-        return _widen(torch.stack(values), device)  # type: ignore[arg-type]
-    return torch.stack([_widen(value, device) for value in values])
 
 
 def _like(number: float | Tensor, reference: Tensor) -> Tensor:
@@ -254,15 +336,17 @@ def read_scalars(values: Iterable[float | Tensor]) -> Tensor:
         >>> read_scalars([1.0, torch.tensor(2)])
         tensor([1., 2.], dtype=torch.float64)
     """
-    items = list(values)
-    result = torch.zeros(len(items), dtype=torch.float64)
+    return torch.tensor(_numbers(list(values)), dtype=torch.float64)
+
+
+def _numbers(items: Sequence[float | Tensor]) -> list[float]:
+    """Reads numbers and 0-d tensors, with one transfer per device."""
     by_device: dict[torch.device, list[int]] = {}
     for index, item in enumerate(items):
-        if isinstance(item, Tensor):
+        if type(item) is not float and isinstance(item, Tensor):
             by_device.setdefault(item.device, []).append(index)
-        else:
-            result[index] = item
+    read: dict[int, float] = {}
     for indices in by_device.values():
         stacked = torch.stack([_widen(torch.as_tensor(items[i]).detach().reshape(())) for i in indices])
-        result[indices] = stacked.cpu().double()
-    return result
+        read.update(zip(indices, stacked.cpu().double().tolist(), strict=True))
+    return [read[index] if index in read else float(item) for index, item in enumerate(items)]

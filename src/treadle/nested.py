@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 
 T = TypeVar("T")
+_LEAVES = (float, int, tuple, Tensor)  # the usual ones: whether a value is a Mapping is a slow question
 
 
 def map_nested_tensor(fn: Callable[[Tensor], Any], obj: T, *, special: Callable[[Any], Any] | None = None) -> T:
@@ -78,13 +79,17 @@ def flatten_nested_dict(d: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
         {('a', 'b'): 1, ('c',): 2}
     """
     flat: dict[tuple[str, ...], Any] = {}
-    for key, value in d.items():
-        if isinstance(value, Mapping):
-            inner = flatten_nested_dict(value)
-            flat.update({(str(key), *path): leaf for path, leaf in inner.items()})
-        else:
-            flat[(str(key),)] = value
+    _flatten(d, (), flat)
     return flat
+
+
+def _flatten(d: Mapping[str, Any], above: tuple[str, ...], flat: dict[tuple[str, ...], Any]) -> None:
+    for key, value in d.items():
+        path = (*above, str(key))
+        if not isinstance(value, _LEAVES) and isinstance(value, Mapping):
+            _flatten(value, path, flat)
+        else:
+            flat[path] = value
 
 
 def unflatten(flat: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle.errors import ConfigError
-from treadle.means import RunningMeans, Total
+from treadle.means import RunningMeans
 from treadle.nested import as_number
 
 
@@ -201,6 +201,9 @@ def add_output(means: RunningMeans, output: StepOutput) -> None:
     """Adds a micro-batch's ``loss`` and ``records`` to running means, by the output's weight and reduction."""
     weight = 1.0 if output.weight is None else as_number(("weight",), output.weight)
     if output.loss is not None:
-        means.add_value("loss", Total(output.loss) if output.reduction == "sum" else output.loss, weight)
+        if output.reduction == "sum":
+            means.add_total(("loss",), output.loss)
+        else:
+            means.add_value(("loss",), output.loss, weight)
     if output.records:
         means.add({"records": output.records}, weight)

@@ -124,6 +124,31 @@ def test_hooks_that_do_nothing_cost_nothing():
     assert calls_of_ten_steps([Idle(number) for number in range(10)]) == calls_of_ten_steps()
 
 
+def test_hooks_that_have_nothing_to_do_at_a_step_ask_little(tmp_path):
+    without, others = calls_of_ten_steps()
+    checkpointing, others_too = calls_of_ten_steps([CheckpointingHook(1000, path=tmp_path, load=None)])
+    assert 20 <= checkpointing - without <= 40  # its own method, and whether this is the last step
+    assert others_too == others
+
+
+def test_a_hook_that_reports_means_calls_a_few_functions_for_each_value():
+    without, _ = calls_of_ten_steps()
+    reporting, _ = calls_of_ten_steps([ProgressHook(1000)])
+    assert 100 <= reporting - without <= 250  # five values in each step
+
+
+def test_an_average_that_a_graph_moved_is_counted_in_one_call():
+    engine, counts = scalar_engine(hooks=[hook := EmaHook(0.9)]), Counter()
+    engine.run([1.0], max_steps=1)
+    ema, idle = hook.ema_model, Counter()
+    with counting(idle):
+        pass
+    with counting(counts):
+        ema.count_update()
+    assert (counts[True] - idle[True], counts[False] - idle[False]) == (1, 0)  # none of torch's
+    assert ema.num_updates == ema.snapshot()["num_updates"] == 2
+
+
 def test_methods_replaced_on_a_hook_are_called_as_those_of_its_class():
     calls = []
     hook = Idle(0)

@@ -174,8 +174,61 @@ def test_no_graph_is_kept():
     weight = torch.ones(1, requires_grad=True)
     means = RunningMeans()
     means.add({"a": weight.sum(), "b": Weighted(weight.sum(), weight.sum())}, weight=(weight * 2).sum())
-    pending = [tensor for entry in means._sums.values() for pair in entry.pending for tensor in pair]
-    assert [tensor.requires_grad for tensor in pending if isinstance(tensor, torch.Tensor)] == [False] * 4
+    for _ in range(2):  # the second one finds its names there
+        means.add({"c": weight.sum(), "n": Total(weight.sum())}, weight=2.0)
+    kept = [tensor for entry in means._sums.values() for pair in (*entry.pending, *entry.log) for tensor in pair]
+    assert [tensor.requires_grad for tensor in kept if isinstance(tensor, torch.Tensor)] == [False] * 8
+
+
+NUMBERS = st.floats(-9, 9, width=32)
+VALUES = NUMBERS | st.integers(-9, 9) | NUMBERS.map(torch.tensor) | NUMBERS.map(lambda x: torch.tensor(x).double())
+WEIGHTS = st.sampled_from([1.0, 1.0, 1.0, 0.3, 0.0, 2.0, torch.tensor(0.7), torch.tensor(0)])
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(VALUES, WEIGHTS), max_size=9), st.integers(1, 60), st.sets(st.integers(0, 300), max_size=5))
+def test_what_waits_to_be_added_gives_the_bits_of_what_is_added_at_once(pairs, repeats, looks):
+    later, at_once = RunningMeans(), RunningMeans()
+    for number, (value, weight) in enumerate(pairs * repeats):
+        later.add({"a": value, "n": Total(value)}, weight)
+        at_once.add({"a": Weighted(value, weight), "n": Total(value)})
+        for entry in at_once._sums.values():
+            entry.take_in()
+        if number in looks:
+            later.compute()
+            assert differences(to_plain(later.state_dict()), to_plain(at_once.state_dict())) == []
+    assert differences(to_plain(later.state_dict()), to_plain(at_once.state_dict())) == []
+    assert [repr(later.compute()), later.names()] == [repr(at_once.compute()), at_once.names()]
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_no_more_than_a_block_of_values_waits(kind):
+    means, most = RunningMeans(), 0
+    for number in range(300):
+        means.add({"a": kind(1.0)}, weight=0.5)
+        if number == 100:
+            means.compute()
+        (entry,) = means._sums.values()
+        most = max(most, len(entry.log) + len(entry.pending))
+    assert most == 63
+    assert means.compute() == {"a": 1.0}
+
+
+def test_what_the_caller_does_to_a_record_afterwards_changes_nothing():
+    means, record = RunningMeans(), {"a": 1.0}
+    for _ in range(3):
+        means.add(record)
+    record["a"] = 5.0
+    assert means.compute() == {"a": 1.0}
+
+
+@pytest.mark.parametrize("value", ["text", torch.zeros(3), None, Total(1.0)])
+def test_what_is_no_number_is_refused_at_once_under_a_name_that_is_known(value):
+    means = RunningMeans()
+    means.add({"m": {"a": 1.0}})
+    with pytest.raises(TypeError, match="m/a"):
+        means.add({"m": {"a": value}})
+    assert means.compute() == {"m": {"a": 1.0}}
 
 
 @pytest.mark.parametrize("weights", [[1.0] * 200, [3.0] * 200, [1.0 + number for number in range(200)]])

@@ -17,6 +17,9 @@ class RankWriter(CheckpointWriter):
     All ranks call every method at the same point. An error of a write in the background is told by :meth:`wait`, for
     which every rank knows the moment from the notices of a step: see :meth:`ended`.
 
+    Attributes:
+        in_flight: what a write in the background that was not waited for yet makes; the same on all ranks.
+
     Example:
         >>> from treadle.checkpoint.store import load_checkpoint, save_checkpoint
         >>> writer = RankWriter()
@@ -28,7 +31,7 @@ class RankWriter(CheckpointWriter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._in_flight: Literal["file", "folder"] | None = None  # the same on all ranks
+        self.in_flight: Literal["file", "folder"] | None = None
 
     def notice(self) -> float:
         """Returns what this rank tells the others in a step: 1.0 while it writes in the background, else 0.0."""
@@ -44,7 +47,7 @@ class RankWriter(CheckpointWriter):
             >>> RankWriter().ended([0.0])
             False
         """
-        return self._in_flight is not None and not any(notices)
+        return self.in_flight is not None and not any(notices)
 
     def save_file(
         self, collect: Callable[[HostBuffers], Tree], write: Callable[[Tree], object], *, background: bool
@@ -68,7 +71,7 @@ class RankWriter(CheckpointWriter):
             self.save(collect, write)
         else:
             self.save(collect, lambda tree: on_rank_0(lambda: write(tree)), background=False)
-        self._in_flight = "file" if background else None
+        self.in_flight = "file" if background else None
 
     def save_folder(
         self, collect: Callable[[HostBuffers], Tree], write: Callable[[Tree], object], *, background: bool
@@ -84,7 +87,7 @@ class RankWriter(CheckpointWriter):
             CheckpointError: they could not be written, or those before could not.
         """
         self.save(collect, write, background=background, with_peers=distributed.world_size() > 1)
-        self._in_flight = "folder" if background else None
+        self.in_flight = "folder" if background else None
 
     def wait(self) -> None:
         """Waits until what was asked for is written.
@@ -92,7 +95,7 @@ class RankWriter(CheckpointWriter):
         Raises:
             CheckpointError: it could not be written; on all ranks. Raised once.
         """
-        kind, self._in_flight = self._in_flight, None
+        kind, self.in_flight = self.in_flight, None
         if kind == "file":
             on_rank_0(super().wait)
         else:
@@ -101,7 +104,7 @@ class RankWriter(CheckpointWriter):
     def close(self, failure: BaseException | None = None) -> None:
         """As :meth:`CheckpointWriter.close`; after a failure nothing is exchanged with other ranks any more."""
         if failure is not None:
-            self._in_flight = None
+            self.in_flight = None
         super().close(failure)
 
 

@@ -13,7 +13,7 @@ from treadle import distributed
 from treadle.errors import ConfigError
 from treadle.hooks.base import BaseHook
 from treadle.hooks.values import hours
-from treadle.means import RunningMeans, Total, read_scalars
+from treadle.means import RunningMeans, read_scalars
 from treadle.seed import forked_rng
 from treadle.task import add_output
 
@@ -118,8 +118,8 @@ class ProgressBarHook(BaseHook):
         for output in trainer.step_outputs:
             add_output(self._means, output)
         if "grad_norm" in trainer.step_info:
-            self._means.add_value("grad_norm", trainer.step_info["grad_norm"])
-        self._means.add_value("num_samples", Total(trainer.step_info["num_samples"]))
+            self._means.add_value(("grad_norm",), trainer.step_info["grad_norm"])
+        self._means.add_total(("num_samples",), trainer.step_info["num_samples"])
         waited = time.perf_counter() - self._last_time
         if self._progress is not None or self._line is not None:
             if waited >= self.refresh_seconds or trainer.is_last_step:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from treadle import distributed
 from treadle.errors import ConfigError
 from treadle.hooks.base import BaseHook
-from treadle.means import RunningMeans, Total, read_scalars
+from treadle.means import RunningMeans, read_scalars
 from treadle.task import add_output
 
 if TYPE_CHECKING:
@@ -50,14 +50,15 @@ class IntervalHook(BaseHook):
 
     def _collect(self, trainer: Engine) -> None:
         info = trainer.step_info
+        means, times = self._means, self._times
         for output in trainer.step_outputs:
-            add_output(self._means, output)
-        self._times.add_value("step_time", info["step_time"])
+            add_output(means, output)
+        times.add_value(("step_time",), info["step_time"])
         for seconds in info["data_time"]:
-            self._times.add_value("data_time", seconds)
+            times.add_value(("data_time",), seconds)
         if "grad_norm" in info:
-            self._means.add_value("grad_norm", info["grad_norm"])
-        self._means.add_value("num_samples", Total(info["num_samples"]))
+            means.add_value(("grad_norm",), info["grad_norm"])
+        means.add_total(("num_samples",), info["num_samples"])
         self._retries += info["retries"]
         self._pending = True
 
