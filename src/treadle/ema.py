@@ -92,23 +92,24 @@ class Ema(AveragedModel):
             self.count_update()
 
     def count_update(self) -> None:
-        """Counts a move of the shadow that somebody else made."""
+        """Counts a move of the shadow, also one that a graph made."""
         self.__dict__["num_updates"] += 1  # at each step, and a module's own way to set an attribute is a long one
 
     @torch.no_grad()
     def move(self, model: nn.Module) -> None:
         """Moves the shadow towards the model's weights and counts nothing, so that it can be recorded."""
         source = unwrap(model)
-        averaged: tuple[list[Tensor], list[Tensor]] = ([], [])
+        shadows: list[Tensor] = []
+        lives: list[Tensor] = []
         for shadow, live, is_buffer in self._pairs(source):
-            if (shadow.is_floating_point() or shadow.is_complex()) and (self.use_buffers or not is_buffer):
-                averaged[0].append(shadow)
+            if (shadow.is_floating_point() or shadow.is_complex()) and (not is_buffer or self.use_buffers):
                 alike = live.dtype == shadow.dtype and live.device == shadow.device
-                averaged[1].append(live if alike else live.to(device=shadow.device, dtype=shadow.dtype))
+                shadows.append(shadow)
+                lives.append(live if alike else live.to(device=shadow.device, dtype=shadow.dtype))
             else:
                 shadow.copy_(live)
-        if averaged[0]:
-            torch._foreach_lerp_(averaged[0], averaged[1], 1.0 - self.decay)
+        if shadows:
+            torch._foreach_lerp_(shadows, lives, 1.0 - self.decay)
 
     def lies_beside(self, model: nn.Module) -> bool:
         """Returns whether each weight of the average lies on the device of the model's own."""
@@ -213,11 +214,14 @@ def _tensors(root: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         if module is None or module in seen:
             continue
         seen.add(module)
-        for owned, found in ((module._parameters, parameters), (module._buffers, buffers)):
-            for value in owned.values():
-                if value is not None:
-                    found[id(value)] = value
-        waiting.extend(reversed(module._modules.values()))
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameters[id(parameter)] = parameter
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                buffers[id(buffer)] = buffer
+        if children := module._modules:
+            waiting.extend(reversed(children.values()))
     return list(parameters.values()), list(buffers.values())
 
 
