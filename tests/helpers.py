@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 import treadle
@@ -180,3 +184,49 @@ OPTIONAL_PACKAGES = frozenset({
     "pyarrow", "rdkit", "rich", "safetensors", "scipy", "sklearn", "tensorboard", "tokenizers", "torch_geometric",
     "torchdata", "trackio", "transformers", "typer", "wandb", "yaml",
 })  # fmt: skip
+
+
+class _Copies(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        from_host = any(tensor.device.type == "cpu" and tensor.dim() > 0 for tensor in tensors)
+        to_far = any(tensor.is_meta for tensor in tensors) or _is_far(kwargs.get("device"))
+        goes_on = kwargs.get("non_blocking") or (func is torch.ops.aten.copy_.default and len(args) > 2 and args[2])
+        assert not (from_host and to_far and not goes_on), f"{func} copies to the device and waits"
+        return func(*args, **kwargs)
+
+
+class _NewTensors(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made_of_numbers = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], torch.Tensor)
+        waits = made_of_numbers and _is_far((kwargs or {}).get("device"))
+        waits |= func is torch.Tensor.new_tensor and args[0].is_meta
+        assert not waits, f"{func.__name__} copies numbers to the device and waits"
+        return func(*args, **(kwargs or {}))
+
+
+def _is_far(device):
+    return device is not None and torch.device(device).type == "meta"
+
+
+@contextlib.contextmanager
+def no_waits_for_meta():
+    """Lets ``"meta"`` stand for a GPU: inside, whatever would make the host wait for one is an error.
+
+    A tensor there has no values, so that torch itself refuses to read one, and what has a size that depends on values.
+    Copies to it that a GPU would wait for, those that are not ``non_blocking``, fail here.
+    """
+    autocast, is_enabled = torch.autocast, torch.is_autocast_enabled
+
+    def autocast_of(device_type, *args, **kwargs):
+        return contextlib.nullcontext() if device_type == "meta" else autocast(device_type, *args, **kwargs)
+
+    with (
+        # torch knows no autocast there.
+        mock.patch.object(torch, "autocast", autocast_of),
+        mock.patch.object(torch, "is_autocast_enabled", lambda *kind: kind != ("meta",) and is_enabled(*kind)),
+        _Copies(),
+        _NewTensors(),
+    ):
+        yield

@@ -74,12 +74,16 @@ def group_sizes(sizes: Sequence[int]) -> list[int]:
     return [slots[band] for band in bands]
 
 
-def batch_layout(graph_N: Tensor, num_graphs: int) -> AttentionLayout:
-    """Lays out a batch of graphs of any sizes; reads their sizes on the host, once.
+def batch_layout(graph_N: Tensor, num_graphs: int, sizes: Sequence[int] | None = None) -> AttentionLayout:
+    """Lays out a batch of graphs of any sizes; reads their sizes on the host, once, unless they are given.
 
     Args:
         graph_N: (N,) integer, the graph of each node, in any order.
         num_graphs: G; graphs without nodes are legal.
+        sizes: nodes of each graph; with them, or where there is one graph, nothing is read.
+
+    Raises:
+        ValueError: the sizes are not of so many graphs and nodes.
 
     Example:
         >>> layout = batch_layout(torch.tensor([0, 0, 0, 1, 1]), 2)
@@ -87,9 +91,12 @@ def batch_layout(graph_N: Tensor, num_graphs: int) -> AttentionLayout:
         (((2, 3),), [0, 1, 2, 3, 4], [[True, True, True], [True, True, False]])
     """
     sizes_G = graph_N.new_zeros(num_graphs).index_add_(0, graph_N, torch.ones_like(graph_N))
-    sizes = sizes_G.tolist()
-    groups, starts_3G = _starts(group_sizes(sizes))
-    slot_start_G, row_start_G, slots_G = starts_3G.to(graph_N.device)
+    if sizes is None:
+        sizes = [len(graph_N)] if num_graphs == 1 else sizes_G.tolist()
+    elif len(sizes) != num_graphs or sum(sizes) != len(graph_N):
+        raise ValueError(f"sizes: {sum(sizes)} nodes in {len(sizes)} graphs, and not {len(graph_N)} in {num_graphs}")
+    groups, starts_3G = _starts(group_sizes(sizes), graph_N.device)
+    slot_start_G, row_start_G, slots_G = starts_3G
 
     order = graph_N.argsort(stable=True)
     rank_N = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
@@ -106,8 +113,12 @@ def batch_layout(graph_N: Tensor, num_graphs: int) -> AttentionLayout:
     return AttentionLayout(groups, slot_N, row_start_N, position_N, masks)
 
 
-def _starts(slots: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], Tensor]:
+def _starts(slots: Sequence[int], device: torch.device) -> tuple[tuple[tuple[int, int], ...], Tensor]:
     """Returns (G_k, S_k) of each group, and for each graph its first slot, its first pair and its slots, (3, G)."""
+    if len(slots) == 1:  # in a captured step, a copy from the host would read memory that is gone by then
+        start = torch.zeros(3, 1, dtype=torch.long, device=device)
+        start[2].fill_(slots[0])
+        return ((1, slots[0]),), start
     starts, groups = torch.empty(3, len(slots), dtype=torch.long), []
     first_slot = first_pair = 0
     for size in sorted(set(slots)):
@@ -119,7 +130,7 @@ def _starts(slots: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], Tensor]:
         groups.append((len(members), size))
         first_slot += len(members) * size
         first_pair += len(members) * size**2
-    return tuple(groups), starts
+    return tuple(groups), starts.to(device, non_blocking=True)
 
 
 def padded_layout(graph_RS: Tensor) -> AttentionLayout:

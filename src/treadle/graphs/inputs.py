@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from treadle.errors import ConfigError
+from treadle.graphs.sizes import noted_sizes
 
 
 def needed(batch: Any, name: str) -> Tensor:
@@ -35,6 +36,9 @@ def graphs_of(batch: Any) -> tuple[Tensor, int]:
     if graph_N is None:
         x = needed(batch, "x")
         return torch.zeros(len(x), dtype=torch.long, device=x.device), 1
+    sizes = noted_sizes(graph_N)
+    if sizes is not None:  # the batch itself may have to read its number of graphs from the device
+        return graph_N, len(sizes)
     num_graphs = getattr(batch, "num_graphs", None)
     return graph_N, int(graph_N.max()) + 1 if num_graphs is None else int(num_graphs)
 

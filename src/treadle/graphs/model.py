@@ -18,6 +18,7 @@ from treadle.graphs.inputs import FeatureEncoder, NodeEncodingInput, graphs_of, 
 from treadle.graphs.layers import GatedGCNLayer, GATLayer, GCNLayer, GINELayer, GraphLayer, Structure
 from treadle.graphs.model_options import ModelOptions
 from treadle.graphs.padded import PaddedGraphBatch
+from treadle.graphs.sizes import noted_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ class GraphTransformer(nn.Module):
     The forward pass reads ``x``; ``edge_index`` (2, E) and ``edge_attr``; ``batch`` (N,) and ``num_graphs`` (absent:
     one graph); ``node_pe`` (N, node_pe_dim); ``edge_pe_index`` (2, P) and ``edge_pe`` (P, relative_pe_dim);
     ``pair_index`` (2, P) for ``task="edge"``. A `PaddedGraphBatch` has shapes that are known beforehand: then no value
-    is read on the host, and the step can be captured. For other batches the sizes of the graphs are read once.
+    is read on the host, and the step can be captured. For other batches the sizes of the graphs are read once,
+    unless a trainer moved the batch and counted them before.
 
     Attributes:
         num_classes: width C of the output.
@@ -109,7 +111,7 @@ class GraphTransformer(nn.Module):
         if isinstance(batch, PaddedGraphBatch):
             layout = padded_layout(graph_N.view(-1, batch.row_length))
         else:
-            layout = batch_layout(graph_N, num_graphs)
+            layout = batch_layout(graph_N, num_graphs, noted_sizes(graph_N))
         if self.pair_bias is None or edge_pe is None:
             return layout
         _check_width("edge_pe", edge_pe, self.pair_bias.proj.in_features, "relative_pe_dim")

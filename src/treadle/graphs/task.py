@@ -18,6 +18,7 @@ from treadle.graphs.losses import GraphLoss
 from treadle.graphs.metrics import GraphMetrics
 from treadle.graphs.padded import PaddedGraphBatch
 from treadle.graphs.padding import Padding, PreparedGraphs
+from treadle.graphs.sizes import count_sizes, note_sizes
 from treadle.graphs.task_types import aligned, counted
 from treadle.nested import map_nested_tensor
 from treadle.precision import in_full_precision, widen
@@ -149,7 +150,7 @@ class GraphTask:
         num_graphs = graphs_in(batch)
         kept = self._without_copies(batch, num_graphs)
         weight = self._weight(target_of(batch), getattr(batch, "target_mask", None), kept)
-        batch = to_device(batch, self.device)
+        batch = _moved(batch, self.device)
         target, mask = target_of(batch), getattr(batch, "target_mask", None)
         pred = model(batch)
         if isinstance(pred, Tensor):
@@ -237,9 +238,23 @@ class GraphTask:
         return self.metrics
 
 
+def _moved(batch: Any, device: torch.device) -> Any:
+    """Moves a batch, and tells the model how many nodes each graph has, which the host can count only before."""
+    there = to_device(batch, device)
+    if _waits_for(device) and not isinstance(batch, PaddedGraphBatch):  # whose shapes are known
+        sizes = count_sizes(batch)
+        if sizes is not None:
+            note_sizes(there, sizes)
+    return there
+
+
+def _waits_for(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
 def raw_outputs(model: nn.Module, device: torch.device, batch: Any) -> Any:
     """Returns what a model says to a batch, floating tensors in float32 and without the rows that are padding."""
-    batch = to_device(batch, device)
+    batch = _moved(batch, device)
     without_padding = getattr(batch, "real", None)
 
     def plain(output: Tensor) -> Tensor:
