@@ -99,7 +99,10 @@ def begin_attempt(engine: Engine, group: Group) -> None:
 def _frozen_rates(engine: Engine) -> list[Any]:
     """Returns the learning rates; of a tensor, which is changed in place, a copy of its present value."""
     rates = [group["lr"] for group in engine.optimizer.param_groups]
-    if not any(isinstance(rate, Tensor) for rate in rates):
+    for rate in rates:
+        if isinstance(rate, Tensor):
+            break
+    else:
         return rates
     state = [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates]
     copied_from, copies = engine.rates_copied
