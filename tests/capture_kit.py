@@ -5,6 +5,7 @@ from __future__ import annotations
 import treadle.capture
 import treadle.capture_check
 import treadle.captured_step
+from treadle.bookkeeping import clear_gradients
 
 
 class Rerun:
@@ -16,7 +17,7 @@ class Rerun:
         type(self).made += 1
 
     def record(self, function, *, prepare):
-        self.step, self.prepare = function.__self__, prepare
+        self.step = function.__self__
         for _ in range(3):
             prepare()
             left = function()
@@ -24,14 +25,14 @@ class Rerun:
         return left
 
     def replay(self):
-        self.prepare()
+        clear_gradients(self.step._engine)
         with treadle.captured_step.aside(self.step._engine, self.step._guard):
             again = self.function()
         for (mine, _), (new, _) in zip(self.left._results._packed, again._results._packed, strict=True):
             mine.copy_(new)
         self.flags.copy_(self.step._guard.flags)
         self.step._guard.flags = self.flags
-        self.prepare()
+        clear_gradients(self.step._engine)
 
 
 def capture_on_the_cpu(monkeypatch):

@@ -63,6 +63,7 @@ def what_differs(engine: Engine, step: CapturedStep, group: Group, kept: KeptSta
 
     def state_after(run: Callable[[], list[StepOutput]]) -> tuple[list[Tensor], list[Tensor]]:
         kept.restore()
+        step.prepare()
         outputs = run()
         losses = [output.loss.clone() for output in outputs if output.loss is not None]
         return losses, [*losses, *(tensor.clone() for tensor in kept.live)]
@@ -74,6 +75,7 @@ def what_differs(engine: Engine, step: CapturedStep, group: Group, kept: KeptSta
     difference = _largest_difference(replayed, eager)
     itself = _largest_difference(eager, state_after(step.eager)[1]) if difference else 0.0
     kept.restore()
+    step.prepare()
     if drawn:
         return (
             "the step draws random numbers on the CPU, which would be drawn once and used for ever; draw them on the "

@@ -67,7 +67,7 @@ class CapturedStep:
             given.give(self._known)
         self._graph: CudaGraph = CudaGraph(share=None if share is None else share._graph)
         with aside(engine, self._guard):
-            self._left: _Left = self._graph.record(self._recorded, prepare=lambda: clear_gradients(engine))
+            self._left: _Left = self._graph.record(self._recorded, prepare=self.prepare)
         self._decided = self._guard.flags  # where replays leave them; an eager step makes others
         self._takes: Callable[[Any, StepOutput], StepOutput] | None = getattr(engine.task, "replayed", None)
         clear_gradients(engine)
@@ -77,12 +77,19 @@ class CapturedStep:
         """Where a step leaves word of a refusal; None: the host reads of each step whether it counts."""
         return None if self._guard.weight_on_device else self._flags
 
+    def prepare(self) -> None:
+        """Puts back what a trial of the step moves on besides the state of the training."""
+        clear_gradients(self._engine)
+        if self._gather is not None:
+            self._gather.rewind()
+
     def _recorded(self) -> _Left:
         engine = self._engine
         if isinstance(self._guard.weights, GivenWeights):
             self._guard.weights.begin()
         if self._gather is not None:
             self._gather.run()
+            self._gather.advance()
         with capturable(engine.optimizer):
             self._train()
         return _Left(engine.step_outputs, engine.step_info["grad_norm"], device=engine.device)
@@ -133,7 +140,7 @@ class CapturedStep:
             self._guard.weights.give([weight for weight in weights if weight is not None])
         norm, outputs = self.replay(group, weights)
         if self._gather is not None:
-            self._gather.is_left, self._gather.leaves_next = False, True
+            self._gather.leave_next()
         engine.step_info["grad_norm"] = norm
         for batch, output in zip(group.batches, outputs, strict=True):
             keep_output(engine, output if self._takes is None else self._takes(batch, output))
@@ -232,7 +239,7 @@ class _RecordingGuard(FiniteGuard):
         super().__init__()
         self._knows_weight = knows_weight
         self._replays = replays
-        self._found: Tensor | None = None
+        self._skips: Tensor | None = None
         self.flags = torch.zeros(())
         self.weight_on_device = False
 
@@ -240,18 +247,18 @@ class _RecordingGuard(FiniteGuard):
         """Computes the flags."""
         self.weight_on_device = isinstance(total_weight, Tensor) and not self._knows_weight
         if self._replays is not None and not self.weight_on_device:
-            self._found = self._replays.raise_for(norm)
+            self._skips = self._replays.raise_for(norm)
             return Verdict(finite=True, counted=True)
         bad = ~torch.isfinite(norm)
         nothing = ~(total_weight > 0) if isinstance(total_weight, Tensor) else torch.zeros_like(bad)
         self.flags = torch.stack([bad, nothing])
-        self._found = self.flags.any().float()
+        self._skips = self.flags.any().float()
         return Verdict(finite=True, counted=True)
 
     def apply(self, optimizer: Any, norm: Tensor, total_weight: float | Tensor, *, place: Place) -> None:
         """Steps the optimizer, which leaves the step out where a flag is set."""
-        assert self._found is not None, "judge() comes first"
-        step_unless(self._found, optimizer)
+        assert self._skips is not None, "judge() comes first"
+        step_unless(self._skips, optimizer)
 
 
 _NOTED = ("guard", "group", "micro_steps", "last_lr", "term_totals", "heard", "step_info", "step_outputs")

@@ -28,12 +28,14 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def ids_as_plain(ids: Any) -> Any:
-    """Returns sample ids as lists, numbers and strings.
+    """Returns sample ids as lists, numbers and strings; of what gives them when it is called, what it gives.
 
     Example:
         >>> ids_as_plain([torch.tensor([3, 1]), range(2), np.int64(5)])
         [[3, 1], [0, 1], 5]
     """
+    if callable(ids):
+        return ids_as_plain(ids())
     if isinstance(ids, (Tensor, np.ndarray, np.generic)):
         return ids.tolist()
     if isinstance(ids, (list, tuple, range)):

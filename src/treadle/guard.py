@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,14 +100,29 @@ class LateRefusal:
     undone: int
 
 
-def as_found_inf(norm: Tensor) -> Tensor:
-    """Returns 0.0 for a finite norm and 1.0 for another, 0-d float32 beside it, in as few kernels as there are.
+class FoundInf:
+    """Whether a gradient was not finite, on a device, in the form that fused optimizers and loss scaling know.
+
+    Args:
+        device: of the gradients.
+
+    Attributes:
+        flag: 0-d float32: 0.0, and 1.0 from a norm on that was not finite.
 
     Example:
-        >>> [as_found_inf(torch.tensor(norm)).item() for norm in (2.0, float("inf"), float("nan"))]
+        >>> found = FoundInf(torch.device("cpu"))
+        >>> [found.look_at(torch.tensor(norm)).item() for norm in (2.0, float("nan"), 2.0)]
         [0.0, 1.0, 1.0]
     """
-    return torch.nan_to_num(norm.float() * 0.0, nan=1.0)  # 0 · inf and 0 · NaN are NaN
+
+    def __init__(self, device: torch.device):
+        self.flag = torch.zeros((), device=device)
+        self._one = torch.ones((), device=device)
+
+    def look_at(self, norm: Tensor) -> Tensor:
+        """Sets the flag if a norm is not finite, in one kernel, which multiplies the norm by one; returns the flag."""
+        torch._amp_foreach_non_finite_check_and_unscale_([norm.float()], self.flag, self._one)
+        return self.flag
 
 
 def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
@@ -143,7 +158,9 @@ class FiniteGuard:
         self.plan = plan
         self.replays: ReplayFlags | None = None
         self._waiting: tuple[Place, Tensor] | None = None
+        self._found: FoundInf | None = None
         self._host: Tensor | None = None
+        self._host_flag: Any = None  # the same memory, for a look that is no operation of torch
         self._arrived: torch.cuda.Event | None = None
 
     def judge(self, norm: Tensor, total_weight: float | Tensor) -> Verdict:
@@ -172,11 +189,13 @@ class FiniteGuard:
         if not self.deferred or isinstance(total_weight, Tensor):
             optimizer.step()
             return
-        found_inf = as_found_inf(norm)
-        step_unless(found_inf, optimizer)
-        if self._host is None or self._arrived is None:
+        if self._found is None or self._host is None or self._arrived is None:
+            self._found = FoundInf(norm.device)
             self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
+            self._host_flag = self._host.numpy()
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        found_inf = self._found.look_at(norm)
+        step_unless(found_inf, optimizer)
         self._host.copy_(found_inf, non_blocking=True)
         self._arrived.record(torch.cuda.current_stream(norm.device))
         self._waiting = (place, norm)
@@ -188,11 +207,12 @@ class FiniteGuard:
 
     def late_refusal(self) -> LateRefusal | None:
         """Returns what is known of the first deferred step whose gradient was not finite, else None."""
-        if self._waiting is not None and self._host is not None and self._arrived is not None:
+        if self._waiting is not None and self._found is not None and self._arrived is not None:
             place, norm = self._waiting
             self._waiting = None
             self._arrived.synchronize()
-            if bool(self._host.numpy()):
+            if self._host_flag:
+                self._found.flag.zero_()
                 return LateRefusal(place, norm, undone=1)
         return None if self.replays is None else self.replays.late_refusal()
 
@@ -216,7 +236,8 @@ class ReplayFlags:
     """
 
     def __init__(self, device: torch.device):
-        self.refused = torch.zeros((), device=device)
+        self._found = FoundInf(device)
+        self.refused = self._found.flag
         self._on_cuda = device.type == "cuda"
         self._told = torch.zeros((), pin_memory=self._on_cuda)
         self._told_here = self._told.numpy()
@@ -224,10 +245,8 @@ class ReplayFlags:
         self._marks: deque[torch.cuda.Event] = deque()
 
     def raise_for(self, norm: Tensor) -> Tensor:
-        """Computes the flag for a gradient's norm, on the device; returns it."""
-        self.refused.add_(norm.to(self.refused.dtype), alpha=0)  # 0 · inf and 0 · NaN are NaN, and NaN stays NaN
-        torch.nan_to_num(self.refused, nan=1.0, out=self.refused)
-        return self.refused
+        """Raises the flag for a gradient's norm that is not finite, on the device; returns it."""
+        return self._found.look_at(norm)
 
     def note(self, place: Place, norm: Tensor) -> None:
         """Notes a step; sends the flag of every eighth to the host, and waits for one of some steps before.

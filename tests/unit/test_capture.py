@@ -385,7 +385,7 @@ class TestGatheringInTheGraph:
 
         captured = loader(num_buffers=1)
         assert same(run(False, loader=loader(), task=Named()), run(True, loader=captured, task=Named()))
-        assert captured.gather().leaves_next
+        assert captured.gather()._expected is not None
 
     @pytest.mark.parametrize("cut", [1, 2, 3, 6, 7, 8, 20])
     def test_a_run_that_stops_goes_on_in_either_mode(self, on_the_cpu, cut):
@@ -425,7 +425,7 @@ class TestGatheringInTheGraph:
         engine = engine_of("auto")
         loader = self.loader()
         engine.run(loader, max_steps=10)
-        assert loader.gather().leaves_next
+        assert loader.gather()._expected is not None
         engine.steps._give_up("a test", known=True)
         engine.run(loader, max_steps=40)
         assert same(plain, engine)
@@ -442,6 +442,26 @@ class TestGatheringInTheGraph:
         loader = self.loader()
         assert same(run(False, task=Masked(), loader=loader_of()), run(True, task=Masked(), loader=loader))
         assert loader._gather is None
+
+    def test_who_looks_at_a_batch_when_it_is_taken_can_have_it_gathered(self, on_the_cpu):
+        seen = {}
+
+        def looking(name, engine, loader):
+            take = engine.cursor.take
+
+            def looked_at(count):
+                group = take(count)
+                loader.settle()
+                seen.setdefault(name, []).extend(tensor.clone() for batch in group.batches for tensor in batch)
+                return group
+
+            engine.cursor.take = looked_at
+            engine.run(loader, max_steps=20)
+            return engine
+
+        engines = [looking(capture, engine_of(capture), self.loader()) for capture in (False, True)]
+        assert same(*engines)
+        assert all(torch.equal(a, b) for a, b in zip(seen[False], seen[True], strict=True))
 
     def test_a_batch_that_the_task_changes_in_an_eager_step_is_whole_in_the_next(self, on_the_cpu):
         class Wants(Fit):

@@ -51,7 +51,8 @@ class Group:
     Attributes:
         batches: as the loader gave them.
         data_time: seconds spent waiting for each.
-        sample_ids: what each was read with: the sampler's own index list where the loader is map-style, else None.
+        sample_ids: what each was read with: the sampler's own index list where the loader is map-style; what gives the
+            rows when it is called where they are rows of tensors; else None.
     """
 
     batches: list[Any] = field(default_factory=list)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from treadle.data.order import GlobalOrder
-from treadle.data.rows import Read, RowLoader, one_number_of_rows
+from treadle.data.rows import LastRows, Read, RowLoader, one_number_of_rows
 from treadle.data.tensors import named_or_not, packed
 from treadle.data.window_reader import RowArray, WindowReader
 from treadle.data.windows import WindowedOrder, Windows
@@ -137,7 +137,7 @@ class MappedLoader(RowLoader):
 
     def _batch(self, reader: WindowReader, windows: Windows, part: range) -> Any:
         taken = [reader.take(number, span) for number, span in windows.spans(part)]
-        self.last_rows = _joined([rows for _, rows in taken])
+        self._last = LastRows(_joined([rows for _, rows in taken]), range(len(part)))
         return packed(self.names, [_joined(pieces) for pieces in zip(*(tensors for tensors, _ in taken), strict=True)])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -14,6 +14,27 @@ from treadle.data.ranks import check_rank
 from treadle.errors import ConfigError
 
 Read = Callable[[range], Any]  # places in the order of the epoch -> a batch
+
+
+class LastRows(NamedTuple):
+    """The rows of a batch, looked up when they are asked for: few ever are.
+
+    Attributes:
+        rows: the order of the epoch, or the rows themselves; None for 0, 1, 2, ...
+        part: places in it.
+
+    Example:
+        >>> from torch import tensor
+        >>> LastRows(None, range(2, 4))(), LastRows(tensor([3, 0, 1]), range(1, 3))().tolist()
+        (range(2, 4), [0, 1])
+    """
+
+    rows: Tensor | None
+    part: range
+
+    def __call__(self) -> Tensor | range:
+        """Returns the rows."""
+        return self.part if self.rows is None else self.rows[self.part.start : self.part.stop]
 
 
 class RowLoader:
@@ -33,7 +54,6 @@ class RowLoader:
     Attributes:
         epoch: whose order the next pass has.
         position: batches given since the epoch was entered.
-        last_rows: the rows of the batch that was given last.
 
     Raises:
         ConfigError: a number is outside its range.
@@ -64,11 +84,20 @@ class RowLoader:
         self.drop_last = drop_last
         self.epoch = 0
         self.position = 0
-        self.last_rows: Tensor | range = range(0)  # a view, nothing is read
+        self._last = LastRows(None, range(0))
         self._distributed = distributed
         self._part = None if rank is None or num_replicas is None else (rank, num_replicas)
         self._start = 0
         self._passes = 0
+
+    @property
+    def last_rows(self) -> Tensor | range:
+        """The rows of the batch that was given last: a view, nothing is read."""
+        return self._last()
+
+    def last_ids(self) -> LastRows:
+        """Returns what gives the rows of the batch that was given last, now or later."""
+        return self._last
 
     @property
     def order(self) -> GlobalOrder:

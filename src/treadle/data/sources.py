@@ -107,6 +107,7 @@ class _Stateful:
         certain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         certain = (certain and is_known(loader)) or getattr(loader, "exact_length", False)
         self.exact = self.length is not None and certain
+        self._ids = loader.last_ids if isinstance(loader, RowLoader) else None
         self._workers = Workers()
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
@@ -126,7 +127,7 @@ class _Stateful:
         return True
 
     def ids_at(self, position: int) -> Any:
-        return getattr(self.loader, "last_rows", None)  # TensorLoader says what it gave
+        return self._ids() if self._ids is not None else None
 
     def state(self) -> Any:
         return self.loader.state_dict()

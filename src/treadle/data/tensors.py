@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from treadle.data.order import GlobalOrder
-from treadle.data.rows import Read, RowLoader, one_number_of_rows
+from treadle.data.rows import LastRows, Read, RowLoader, one_number_of_rows
 from treadle.errors import ConfigError
 
 
@@ -94,30 +94,35 @@ class TensorLoader(RowLoader):
         if self._gather is None and self.num_buffers == 1 and self.shuffle and not self._apart:
             order, rank = self.order, self._rank_of()[0]
             outs = self._outs(len(order.part(0, rank)), order)
-            self._gather = None if outs is None else RowGather(self.tensors, outs, self.names)
+            if outs is not None:
+                self._gather = RowGather(self.tensors, outs, self.names, num_rows=self.num_rows)
         return self._gather
+
+    def settle(self) -> None:
+        """Gathers the batch that was given last, if that was left to who trains on it."""
+        if self._gather is not None:
+            self._gather.settle()
 
     @contextlib.contextmanager
     def _reading(self, order: GlobalOrder, ahead: Iterator[range]) -> Iterator[Read]:
-        if self._gather is not None:
-            self._gather.begin()
         rows = order.rows(self.epoch)
         if rows is not None:  # drawn on the CPU, so that the order is the same on every device
             rows = rows.to(self.tensors[0].device, non_blocking=True)
+        if self._gather is not None:
+            self._gather.begin()
         yield lambda part: self._batch(rows, part, order)
 
     def _batch(self, rows: Tensor | None, part: range, order: GlobalOrder) -> Any:
+        self._last = LastRows(rows, part)
         if self._gather is not None and rows is not None and len(part) == self._gather.count:
-            self.last_rows = picked = rows[part.start : part.stop]
-            return self._gather.give(picked)
+            return self._gather.give(rows, part.start, stride=order.global_batch_size)
         outs = self._outs(len(part), order)
         if rows is None:
-            self.last_rows = part
             batch = [tensor[part.start : part.stop] for tensor in self.tensors]
             if outs is not None:
                 batch = [out.copy_(piece) for out, piece in zip(outs, batch, strict=True)]
         else:
-            self.last_rows = picked = rows[part.start : part.stop]
+            picked = rows[part.start : part.stop]
             indices = [picked.to(tensor.device) if self._apart else picked for tensor in self.tensors]
             places: Sequence[Tensor | None] = [None] * len(indices) if outs is None else outs
             pairs = zip(self.tensors, indices, places, strict=True)
@@ -139,47 +144,71 @@ class TensorLoader(RowLoader):
 class RowGather:
     """Gathers batches of one size into fixed memory, in the loader, or later by whoever trains on them.
 
+    Who does so in a CUDA graph needs nothing from the host between two batches that follow each other: the order of the
+    epoch and the places in it of the next batch are on the device, and :meth:`advance` moves them on.
+
     Args:
         tensors: read from.
         outs: written to, of the batch's size.
         names: of the tensors in a batch, or None.
+        num_rows: of an epoch's order.
 
     Attributes:
         count: rows of a batch.
         batch: in the fixed memory; the same object for each that is given, unless its tensors have names.
-        leaves_next: whether the next batch is left to who trains on it, instead of being gathered when it is given.
         is_left: whether the batch that was given last is still to be gathered.
 
     Example:
-        >>> gather = RowGather([torch.arange(5)], [torch.zeros(2, dtype=torch.long)], None)
-        >>> gather.leaves_next = True
-        >>> batch = gather.give(torch.tensor([4, 0])); gather.is_left
+        >>> gather = RowGather([torch.arange(4)], [torch.zeros(2, dtype=torch.long)], None, num_rows=4)
+        >>> order = torch.tensor([3, 0, 1, 2])
+        >>> gather.give(order, 0, stride=2)
+        tensor([3, 0])
+        >>> gather.run(); gather.advance(); gather.leave_next()
+        >>> batch = gather.give(order, 2, stride=2)
+        >>> gather.is_left
         True
         >>> gather.run(); batch
-        tensor([4, 0])
+        tensor([1, 2])
     """
 
-    def __init__(self, tensors: Sequence[Tensor], outs: Sequence[Tensor], names: tuple[str, ...] | None):
+    def __init__(
+        self, tensors: Sequence[Tensor], outs: Sequence[Tensor], names: tuple[str, ...] | None, *, num_rows: int
+    ):
+        device = tensors[0].device
         self.count = len(outs[0])
         self.batch = packed(names, outs)
-        self.leaves_next = False
         self.is_left = False
         self._names = names
         self._outs = outs
         self._pairs = list(zip(tensors, outs, strict=True))
-        self._rows = torch.zeros(self.count, dtype=torch.long, device=tensors[0].device)
+        self._order = torch.zeros(num_rows, dtype=torch.long, device=device)
+        self._from_0 = torch.arange(self.count, device=device)
+        self._places = torch.zeros_like(self._from_0)
+        self._rows = torch.zeros_like(self._from_0)
+        self._of: Tensor | None = None  # whose copy the order is
+        self._start = self._stride = 0  # of the batch that was given last
+        self._expected: int | None = None  # where the next batch must start to be left
 
     def begin(self) -> None:
         """Begins a pass: its first batch is gathered when it is given."""
-        self.leaves_next = self.is_left = False
+        self._expected, self.is_left = None, False
 
-    def give(self, rows: Tensor) -> Any:
-        """Takes the rows of a batch and returns it."""
-        self._rows.copy_(rows, non_blocking=True)
-        self.is_left = self.leaves_next
-        if not self.leaves_next:
+    def give(self, order: Tensor, start: int, *, stride: int) -> Any:
+        """Returns a batch, gathered unless it follows one after which :meth:`leave_next` was called.
+
+        Args:
+            order: of the epoch.
+            start: of the batch in it.
+            stride: from the start of a batch to that of the next.
+        """
+        self.is_left = start == self._expected
+        self._expected, self._start, self._stride = None, start, stride
+        if not self.is_left:
+            if order is not self._of:
+                self._order.copy_(order, non_blocking=True)
+                self._of = order
+            self.rewind()
             self.run()
-        self.leaves_next = False
         return self.batch if self._names is None else packed(self._names, self._outs)
 
     def gives(self, batch: Any) -> bool:
@@ -190,15 +219,33 @@ class RowGather:
         return named and all(tensor is out for tensor, out in zip(batch.values(), self._outs, strict=True))
 
     def run(self) -> None:
-        """Gathers the batch that was given last."""
+        """Gathers the batch whose places are noted."""
+        torch.index_select(self._order, 0, self._places, out=self._rows)
         for tensor, out in self._pairs:
             torch.index_select(tensor, 0, self._rows, out=out)
 
-    def whole(self) -> Any:
-        """Returns the batch that was given last as tensors of their own over its memory, gathered if it was left."""
+    def advance(self) -> None:
+        """Notes the places of the next batch."""
+        self._places.add_(self._stride)
+
+    def rewind(self) -> None:
+        """Notes the places of the batch that was given last."""
+        torch.add(self._from_0, self._start, out=self._places)
+
+    def leave_next(self) -> None:
+        """Leaves the next batch, if it follows the last, to who has gathered that one and advanced."""
+        self.is_left = False
+        self._expected = self._start + self._stride
+
+    def settle(self) -> None:
+        """Gathers the batch that was given last, if it was left."""
         if self.is_left:
             self.run()
             self.is_left = False
+
+    def whole(self) -> Any:
+        """Returns the batch that was given last as tensors of their own over its memory, gathered if it was left."""
+        self.settle()
         return packed(self._names, [out.detach() for out in self._outs])
 
 

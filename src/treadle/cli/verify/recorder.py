@@ -92,6 +92,9 @@ class Recorder(BaseHook):
         if not group.batches:
             return
         ids = {str(index): _as_text(given) for index, given in enumerate(group.sample_ids) if given is not None}
+        settle = getattr(self.loader, "settle", None)
+        if settle is not None:  # a captured step gathers its batch itself, later
+            settle()
         # A refused group is followed by a fresh one within the same step; the parts of both are kept.
         self._add("sample ids", ids)
         self._add("batch content", leaves_of(list(group.batches)))
