@@ -15,6 +15,8 @@ LENGTH, PATCHES, MASKED, LATENT = 256, 16, 4, 16  # of the spectra, the patches 
 class PatchMAE(ChemoMAE):
     """The model of chemomae 0.2.4, parameter by parameter, where as many patches are seen in every row."""
 
+    takes_counted_mask = True
+
     def __init__(self, width: int, num_layers: int):
         super().__init__(
             seq_len=LENGTH, d_model=width, num_layers=1, latent_dim=LATENT, n_blocks=PATCHES, n_mask=MASKED, dropout=0.0

@@ -32,6 +32,11 @@ class ChemoMAE(nn.Module):
         n_blocks: Equal blocks that masks are drawn over.
         n_mask: Blocks hidden by default, 0 to ``n_blocks``.
 
+    Attributes:
+        takes_counted_mask: Whether ``forward`` takes ``visible_mask`` and ``visible_count`` as this class's does. The
+            trainer then draws the mask, which a captured step needs; else the model draws it in ``forward``. A class
+            with a ``forward`` of its own says so itself.
+
     Raises:
         ValueError: When an argument breaks one of these rules.
 
@@ -42,6 +47,8 @@ class ChemoMAE(nn.Module):
         >>> x_recon.shape, z.shape, visible_mask.sum(dim=1).tolist()
         (torch.Size([5, 64]), torch.Size([5, 64]), [32, 32, 32, 32, 32])
     """
+
+    takes_counted_mask = True
 
     def __init__(
         self,

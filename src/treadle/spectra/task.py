@@ -129,8 +129,7 @@ class SpectraTask:
             x = moved(x, self.device)
             seen = self.augmenter(x)
         inner = unwrap(model)
-        own_forward = type(inner).forward is not ChemoMAE.forward  # may not take a mask that is counted
-        if self.fixed_visible is not None or not isinstance(inner, ChemoMAE) or own_forward:
+        if self.fixed_visible is not None or not isinstance(inner, ChemoMAE) or not _takes_counted_mask(type(inner)):
             return PreparedSpectra(x, seen)  # another model draws its mask itself
         return PreparedSpectra(x, seen, inner.make_visible(len(x), device="cpu"), inner.visible_count())
 
@@ -146,3 +145,9 @@ class SpectraTask:
         assert self.fixed_visible is not None
         fixed = self.fixed_visible.to(self.device)
         return fixed.expand(x.shape[0], -1) if fixed.dim() == 1 else fixed[: x.shape[0]]
+
+
+def _takes_counted_mask(kind: type[ChemoMAE]) -> bool:
+    """Returns what the class that has the ``forward`` says; one that says nothing may not take such a mask."""
+    owner = next(each for each in kind.__mro__ if "forward" in vars(each))
+    return bool(vars(owner).get("takes_counted_mask", False))

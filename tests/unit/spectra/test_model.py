@@ -69,6 +69,39 @@ def test_a_forward_pass_of_ones_own_needs_no_further_arguments() -> None:
     assert SpectraTask(torch.device("cpu")).step(model, torch.randn(4, 24)).weight == 4 * 9
 
 
+class Counted(ChemoMAE):
+    """With a forward pass of its own that takes a mask which is counted."""
+
+    takes_counted_mask = True
+    given: list[Any]
+
+    def forward(self, x: Tensor, visible_mask: Tensor | None = None, *, visible_count: int | None = None) -> Any:
+        self.given.append((visible_mask, visible_count))
+        return super().forward(x, visible_mask, visible_count=visible_count)
+
+
+class Silent(Counted):
+    """With another one, and it says nothing about masks."""
+
+    def forward(self, x: Tensor) -> Any:
+        return ChemoMAE.forward(self, x)
+
+
+def test_a_forward_pass_of_ones_own_is_given_the_mask_if_its_class_says_so() -> None:
+    sizes = {"seq_len": 24, "d_model": 16, "nhead": 4, "num_layers": 1, "dim_feedforward": 32, "n_blocks": 8}
+    losses = []
+    for kind in (ChemoMAE, Counted, Silent):
+        torch.manual_seed(0)
+        model = kind(**sizes, n_mask=3)
+        model.given = given = []
+        losses.append(SpectraTask(torch.device("cpu")).step(model, torch.randn(4, 24)).loss)
+        if kind is Counted:
+            ((visible_mask, count),) = given
+            assert visible_mask.sum(1).tolist() == [count] * 4
+    assert torch.equal(losses[0], losses[1])
+    assert torch.equal(losses[0], losses[2])
+
+
 def ragged_mask(rows: int) -> Tensor:
     visible = torch.rand(rows, 24, generator=torch.Generator().manual_seed(5)) < 0.5
     visible[0], visible[1] = True, False
