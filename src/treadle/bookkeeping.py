@@ -259,13 +259,17 @@ def non_finite_error(engine: Engine, place: Place | None = None, norm: Tensor | 
     )  # fmt: skip
 
 
-def settle(engine: Engine) -> None:
+def settle(engine: Engine, *, wait: bool = True) -> None:
     """Raises NonFiniteError if a step was refused on the device and the host did not look until now.
 
     The optimizer skipped that step and whatever came after it, so the weights and its state are those of the last
     applied step. The schedule and the averages in memory are as many updates ahead; what is saved is settled before.
+
+    Args:
+        engine: whose steps.
+        wait: for all steps so far; False looks at what the host has been told already.
     """
-    late = engine.guard.late_refusal()
+    late = engine.guard.late_refusal(wait=wait)
     if late is None:
         return
     engine.applied_steps -= late.undone

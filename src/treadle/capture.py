@@ -32,7 +32,7 @@ from treadle.cuda_graph import shape_of
 from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather
 from treadle.errors import ConfigError
-from treadle.guard import ReplayFlags, skips_on_device
+from treadle.guard import skips_on_device
 from treadle.hooks.base import listeners
 
 if TYPE_CHECKING:
@@ -135,8 +135,7 @@ class CapturedSteps:
         self._latest_step: CapturedStep | None = None
         self._loader: Any = None  # the latest
         self._numbers: dict[str, int] = {}
-        self._flags = ReplayFlags(engine.device) if engine.guard.deferred else None
-        engine.guard.replays = self._flags
+        self._flags = engine.guard.late_flags(engine.device) if engine.guard.deferred else None
 
     def __call__(self, group: Group) -> Outcome:
         """Runs one step: by a graph, or eagerly where there is none for the shape of its data yet."""
@@ -153,7 +152,7 @@ class CapturedSteps:
             outcome = self._eagerly(group, gather)
             self._settled_state |= outcome == "applied"
             return outcome
-        if engine.guard.waits or (self._flags is not None and self._flags.raised):
+        if self._flags is not None and (self._flags.raised or step.reads):
             settle(engine)
         return step.run(group, weights)
 

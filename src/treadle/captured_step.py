@@ -19,11 +19,11 @@ from treadle.bookkeeping import (
     refuse,
     skip,
 )
-from treadle.cuda_graph import CudaGraph, FixedBatch, Results, capturable, tensors_of
+from treadle.cuda_graph import Branch, CudaGraph, FixedBatch, Results, capturable, tensors_of
 from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather
 from treadle.ema import Ema
-from treadle.guard import FiniteGuard, Place, ReplayFlags, Verdict, step_unless
+from treadle.guard import FiniteGuard, LateFlags, Place, Verdict, step_unless
 from treadle.nested import map_nested_tensor
 from treadle.task import StepOutput
 from treadle.weights import GivenWeights, KnownWeights
@@ -48,7 +48,7 @@ class CapturedStep:
         self,
         engine: Engine,
         group: Group,
-        flags: ReplayFlags | None,
+        flags: LateFlags | None,
         *,
         share: CapturedStep | None,
         weights: Sequence[float] | None,
@@ -73,7 +73,12 @@ class CapturedStep:
         clear_gradients(engine)
 
     @property
-    def _told_later(self) -> ReplayFlags | None:
+    def reads(self) -> bool:
+        """Whether the host reads of each step whether it counts."""
+        return self._told_later is None
+
+    @property
+    def _told_later(self) -> LateFlags | None:
         """Where a step leaves word of a refusal; None: the host reads of each step whether it counts."""
         return None if self._guard.weight_on_device else self._flags
 
@@ -87,12 +92,17 @@ class CapturedStep:
         engine = self._engine
         if isinstance(self._guard.weights, GivenWeights):
             self._guard.weights.begin()
+        branch = self._guard.branch = Branch(engine.device)
         if self._gather is not None:
             self._gather.run()
-            self._gather.advance()
+            with branch.after(branch.mark()):
+                self._gather.advance()
         with capturable(engine.optimizer):
             self._train()
-        return _Left(engine.step_outputs, engine.step_info["grad_norm"], device=engine.device)
+        with branch.after(self._guard.judged):  # loss and norm were there before the update
+            left = _Left(engine.step_outputs, engine.step_info["grad_norm"], device=engine.device)
+        branch.join()
+        return left
 
     def _train(self) -> None:
         batches = [inputs.batch for inputs in self._inputs]
@@ -234,8 +244,10 @@ class _RecordingGuard(FiniteGuard):
     """
 
     recording = True
+    branch: Branch | None = None  # of the recording
+    judged: torch.cuda.Event | None = None  # when the norm was there
 
-    def __init__(self, replays: ReplayFlags | None, *, knows_weight: bool):
+    def __init__(self, replays: LateFlags | None, *, knows_weight: bool):
         super().__init__()
         self._knows_weight = knows_weight
         self._replays = replays
@@ -245,6 +257,7 @@ class _RecordingGuard(FiniteGuard):
 
     def judge(self, norm: Tensor, total_weight: float | Tensor) -> Verdict:
         """Computes the flags."""
+        self.judged = None if self.branch is None else self.branch.mark()
         self.weight_on_device = isinstance(total_weight, Tensor) and not self._knows_weight
         if self._replays is not None and not self.weight_on_device:
             self._skips = self._replays.raise_for(norm)

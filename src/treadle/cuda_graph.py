@@ -93,6 +93,53 @@ def _end_broken_recording(stream: torch.cuda.Stream) -> None:
         torch.zeros(1, device="cuda")
 
 
+class Branch:
+    """What may run beside the rest of a recorded step; where nothing is being recorded, all runs in its order.
+
+    Args:
+        device: of the step.
+
+    Example:
+        >>> branch = Branch(torch.device("cpu"))
+        >>> with branch.after(branch.mark()):
+        ...     total = torch.ones(2).sum()
+        >>> branch.join(); total
+        tensor(2.)
+    """
+
+    def __init__(self, device: torch.device):
+        recording = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        self._stream = _branch_stream(torch.cuda.current_device()) if recording else None
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Returns a mark of what has been launched until now."""
+        if self._stream is None:
+            return None
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record()
+        return mark
+
+    @contextlib.contextmanager
+    def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
+        """Lets what is launched inside the block wait for what was launched before a mark, and for no more."""
+        if self._stream is None or mark is None:
+            yield
+            return
+        self._stream.wait_event(mark)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Lets what is launched from here on, or comes after the step, wait for the branch."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+@functools.cache
+def _branch_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 @contextlib.contextmanager
 def capturable(optimizer: Optimizer) -> Iterator[None]:
     """Tells an optimizer that its step is being recorded, if it is; a fused one has its state on the device anyway."""

@@ -277,7 +277,7 @@ class Engine(Events):
         info["grad_norm"] = norm = total_norm(grads)
         if self.hears("on_before_optimizer_step"):
             params, norm = show_gradients(self, grads)  # to hooks, which may change them
-        settle(self)
+        settle(self, wait=self.guard.decides_now(weights.total))
         verdict = self.guard.judge(norm, weights.total)
         if not verdict.counted:
             return skip(self, "the total weight is 0")
@@ -317,6 +317,10 @@ class Engine(Events):
     def train_means(self) -> dict[str, Any]:
         """Returns the running epoch's weighted mean ``loss`` and ``records`` over all ranks; reads the device."""
         return self.epoch_means.compute(distributed.sum_over_ranks)
+
+    def raise_if_refused(self) -> None:
+        """Raises NonFiniteError if the device has refused a step that the host has not heard of; reads the device."""
+        settle(self)
 
     @property
     def total_steps(self) -> int | None:

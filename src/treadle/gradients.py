@@ -122,7 +122,8 @@ def clip_(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if _are_alike(grads):
         with torch.no_grad():
-            torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            inverse = torch.reciprocal(norm + 1e-6)  # which is what torch multiplies by
+            torch._foreach_mul_(grads, torch.clamp(inverse if max_norm == 1 else inverse * max_norm, max=1.0))
         return
     if are_whole(grads):
         clip_grads_with_norm_(parameters, max_norm, norm)

@@ -3,9 +3,9 @@
 Three ways, from what the optimizer and the device allow:
 
 * on the CPU the flag is host memory; looking at it waits for nothing;
-* on an accelerator, a fused optimizer takes ``found_inf`` and leaves weights and step counters alone where it is set.
-  The host looks at the flag of a step only before the update of the next one, when it has long arrived, and before
-  anything is saved, logged or evaluated;
+* on CUDA, a fused optimizer takes ``found_inf`` and leaves weights and step counters alone where it is set, in that
+  step and in all that follow. The host looks some steps later, when the flag has long arrived, and before anything is
+  reported, saved or evaluated: a look at each step would take a tenth of a small model's;
 * elsewhere one read a step.
 """
 
@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from treadle import distributed
 from treadle.weights import GivenWeights, GroupWeights
 
 _MARK = 8  # steps
+_MARKS_ON_THEIR_WAY = 2
 _NUMPY = (torch.float32, torch.float64)
 
 
@@ -138,10 +139,13 @@ class FiniteGuard:
     """Decides whether a step may change the weights.
 
     Args:
-        deferred: whether the answer comes one step late; only where the optimizer skips on the device, and not with
+        deferred: whether the answer comes some steps late; only where the optimizer skips on the device, and not with
             retries, an fp16 scaler or a plan.
         plan: what a hook asks for at a refusal, or None.
         agreed: whether gradients and weights are the same on all ranks already, so that nothing is to be exchanged.
+
+    Attributes:
+        late: what the host does not know yet of deferred steps; None before the first.
 
     Example:
         >>> guard = FiniteGuard()
@@ -156,16 +160,15 @@ class FiniteGuard:
         self.agreed = agreed
         self.deferred = deferred
         self.plan = plan
-        self.replays: ReplayFlags | None = None
-        self._waiting: tuple[Place, Tensor] | None = None
-        self._found: FoundInf | None = None
-        self._host: Tensor | None = None
-        self._host_flag: Any = None  # the same memory, for a look that is no operation of torch
-        self._arrived: torch.cuda.Event | None = None
+        self.late: LateFlags | None = None
+
+    def decides_now(self, total_weight: float | Tensor) -> bool:
+        """Returns whether the verdict on a step of this weight is known before its update."""
+        return not self.deferred or isinstance(total_weight, Tensor)
 
     def judge(self, norm: Tensor, total_weight: float | Tensor) -> Verdict:
         """Returns the verdict on a gradient, by one decision for all ranks; optimistic where it is deferred."""
-        if self.deferred and not isinstance(total_weight, Tensor):
+        if not self.decides_now(total_weight):
             return Verdict(finite=True, counted=True)
         alone = self.agreed or distributed.world_size() == 1
         if alone and norm.device.type == "cpu" and norm.dtype in _NUMPY and not isinstance(total_weight, Tensor):
@@ -186,39 +189,35 @@ class FiniteGuard:
             total_weight: as given to :meth:`judge`.
             place: what an error that comes late has to say.
         """
-        if not self.deferred or isinstance(total_weight, Tensor):
+        if self.decides_now(total_weight):
             optimizer.step()
             return
-        if self._found is None or self._host is None or self._arrived is None:
-            self._found = FoundInf(norm.device)
-            self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
-            self._host_flag = self._host.numpy()
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        found_inf = self._found.look_at(norm)
-        step_unless(found_inf, optimizer)
-        self._host.copy_(found_inf, non_blocking=True)
-        self._arrived.record(torch.cuda.current_stream(norm.device))
-        self._waiting = (place, norm)
+        late = self.late_flags(norm.device)
+        step_unless(late.raise_for(norm), optimizer)
+        late.note(place, norm)
 
-    @property
-    def waits(self) -> bool:
-        """Whether there is an eager step that the host has not looked at."""
-        return self._waiting is not None
+    def late_flags(self, device: torch.device) -> LateFlags:
+        """Returns where deferred steps, and captured ones, leave word of a refusal."""
+        if self.late is None:
+            self.late = LateFlags(device)
+        return self.late
 
-    def late_refusal(self) -> LateRefusal | None:
-        """Returns what is known of the first deferred step whose gradient was not finite, else None."""
-        if self._waiting is not None and self._found is not None and self._arrived is not None:
-            place, norm = self._waiting
-            self._waiting = None
-            self._arrived.synchronize()
-            if self._host_flag:
-                self._found.flag.zero_()
-                return LateRefusal(place, norm, undone=1)
-        return None if self.replays is None else self.replays.late_refusal()
+    def late_refusal(self, *, wait: bool) -> LateRefusal | None:
+        """Returns what is known of the first deferred step whose gradient was not finite, else None.
+
+        Args:
+            wait: for all steps so far; False looks at what the host has been told already.
+        """
+        if self.late is None or not (wait or self.late.raised):
+            return None
+        return self.late.late_refusal()
 
 
-class ReplayFlags:
-    """What the host knows of steps that were replayed and not looked at: each leaves one flag for all so far.
+class LateFlags:
+    """What the host does not know yet of steps that the device may have refused: one flag for all of them so far.
+
+    On several ranks, all hear of a refusal at the same step: each eighth step sends its flag to a place of its own,
+    which is read two such steps later.
 
     Args:
         device: of the steps.
@@ -226,9 +225,10 @@ class ReplayFlags:
     Attributes:
         refused: 0-d on the device: 0.0, and 1.0 from a step on whose gradient was not finite, so that no later step
             changes anything.
+        raised: whether the host has been told of a refused step.
 
     Example:
-        >>> flags = ReplayFlags(torch.device("cpu"))
+        >>> flags = LateFlags(torch.device("cpu"))
         >>> norm = torch.tensor(float("inf"))
         >>> _ = flags.raise_for(norm); flags.note(Place(3, 0, 3, 1, 1), norm)
         >>> flags.late_refusal().place.step, flags.late_refusal()
@@ -238,54 +238,70 @@ class ReplayFlags:
     def __init__(self, device: torch.device):
         self._found = FoundInf(device)
         self.refused = self._found.flag
+        self.raised = False
         self._on_cuda = device.type == "cuda"
-        self._told = torch.zeros((), pin_memory=self._on_cuda)
-        self._told_here = self._told.numpy()
         self._steps: deque[tuple[Place, Tensor]] = deque()
-        self._marks: deque[torch.cuda.Event] = deque()
+        self._marks: deque[_Mark] = deque()
+        self._spare: list[_Mark] = []
 
     def raise_for(self, norm: Tensor) -> Tensor:
         """Raises the flag for a gradient's norm that is not finite, on the device; returns it."""
         return self._found.look_at(norm)
 
     def note(self, place: Place, norm: Tensor) -> None:
-        """Notes a step; sends the flag of every eighth to the host, and waits for one of some steps before.
+        """Notes a step; every eighth sends the flag to the host, and waits for what an earlier one has sent.
 
-        In the graph of each step the copy alone would take a sixth of a small model's step.
+        A copy at each step would take a tenth of a small model's, and a sixth of one that is replayed.
         """
         self._steps.append((place, norm))
         if len(self._steps) % _MARK:
             return
-        self._told.copy_(self.refused, non_blocking=True)
-        if not self._on_cuda:
-            return
-        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        mark.record(torch.cuda.current_stream(norm.device))
+        mark = self._spare.pop() if self._spare else _Mark(on_cuda=self._on_cuda)
+        mark.send(self.refused)
         self._marks.append(mark)
-        if len(self._marks) > 2:
-            self._marks.popleft().synchronize()
-            if not self._told_here:
-                for _ in range(_MARK):
-                    self._steps.popleft()
-
-    @property
-    def raised(self) -> bool:
-        """Whether the host has heard of a refused step; asks nobody."""
-        return bool(self._told_here)
+        if len(self._marks) > _MARKS_ON_THEIR_WAY:
+            mark = self._marks.popleft()
+            self._spare.append(mark)
+            if mark.arrived():
+                self.raised = True
+                return
+            for _ in range(_MARK):
+                self._steps.popleft()
 
     def late_refusal(self) -> LateRefusal | None:
         """Waits for all flags; returns the first step that was refused, or None."""
         if not self._steps:
             return None
-        self._told.copy_(self.refused, non_blocking=True)
-        if self._on_cuda:
-            torch.cuda.current_stream(self.refused.device).synchronize()
-        steps, refused = list(self._steps), self.raised
+        mark = self._spare.pop() if self._spare else _Mark(on_cuda=self._on_cuda)
+        mark.send(self.refused)
+        refused, steps = mark.arrived(), list(self._steps)
+        self._spare += [mark, *self._marks]
         self._steps.clear()
         self._marks.clear()
+        self.raised = False
         if not refused:
             return None
         self.refused.zero_()
-        self._told.zero_()
         first = next(number for number, (_, norm) in enumerate(steps) if not bool(norm.isfinite()))
         return LateRefusal(*steps[first], undone=len(steps) - first)
+
+
+class _Mark:
+    """A place on the host for the flag of one step."""
+
+    def __init__(self, *, on_cuda: bool):
+        self._place = torch.zeros((), pin_memory=on_cuda)
+        self._seen = self._place.numpy()  # the same memory, for a look that is no operation of torch
+        self._event = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
+
+    def send(self, flag: Tensor) -> None:
+        """Sends a flag here."""
+        self._place.copy_(flag, non_blocking=True)
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(flag.device))
+
+    def arrived(self) -> bool:
+        """Waits for the flag; returns whether it is raised."""
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._seen)

@@ -76,7 +76,7 @@ def _non_finite(engine: Engine) -> str:
     at_once = f"{last} at once" if engine.guard.plan is None else last
     policy = f"up to {retries} retries with fresh data, then {last}" if retries else at_once
     if engine.guard.deferred:
-        return f"{policy}; the optimizer skips on the device and the host looks one step later"
+        return f"{policy}; the optimizer skips on the device and the host looks some steps later"
     if engine.device.type == "cpu":
         return f"{policy}; looking costs nothing on the CPU"
     return f"{policy}; one read a step (a fused optimizer without retries needs none)"

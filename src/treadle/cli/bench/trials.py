@@ -126,19 +126,18 @@ def captured(engine: Engine, groups: Sequence[Group]) -> Iterator[Step]:
     """Steps replayed as one CUDA graph for each shape of the groups, with a fused optimizer."""
     if engine.device.type != "cuda":
         raise NotTried("CUDA graphs need a CUDA device")
-    present = engine.capture
+    present, late = engine.capture, engine.guard.late
     is_fused = all(group.get("fused") for group in engine.optimizer.param_groups)
     rates = [group["lr"] for group in engine.optimizer.param_groups]
     with contextlib.nullcontext() if is_fused else fused_optimizer(engine):
-        engine.capture = True
+        engine.capture, engine.guard.late = True, None
         try:
             steps = steps_of(engine)
             for met in [*groups, *groups]:  # the second of each shape is captured, which is no part of a step
                 steps(met)
             yield steps
         finally:
-            engine.capture = present
-            engine.guard.replays = None
+            engine.capture, engine.guard.late = present, late
             for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
 
