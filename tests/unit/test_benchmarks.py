@@ -57,6 +57,17 @@ def test_the_overhead_benchmark_of_a_gpu_captures_what_it_says(trial, monkeypatc
     assert Rerun.made == sum("treadle" in way and "captured" in way for way in module.OURS)
 
 
+def test_the_benchmark_of_eager_steps_trains_as_the_loop_beside_it(trial, monkeypatch):
+    module, out = trial("eager_gpu", "--tiny")
+    assert "'pairs': '4'" in out
+    made = []
+    build = module.Workload.build
+    monkeypatch.setattr(module.Workload, "build", lambda work: made.append(build(work)) or made[-1])
+    module.measure(module.Workload(module.Net, (4, 64), torch.device("cpu"), fused=True), block=2, pairs=4)
+    (mine, _), (its, _) = made
+    assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), its.parameters(), strict=True))
+
+
 def test_the_clock_of_a_gpu_counts_from_the_warm_up_on(trial, monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     module = importlib.import_module("overhead_gpu")
