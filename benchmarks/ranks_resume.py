@@ -55,7 +55,7 @@ class Noting(NextToken):
         self.loss = math.nan
 
     def step(self, model: Any, batch: Any, totals: Any = None, generator: Any = None) -> StepOutput:
-        output = super().step(model, batch[0])
+        output = super().step(model, batch[0].to(next(model.parameters()).device))
         self.read += batch[1].tolist()
         self.loss = float(output.loss.detach())
         return output

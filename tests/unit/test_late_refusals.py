@@ -1,4 +1,4 @@
-"""Steps that the device leaves out and the host hears of later: the fused optimizer of the CPU stands in for a GPU's."""
+"""Steps that the device refuses and the host hears of later; the CPU's fused optimizer stands in for that of a GPU."""
 
 from __future__ import annotations
 
