@@ -16,7 +16,7 @@ from treadle import distributed
 from treadle.data.cursor import Group
 from treadle.ema import Ema
 from treadle.errors import ConfigError, NonFiniteError
-from treadle.gradients import are_whole, total_norm
+from treadle.gradients import Gradients, are_whole, total_norm
 from treadle.guard import Place
 from treadle.nested import map_nested_tensor
 from treadle.session import leave_after_step, notices
@@ -165,23 +165,22 @@ def note_output(engine: Engine, output: StepOutput) -> None:
     keep_output(engine, StepOutput(loss, records, weight, output.reduction, outputs, output.num_samples))
 
 
-def show_gradients(engine: Engine, grads: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+def show_gradients(engine: Engine, grads: Sequence[Tensor]) -> tuple[Gradients, Tensor]:
     """Shows the gradients of a step to the hooks.
 
     Returns:
-        The parameters with a gradient and its norm, as the hooks left them: what they changed is clipped and judged.
+        The gradients and their norm, as the hooks left them: what they changed is clipped and judged.
     """
     before = [(id(grad), grad._version) for grad in grads]
     heard = engine.hears("on_before_optimizer_step")
     engine.emit("on_before_optimizer_step")
-    params = [p for group in engine.optimizer.param_groups for p in group["params"] if p.grad is not None]
-    left = [p.grad for p in params]
+    left = Gradients.of(engine.optimizer)
     may_differ = not all(getattr(hook.on_before_optimizer_step, "looks_only", False) for hook in heard)
     # The norm of gradients that are spread over ranks is a collective, and a hook that looks may be on one rank alone.
     if may_differ and (are_whole(left) or [(id(grad), grad._version) for grad in left] != before):
         engine.step_info["grad_norm"] = total_norm(left)
     norm: Tensor = engine.step_info["grad_norm"]
-    return params, norm
+    return left, norm
 
 
 def keep_output(engine: Engine, kept: StepOutput) -> None:

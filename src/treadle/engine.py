@@ -40,7 +40,7 @@ from treadle.events import Events
 from treadle.failure import failing_by_name
 from treadle.frozen import FrozenBase
 from treadle.gradient_exchange import GradientExchange, gradient_exchange
-from treadle.gradients import clip_, divide_, total_norm
+from treadle.gradients import Gradients, clip_, divide_, total_norm
 from treadle.guard import FiniteGuard
 from treadle.hooks.base import BaseHook
 from treadle.means import RunningMeans
@@ -271,12 +271,11 @@ class Engine(Events):
             return skip(self, "no micro-batch had a loss")
 
         self.precision.unscale(self.optimizer)
-        params = [p for group_ in self.optimizer.param_groups for p in group_["params"] if p.grad is not None]
-        grads = [p.grad for p in params if p.grad is not None]
+        grads = Gradients.of(self.optimizer)
         divide_(grads, weights.divisor())
         info["grad_norm"] = norm = total_norm(grads)
         if self.hears("on_before_optimizer_step"):
-            params, norm = show_gradients(self, grads)  # to hooks, which may change them
+            grads, norm = show_gradients(self, grads)  # to hooks, which may change them
         settle(self, wait=self.guard.decides_now(weights.total))
         verdict = self.guard.judge(norm, weights.total)
         if not verdict.counted:
@@ -285,7 +284,7 @@ class Engine(Events):
             return refuse(self)
 
         if self.grad_clip is not None:
-            clip_(params, self.grad_clip, norm)
+            clip_(grads, self.grad_clip, norm)
         self.guard.apply(self.optimizer, norm, weights.total, place=place_of(self))
         return move_on(self)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 
 from treadle.distributed import is_dtensor, local
 
 _WHOLE = {Tensor}
 _GROUPED = ("cpu", "cuda")  # devices with kernels over many tensors
+_kind_of = operator.attrgetter("dtype", "device", "layout", "requires_grad")
 
 
 def are_whole(grads: Sequence[Tensor]) -> bool:
@@ -25,17 +28,48 @@ def are_whole(grads: Sequence[Tensor]) -> bool:
     return _WHOLE.issuperset(map(type, grads))  # one look for all of them; a model has many
 
 
-def _are_alike(grads: Sequence[Tensor]) -> bool:
-    """Returns whether all gradients are plain tensors of one kind, so that torch's functions would make one group.
+class Gradients(list[Tensor]):
+    """The gradients of a step, which are looked at once for several functions.
+
+    Attributes:
+        alike: what :func:`are_alike` has said of them; None before.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> weight.grad = torch.zeros(2)
+        >>> Gradients.of(torch.optim.SGD([weight], lr=1.0))
+        [tensor([0., 0.])]
+    """
+
+    alike: bool | None = None
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Gradients:
+        """Returns those that there are of an optimizer's parameters, in its order."""
+        groups = optimizer.param_groups
+        return cls([grad for group in groups for p in group["params"] if (grad := p.grad) is not None])
+
+
+def are_alike(grads: Sequence[Tensor]) -> bool:
+    """Returns whether all gradients are plain tensors of one kind without a graph: torch's functions make one group.
 
     Then what they compute is three kernels, and sorting the gradients into groups takes half of the time of a small
     model.
+
+    Example:
+        >>> are_alike([torch.ones(1), torch.ones(2)]), are_alike([torch.ones(1), torch.ones(1).double()])
+        (True, False)
     """
-    kinds = {(type(grad), grad.dtype, grad.device, grad.layout) for grad in grads}
-    if len(kinds) != 1:
-        return False
-    kind, _, device, layout = kinds.pop()
-    return kind is Tensor and device.type in _GROUPED and layout == torch.strided
+    known: bool | None = getattr(grads, "alike", None)
+    if known is None:
+        kinds = set(map(_kind_of, grads))
+        known = len(kinds) == 1 and are_whole(grads)
+        if known:
+            _, device, layout, requires_grad = kinds.pop()
+            known = device.type in _GROUPED and layout == torch.strided and not requires_grad
+        if type(grads) is Gradients:
+            grads.alike = known
+    return known
 
 
 class Inverse(NamedTuple):
@@ -58,7 +92,7 @@ def divide_(grads: Sequence[Tensor], divisor: float | Tensor | Inverse | None) -
             torch._foreach_div_(owned, divisor)
 
 
-def total_norm(grads: Sequence[Tensor]) -> Tensor:
+def total_norm(grads: list[Tensor]) -> Tensor:
     """Returns the 2-norm over all gradients: of those that are spread over ranks, over all their parts.
 
     With such gradients it is a collective, and the same number on every rank.
@@ -67,10 +101,9 @@ def total_norm(grads: Sequence[Tensor]) -> Tensor:
         >>> total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
         tensor(5.)
     """
-    if _are_alike(grads):
-        with torch.no_grad():
-            norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads), 2.0)), 2.0)
-            return norm
+    if are_alike(grads):
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0)), 2.0)
+        return norm
     if not are_whole(grads):
         return _norm_over_ranks(grads)
     try:
@@ -105,28 +138,22 @@ class _Part(NamedTuple):
     grad: Tensor
 
 
-def clip_(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scales the gradients of parameters in place to a total norm of at most ``max_norm``, by torch's rule.
+def clip_(grads: list[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scales gradients in place to a total norm of at most ``max_norm``, by torch's rule.
 
     Args:
-        parameters: with gradients that are whole or spread over ranks, or without.
+        grads: whole or spread over ranks.
         max_norm: > 0.
         norm: what :func:`total_norm` returned.
 
     Example:
-        >>> weight = torch.zeros(2, requires_grad=True)
-        >>> weight.grad = torch.tensor([3.0, 4.0])
-        >>> clip_([weight], 1.0, total_norm([weight.grad])); weight.grad
+        >>> grads = [torch.tensor([3.0, 4.0])]
+        >>> clip_(grads, 1.0, total_norm(grads)); grads[0]
         tensor([0.6000, 0.8000])
     """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if _are_alike(grads):
-        with torch.no_grad():
-            inverse = torch.reciprocal(norm + 1e-6)  # which is what torch multiplies by
-            torch._foreach_mul_(grads, torch.clamp(inverse if max_norm == 1 else inverse * max_norm, max=1.0))
-        return
-    if are_whole(grads):
-        clip_grads_with_norm_(parameters, max_norm, norm)
+    if are_alike(grads):
+        inverse = torch.reciprocal(norm + 1e-6)  # which is what torch multiplies by
+        torch._foreach_mul_(grads, torch.clamp(inverse if max_norm == 1 else inverse * max_norm, max=1.0))
         return
     with torch.no_grad():
         parts: Any = [_Part(local(grad)) for grad in grads]  # torch's function asks parameters for their gradients

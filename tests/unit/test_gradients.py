@@ -34,7 +34,7 @@ def parameters_of(dtypes, value=None):
 
 
 @pytest.mark.parametrize("value", [None, math.inf, math.nan, 0.0])
-@pytest.mark.parametrize("max_norm", [0.5, 1e4])
+@pytest.mark.parametrize("max_norm", [0.5, 1, 1.0, 1e4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_norm_and_clipping_are_those_of_torch(kind, max_norm, value):
     ours, theirs = (parameters_of(KINDS[kind], value) for _ in range(2))
@@ -42,7 +42,7 @@ def test_norm_and_clipping_are_those_of_torch(kind, max_norm, value):
     expected = get_total_norm([parameter.grad for parameter in theirs[:-1]])
     assert norm.dtype == expected.dtype
     assert torch.equal(norm, expected) or (norm.isnan() and expected.isnan())
-    clip_(ours, max_norm, norm)
+    clip_([parameter.grad for parameter in ours[:-1]], max_norm, norm)
     clip_grads_with_norm_(theirs, max_norm, expected)
     for one, other in zip(ours[:-1], theirs[:-1], strict=True):
         assert torch.equal(one.grad.nan_to_num(7.0), other.grad.nan_to_num(7.0))
@@ -51,7 +51,7 @@ def test_norm_and_clipping_are_those_of_torch(kind, max_norm, value):
 
 def test_nothing_has_the_norm_0():
     assert torch.equal(total_norm([]), torch.tensor(0.0))
-    clip_(parameters_of([]), 1.0, torch.tensor(0.0))
+    clip_([], 1.0, torch.tensor(0.0))
 
 
 def test_gradients_of_one_kind_are_not_sorted_into_groups(monkeypatch):
@@ -61,4 +61,26 @@ def test_gradients_of_one_kind_are_not_sorted_into_groups(monkeypatch):
     monkeypatch.setattr(gradients, "get_total_norm", refused)
     monkeypatch.setattr(gradients, "clip_grads_with_norm_", refused)
     parameters = parameters_of(KINDS["float32"])
-    clip_(parameters, 1.0, total_norm([parameter.grad for parameter in parameters[:-1]]))
+    grads = [parameter.grad for parameter in parameters[:-1]]
+    clip_(grads, 1.0, total_norm(grads))
+
+
+def test_gradients_with_a_graph_leave_none_behind():
+    weight = torch.nn.Parameter(torch.randn(3))
+    grad = weight * 2
+    expected = grad.detach().clone()
+    norm = total_norm([grad])
+    clip_([grad], 0.5, norm)
+    assert not norm.requires_grad
+    assert torch.equal(grad.detach(), expected * torch.clamp(0.5 / (expected.norm() + 1e-6), max=1.0))
+
+
+def test_gradients_are_looked_at_once_in_a_step(monkeypatch):
+    looks = []
+    kind_of = gradients._kind_of
+    monkeypatch.setattr(gradients, "_kind_of", lambda grad: looks.append(1) or kind_of(grad))
+    weight = torch.nn.Parameter(torch.randn(3))
+    weight.grad = torch.randn(3)
+    found = gradients.Gradients.of(torch.optim.SGD([weight, torch.nn.Parameter(torch.ones(1))], lr=1.0))
+    clip_(found, 1.0, total_norm(found))
+    assert (len(found), len(looks)) == (1, 1)
