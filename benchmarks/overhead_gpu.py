@@ -19,6 +19,7 @@ one; capturing and the peers' own start come on top.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import sys
 import tempfile
@@ -50,7 +51,7 @@ from overhead import (
 )
 from torch import Tensor, nn
 
-from treadle import BaseHook, BaseTrainer, CheckpointingHook, EmaHook, Engine, ProgressHook, TensorLoader
+from treadle import BaseHook, BaseTrainer, CheckpointingHook, EmaHook, Engine, ProgressHook, TensorLoader, compile_model
 
 LOOP, FLOOR = "hand loop", "hand-captured"
 COLUMNS = ("way", "µs a step", "processor µs a step", f"of the {LOOP}", f"of the {FLOOR} step")
@@ -163,8 +164,12 @@ def loader_of(work: Workload, steps: int) -> TensorLoader:
     return TensorLoader(*tensors(work, steps), batch_size=work.shape[0], shuffle=True, num_buffers=1)
 
 
-def captured(work: Workload, steps: int, clock: Clock, hooks: Sequence[BaseHook] = ()) -> None:
+def captured(
+    work: Workload, steps: int, clock: Clock, hooks: Sequence[BaseHook] = (), *, compiled: bool = False
+) -> None:
     model, optimizer = work.build()
+    if compiled:
+        compile_model(model)
     run = Engine(
         model, optimizer, Fit(), device=work.device, precision="bf16" if work.bf16 else None, grad_clip=CLIP,
         hooks=[*hooks, Ticks(clock)], capture=work.device.type == "cuda" or "auto",
@@ -205,6 +210,7 @@ OURS: Ways = {
     "treadle BaseTrainer": WAYS["treadle BaseTrainer"],
     "treadle BaseTrainer, captured": (trainer_captured, None),
 }
+COMPILED: Ways = {"treadle Engine, captured, compiled": (functools.partial(captured, compiled=True), None)}
 PEERS: Ways = {name: (way, package) for name, (way, package) in WAYS.items() if package is not None}
 
 
@@ -224,9 +230,9 @@ def forgiving(name: str, way: Way) -> Way:
 # -- rounds and table ---------------------------------------------------------------------------------------------
 
 
-def measure(case: Case, *, rounds: int, steps: int) -> Iterator[dict[str, list[Cost]]]:
+def measure(case: Case, *, rounds: int, steps: int, more: Ways | None = None) -> Iterator[dict[str, list[Cost]]]:
     """Yields after each round what a step costs by each way in the rounds so far; without a way that failed."""
-    ways = dict(OURS)
+    ways = {**OURS, **(more or {})}
     if case.with_peers:
         ways |= {name: (forgiving(name, PEERS[name][0]), None) for name in installed(PEERS, PEERS)}
     found: dict[str, list[Cost]] = {}
@@ -264,6 +270,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=("mlp", "d128", "d256"), default=["mlp", "d128", "d256"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--compiled", action="store_true", help="also a compiled model, captured: takes minutes"
+    )
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if options.tiny:
@@ -278,7 +287,10 @@ def main() -> None:
         case = cases(torch.device("cuda"))[name]
         title = f"Microseconds of an optimizer step on a GPU, gradients clipped: {case.title}"
         peers = versions() if case.with_peers else {}
-        for number, found in enumerate(measure(case, rounds=options.rounds, steps=case.steps), start=1):
+        turns = measure(
+            case, rounds=options.rounds, steps=case.steps, more=COMPILED if options.compiled else None
+        )  # fmt: skip
+        for number, found in enumerate(turns, start=1):
             machine = describe() | {"rounds": str(number)} | peers
             partial = number < options.rounds
             write_result(f"overhead_gpu_{name}", title, COLUMNS, rows_of(found), machine, partial=partial)

@@ -26,7 +26,8 @@ class TensorLoader(RowLoader):
     With ``num_buffers``, batches are written in turn into that many sets of tensors, whose addresses never change, and
     nothing is allocated: batch t of an epoch into set t modulo ``num_buffers``. A short batch is the first rows of its
     set. A batch is then valid only until ``num_buffers`` more are drawn: who keeps one, a hook for example, keeps a
-    copy. Accumulation over k micro-batches needs k sets; fewer are refused.
+    copy. Accumulation over k micro-batches needs k sets; fewer are refused. With one set and a shuffled order, a
+    captured step gathers its batch itself, when it runs.
 
     Args:
         tensors: equal first dimensions (N, ...), any dtypes; or one mapping of names to such tensors.
