@@ -134,6 +134,7 @@ class CapturedSteps:
         self._latest_kind: tuple[RowGather | None, int] | None = None  # of the latest captured step
         self._latest_step: CapturedStep | None = None
         self._loader: Any = None  # the latest
+        self._find: Callable[[], RowGather | None] | None = None  # what that has for whole batches
         self._numbers: dict[str, int] = {}
         self._flags = engine.guard.late_flags(engine.device) if engine.guard.deferred else None
 
@@ -161,7 +162,7 @@ class CapturedSteps:
         loader = self._engine.cursor.loader
         if loader is not self._loader:
             self._loader = loader
-            self._find: Callable[[], RowGather | None] | None = getattr(loader, "gather", None)
+            self._find = getattr(loader, "gather", None)
         if self._find is None or self._host_part is not None or len(group.batches) != 1:
             return None
         gather = self._find()

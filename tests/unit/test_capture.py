@@ -463,6 +463,20 @@ class TestGatheringInTheGraph:
         assert same(*engines)
         assert all(torch.equal(a, b) for a, b in zip(seen[False], seen[True], strict=True))
 
+    def test_a_batch_that_is_trained_on_again_and_again_stays_what_it_is(self, on_the_cpu):
+        def again(capture, loader):
+            engine = run(capture, 5, loader=loader)
+            group = engine.group
+            for _ in range(30):  # longer than an epoch
+                assert engine.steps(group) == "applied"
+            return engine
+
+        def kept():
+            loader = loader_of()
+            return [tuple(tensor.clone() for tensor in batch) for batch in loader][:5]
+
+        assert same(again(False, kept()), again(True, self.loader()))
+
     def test_a_batch_that_the_task_changes_in_an_eager_step_is_whole_in_the_next(self, on_the_cpu):
         class Wants(Fit):
             def step(self, model, batch, totals=None, generator=None):

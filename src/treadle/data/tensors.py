@@ -189,6 +189,7 @@ class RowGather:
         self._of: Tensor | None = None  # whose copy the order is
         self._start = self._stride = 0  # of the batch that was given last
         self._expected: int | None = None  # where the next batch must start to be left
+        self._is_new = False  # whether nobody has advanced since a batch was given
 
     def begin(self) -> None:
         """Begins a pass: its first batch is gathered when it is given."""
@@ -204,6 +205,7 @@ class RowGather:
         """
         self.is_left = start == self._expected
         self._expected, self._start, self._stride = None, start, stride
+        self._is_new = True
         if not self.is_left:
             if order is not self._of:
                 self._order.copy_(order, non_blocking=True)
@@ -213,7 +215,9 @@ class RowGather:
         return self.batch if self._names is None else packed(self._names, self._outs)
 
     def gives(self, batch: Any) -> bool:
-        """Returns whether a batch is one of its own."""
+        """Returns whether a batch is the one that was given last, and nobody has gone on from it."""
+        if not self._is_new:
+            return False
         if batch is self.batch:
             return True
         named = self._names is not None and type(batch) is dict and tuple(batch) == self._names
@@ -235,7 +239,7 @@ class RowGather:
 
     def leave_next(self) -> None:
         """Leaves the next batch, if it follows the last, to who has gathered that one and advanced."""
-        self.is_left = False
+        self.is_left = self._is_new = False
         self._expected = self._start + self._stride
 
     def settle(self) -> None:

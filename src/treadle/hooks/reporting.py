@@ -63,7 +63,8 @@ class IntervalHook(BaseHook):
         self._pending = True
 
     def _report(self, trainer: Engine) -> None:
-        trainer.raise_if_refused()  # the device is read anyway, and what it refused is an error, not a number
+        if self.sync or trainer.num_ranks == 1:  # else the other ranks would not hear of it
+            trainer.raise_if_refused()  # the device is read anyway, and what it refused is an error, not a number
         reduce = distributed.sum_over_ranks if self.sync else None
         means = {**self._means.compute(reduce), **self._times.compute(reduce)}
         means["lr"] = read_scalars(trainer.step_info.get("lr", trainer.last_lr)).tolist()
