@@ -45,7 +45,7 @@ STANDALONE = {
     "model", "encoder", "losses", "metrics", "masks", "vocab", "codebooks", "tokenizers", "layers", "encodings",
     "clustering", "arrays", "augment", "preprocessing", "attention", "buckets", "heads", "inputs", "model_options",
     "padded", "corpus", "ngrams", "tokenizer", "task_types",
-    "scalar_tokenizer", "sequences", "sampling", "loss_inputs", "loss_terms", "nll_kernel", "hidden_losses",
+    "sizes", "scalar_tokenizer", "sequences", "sampling", "loss_inputs", "loss_terms", "nll_kernel", "hidden_losses",
 }  # fmt: skip
 
 
