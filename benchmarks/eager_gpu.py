@@ -17,8 +17,7 @@ from statistics import median, quantiles
 
 import torch
 from machine import describe, write_result
-from overhead import CLIP, Encoder, Fit, Net, Workload, loss_of, silent
-from torch import nn
+from overhead import CLIP, Encoder, Fit, Net, Workload, silent, step_by_hand
 
 from treadle import BaseHook, Engine
 
@@ -66,12 +65,7 @@ def by_hand(work: Workload) -> Callable[[], None]:
         nonlocal number
         batch = batches[number % 16]
         number += 1
-        optimizer.zero_grad()
-        with work.autocast():
-            loss = loss_of(model, batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
+        step_by_hand(work, model, optimizer, batch)
 
     return step
 

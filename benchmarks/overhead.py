@@ -134,15 +134,21 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 # -- the ways -----------------------------------------------------------------------------------------------------
 
 
+def step_by_hand(
+    work: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]
+) -> None:
+    optimizer.zero_grad()
+    with work.autocast():
+        loss = loss_of(model, batch)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+
+
 def hand(work: Workload, steps: int, clock: Clock) -> None:
     model, optimizer = work.build()
     for batch in work.batches(steps):
-        optimizer.zero_grad()
-        with work.autocast():
-            loss = loss_of(model, batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
+        step_by_hand(work, model, optimizer, batch)
         clock.tick()
 
 

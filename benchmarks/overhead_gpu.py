@@ -44,12 +44,12 @@ from overhead import (
     Workload,
     engine,
     installed,
-    loss_of,
     parts_of,
     rounds_of,
     spread,
+    step_by_hand,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 from treadle import BaseHook, BaseTrainer, CheckpointingHook, EmaHook, Engine, ProgressHook, TensorLoader, compile_model
 
@@ -126,15 +126,7 @@ def hand_captured(work: Workload, steps: int, clock: Clock) -> None:
     size = work.shape[0]
     batch = (torch.zeros_like(rows[0][:size]), torch.zeros_like(rows[1][:size]))
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with work.autocast():
-            loss = loss_of(model, batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-
-    launch = recorded(step, work.device)
+    launch = recorded(lambda: step_by_hand(work, model, optimizer, batch), work.device)
     order = torch.randperm(steps * size, device=work.device)
     for number in range(steps):
         picked = order[number * size : (number + 1) * size]
@@ -270,9 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=("mlp", "d128", "d256"), default=["mlp", "d128", "d256"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--compiled", action="store_true", help="also a compiled model, captured: takes minutes"
-    )
+    parser.add_argument("--compiled", action="store_true", help="also a compiled model, captured: takes minutes")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if options.tiny:
