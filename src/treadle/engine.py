@@ -339,6 +339,7 @@ class Engine(Events):
             loader: any iterable of micro-batches.
             task: by default the training task.
         """
+        settle(self)
         return evaluate(
             self.model,
             loader,

@@ -78,6 +78,18 @@ def test_it_is_known_at_the_end_of_the_run_and_before_a_state_is_made(end):
     assert (caught.value.step, engine.step) == (5, 6)
 
 
+def test_it_is_known_before_an_evaluation():
+    class Evaluates(BaseHook):
+        def on_after_step(self, trainer):
+            if trainer.step == 7:
+                trainer.evaluate(loader_of(steps=2))
+
+    engine = engine_of(hooks=[Evaluates()])
+    with pytest.raises(NonFiniteError):
+        engine.run(loader_of(5), max_steps=50)
+    assert engine.step == 7
+
+
 def test_it_is_known_before_anything_is_reported(caplog):
     engine = engine_of(hooks=[LoggingHook(6)])
     with caplog.at_level("INFO"), pytest.raises(NonFiniteError):
