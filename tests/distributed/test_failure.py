@@ -179,7 +179,7 @@ def test_under_torchrun_the_cause_comes_first_and_is_the_one_of_the_summary(tmp_
     )]  # fmt: skip
     if said[2] < 0:  # the launcher was quicker to end the other rank than that rank to say why it ends
         del said[2]
-    assert said == sorted(said)
+    assert said == sorted(said), done.stderr
     assert said[0] == 0
     summary = done.stderr[said[-2] :]
     assert "ValueError: a broken sample" in summary
