@@ -9,7 +9,8 @@ Weights, optimizer and what else a checkpoint holds are compared bit for bit, by
     to half       what half as many ranks have loaded against what was saved; then they train on to the end of the epoch
     killed        every rank once, at a random moment, under torchrun --max-restarts; the end against that of no kill
 
-Algorithms are deterministic where torch has such; what is not equal all the same is in the table.
+Algorithms are deterministic. The table is written after every launch: on four H200s, with 135 million parameters, all
+of them need about five minutes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def gathered(own: list[int]) -> list[int]:
 
 
 def worker(options: argparse.Namespace) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # warnings only would leave attention its atomic additions
     torch.set_num_threads(1)
     with process_group():
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -208,33 +209,49 @@ def each_once(read: list[int], size: str, ranks: int) -> str:
     return "each once" if sorted(read) == list(range(len(samples(size, ranks)))) else f"NOT each once: {sorted(read)}"
 
 
-def rows_of(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Runs everything; returns the rows of the result."""
+def rows_of(options: argparse.Namespace, folder: Path) -> Iterator[list[dict[str, Any]]]:
+    """Runs everything; yields the rows of each launch."""
     size, ranks = options.size, options.ranks
     whole = launch("as many", ranks, WAYS, options, folder)
+    yield [
+        {
+            "model": size, "way": way, "ranks": f"{ranks} to {ranks}",
+            "what": f"stopped after step {first['steps']}, resumed",
+            "tensors equal": equal(first["straight"], first["resumed"]), "last loss": f"{first['loss']:.3f}",
+            "samples of the epoch": each_once(first["read"] + first["read on"], size, ranks),
+        }
+        for way, first in whole.items()
+    ]  # fmt: skip
     fewer = launch("half", ranks // 2, WAYS, options, folder)
-    rows = []
+    yield [
+        {
+            "model": size, "way": way, "ranks": f"{ranks} to {ranks // 2}",
+            "what": f"loaded at step {second['steps']}, trained on",
+            "tensors equal": equal(whole[way]["saved"], second["loaded"]), "last loss": f"{second['loss']:.3f}",
+            "samples of the epoch": each_once(whole[way]["read"] + second["read on"], size, ranks),
+        }
+        for way, second in fewer.items()
+    ]  # fmt: skip
     for way in WAYS:
         end = launch("killed", ranks, [way], options, folder, restarts=ranks)[way]
-        first, second = whole[way], fewer[way]
-        base = {"model": size, "way": way}
-        rows += [
-            base | {
-                "ranks": f"{ranks} to {ranks}", "what": f"stopped after step {first['steps']}, resumed",
-                "tensors equal": equal(first["straight"], first["resumed"]), "last loss": f"{first['loss']:.3f}",
-                "samples of the epoch": each_once(first["read"] + first["read on"], size, ranks),
-            },
-            base | {
-                "ranks": f"{ranks} to {ranks // 2}", "what": f"loaded at step {second['steps']}, trained on",
-                "tensors equal": equal(first["saved"], second["loaded"]), "last loss": f"{second['loss']:.3f}",
-                "samples of the epoch": each_once(first["read"] + second["read on"], size, ranks),
-            },
-            base | {
-                "ranks": str(ranks), "what": "each rank killed once", "kills": end["kills"],
-                "tensors equal": equal(first["straight"], end["end"]), "last loss": f"{end['loss']:.3f}",
-            },
+        yield [
+            {
+                "model": size, "way": way, "ranks": str(ranks), "what": "each rank killed once", "kills": end["kills"],
+                "tensors equal": equal(whole[way]["straight"], end["end"]), "last loss": f"{end['loss']:.3f}",
+            }
         ]  # fmt: skip
-    return rows
+
+
+def run(options: argparse.Namespace, folder: Path) -> None:
+    """Runs everything and writes the table after every launch."""
+    machine = describe() | {"gpus": str(torch.cuda.device_count())}
+    title = f"Runs of {options.ranks} GPUs that were stopped or killed, and go on: tensors compared bit for bit"
+    rows: list[dict[str, Any]] = []
+    for more in rows_of(options, folder):
+        print(*more, sep="\n", flush=True)
+        rows += more
+        if not options.tiny:
+            write_result("ranks_resume", title, COLUMNS, rows, machine, partial=len(rows) < 3 * len(WAYS))
 
 
 def main() -> None:
@@ -257,12 +274,7 @@ def main() -> None:
         worker(options)
         return
     with tempfile.TemporaryDirectory(dir=options.disk) as folder:
-        rows = rows_of(options, Path(folder))
-    if options.tiny:
-        print(*rows, sep="\n")
-        return
-    title = f"Runs of {options.ranks} GPUs that were stopped or killed, and go on: tensors compared bit for bit"
-    write_result("ranks_resume", title, COLUMNS, rows, describe() | {"gpus": str(torch.cuda.device_count())})
+        run(options, Path(folder))
 
 
 if __name__ == "__main__":

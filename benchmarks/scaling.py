@@ -2,6 +2,7 @@
 
     python benchmarks/scaling.py --ranks 1 2            # on GPUs of one host; writes results/scaling.md and .json
     python benchmarks/scaling.py --tiny --ranks 1 2     # on the CPU with gloo, a trial that writes nothing
+    python benchmarks/scaling.py --sizes --ranks 4 --saves fsdp:1b   # the stall of saves only; writes results/saves.md
 
 All there is to know of eight GPUs, with the stall of saves, the collectives by themselves, runs that are stopped or
 killed, and the model beside what was measured:
@@ -294,7 +295,7 @@ def _rate(row: dict[str, Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["100m", "1b"])
+    parser.add_argument("--sizes", nargs="*", choices=SIZES, default=["100m", "1b"], help="none: only --saves")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--steps", type=int, default=20, help="measured, of each way")
     parser.add_argument(
@@ -307,7 +308,8 @@ def main() -> None:
     parser.add_argument("--shares", type=int, nargs="*", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.tiny:
-        options.sizes, options.steps, options.saves = ["tiny"], 4, ["ddp:tiny", "fsdp:tiny"]
+        options.sizes = ["tiny"] if options.sizes else []
+        options.steps, options.saves = 4, ["ddp:tiny", "fsdp:tiny"]
     if importlib.util.find_spec("accelerate") is None:
         options.ways = [way for way in options.ways if way != "accelerate"]
     if options.found:
@@ -327,9 +329,13 @@ def main() -> None:
 def write(rows: list[dict[str, Any]], options: argparse.Namespace, *, partial: bool) -> None:
     lines = table(rows)
     if not options.tiny:
-        title = "Tokens per second and GPU of one host, bfloat16, AdamW, clipped; efficiency against one GPU"
         machine = describe() | {"gpus": str(torch.cuda.device_count())}
-        write_result("scaling", title, COLUMNS, lines, machine, partial=partial)
+        if options.sizes:
+            title = "Tokens per second and GPU of one host, bfloat16, AdamW, clipped; efficiency against one GPU"
+            write_result("scaling", title, COLUMNS, lines, machine, partial=partial)
+        else:
+            title = "By how many milliseconds a save makes the steps after it longer, all of them together"
+            write_result("saves", title, ("model", "scaling", "way", "ranks", "ms a step"), lines, machine)
     elif not partial:
         print(*lines, sep="\n")
 

@@ -159,13 +159,14 @@ def test_the_peak_of_a_step_on_cuda_is_that_of_the_allocator():
     hook.on_before_train(engine)
     engine.step_info = {}
     hook.on_before_step(engine)
+    before = torch.cuda.memory_allocated() / 2**30  # by other tests of this process
     block = torch.empty(2**28, dtype=torch.uint8, device="cuda")
     del block
     hook.on_after_step(engine)
-    assert 0.25 <= engine.step_info["max_memory"] < 1.0
+    assert 0.25 <= engine.step_info["max_memory"] - before < 0.3
     hook.on_before_step(engine)
     hook.on_after_step(engine)
-    assert engine.step_info["max_memory"] < 0.25
+    assert engine.step_info["max_memory"] - before < 0.05
 
 
 def test_a_progress_line_about_steps_of_another_process_shows_no_times(caplog):
