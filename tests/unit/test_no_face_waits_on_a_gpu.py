@@ -7,12 +7,16 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import treadle
+from treadle import TensorLoader
 from treadle.hooks import BaseHook
+from treadle.text import build_gpt2
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+BLOCKS = torch.arange(64 * 16).reshape(64, 16) * 7 % 64
 
 
 class Strict(BaseHook):
@@ -86,6 +90,30 @@ def test_labels_of_which_some_do_not_count(strict):
     trainer = treadle.Trainer(model, optimizer, torch.nn.CrossEntropyLoss(), settings, "cuda", hooks=[strict])
     trainer.train(pinned(data, batch_size=8), num_epochs=1)
     assert strict.watched == 6
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_language_model(strict, capture):
+    pytest.importorskip("transformers")
+    model = build_gpt2(64, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+    data = TensorLoader({"input_ids": BLOCKS, "labels": BLOCKS}, batch_size=8, shuffle=True, device="cuda")
+    treadle.Trainer(model, None, None, {}, "cuda", hooks=[strict], capture=capture).train(data, 3)
+    assert strict.watched > 5
+
+
+def test_a_language_model_is_captured_with_the_bits_of_eager_steps():
+    pytest.importorskip("transformers")
+    ends = []
+    for capture in (False, True):
+        treadle.set_seed(0)
+        model = build_gpt2(64, n_positions=16, n_embd=32, n_layer=2, n_head=2, dropout=0.1)
+        data = TensorLoader({"input_ids": BLOCKS, "labels": BLOCKS}, batch_size=8, shuffle=True, device="cuda")
+        settings = {"training": {"mixed_precision": "bf16", "max_grad_norm": 1.0}}
+        history = treadle.Trainer(model, None, None, settings, "cuda", capture=capture).train(data, 3)
+        ends.append((history["train_loss"], model.state_dict()))
+    (eager_losses, eager), (losses, captured) = ends
+    assert losses == eager_losses
+    assert all(torch.equal(value, captured[name]) for name, value in eager.items())
 
 
 @pytest.mark.parametrize("reduction", ["mean", "batch_mean", "sum"])

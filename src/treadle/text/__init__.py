@@ -11,6 +11,7 @@ from treadle.text.data import TokenBlocks, token_stream
 from treadle.text.generation import sample_texts, sample_tokens
 from treadle.text.model import add_lora, build_gpt2
 from treadle.text.ngrams import bits_per_byte, ngram_losses
+from treadle.text.packing import skip_packing_check
 from treadle.text.tokenizer import as_transformers, train_tokenizer
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "ngram_losses",
     "sample_texts",
     "sample_tokens",
+    "skip_packing_check",
     "split_topics",
     "token_stream",
     "train_tokenizer",

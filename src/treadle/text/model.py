@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 from treadle.text.extras import import_extra
+from treadle.text.packing import skip_packing_check
 
 
 def build_gpt2(
@@ -19,6 +20,8 @@ def build_gpt2(
     end_id: int = 0,
 ) -> Any:
     """Builds a ``GPT2LMHeadModel`` from its configuration; nothing is loaded from anywhere.
+
+    Its steps do not wait for the device: see :func:`skip_packing_check`.
 
     Args:
         vocab_size: number of tokens.
@@ -58,7 +61,7 @@ def build_gpt2(
     )
     model = transformers.GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # what transformers takes anyway; the class name does not say so, and it would warn
-    return model
+    return skip_packing_check(model)
 
 
 def add_lora(model: Any, *, r: int = 8, alpha: float = 16, dropout: float = 0.05) -> Any:

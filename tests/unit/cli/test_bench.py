@@ -337,6 +337,8 @@ def test_advice_has_the_largest_gain_first_and_says_what_was_tried_in_vain():
     assert found[0].text == "large: 1000.0 ms -> 500.0 ms a step (2.00 x as fast): y=1 [rounds]"
     assert "4 times a step, most at b.py:2" in found[6].text
     assert advise({"loop": 1.0}, {"a": 1.0}, [], on_cuda=False) == []
+    (line,) = advise({"loop": 1.0}, {"transformers/x.py:7 in find_packed_sequence_indices": 1.0}, [], on_cuda=True)
+    assert line.text.endswith("; treadle.text.skip_packing_check(model) leaves this out")
 
 
 # -- the command ----------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from treadle.cli.bench.trials import Trial
 
 _GAIN = 0.03  # of a step: less is within what a busy machine varies
 _SHARE = 0.05  # of a step, from which on a part is worth a word
+REMEDIES = {"find_packed_sequence_indices": "treadle.text.skip_packing_check(model) leaves this out"}
+"""What to do about a read, by the function that reads."""
 Kind = Literal["switch on", "look at", "no gain", "not tried"]
 
 
@@ -50,8 +52,9 @@ def advise(
     lines += _parts_to_look_at(parts)
     if host_reads and on_cuda:
         reads, most = sum(host_reads.values()), max(host_reads, key=lambda line: host_reads[line])
+        how = next((f"; {how}" for function, how in REMEDIES.items() if most.endswith(f" in {function}")), "")
         lines.append(
-            Advice("look at", f"host reads: the host waits for the GPU {reads:.2g} times a step, most at {most}")
+            Advice("look at", f"host reads: the host waits for the GPU {reads:.2g} times a step, most at {most}{how}")
         )
     lines += [Advice("no gain", _figures(trial)) for trial in measured if _gain(trial) < _GAIN]
     return lines + [Advice("not tried", f"{trial.name}: {trial.note}") for trial in trials if trial.seconds is None]
