@@ -7,6 +7,7 @@ its code and its shapes are the same.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -188,3 +189,17 @@ def makes_cuda_graphs(model: nn.Module) -> bool:
         if told is not None and (told() or {}).get("triton.cudagraphs"):
             return True
     return False
+
+
+def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Runs a compiled model as it was written inside the block.
+
+    Compiled code calls no hook, and another mode of torch would compile it once more.
+
+    Example:
+        >>> with uncompiled(nn.Linear(2, 1)):
+        ...     pass
+    """
+    if not any(is_compiled(module) for module in model.modules()):
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

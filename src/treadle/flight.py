@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle import distributed
-from treadle.compiling import is_compiled
+from treadle.compiling import uncompiled
 from treadle.gradients import elements, total_norm
 from treadle.nested import flatten_nested_dict
 from treadle.optim import parameter_names
@@ -206,7 +206,7 @@ def find_non_finite(engine: Engine, attempt: Attempt) -> Finding:
         if attempt.rng is not None:
             attempt.rng.restore()
         attempt.restore_buffers()
-        with _watched(engine.model, finding), _eagerly(engine.model):
+        with _watched(engine.model, finding), uncompiled(engine.model):
             _run_again(engine, finding)
     except Exception as error:  # noqa: BLE001  (out of memory, say: what is known already is still worth having)
         finding.error = f"the second run failed: {type(error).__name__}: {error}"
@@ -262,13 +262,6 @@ def _watched(model: nn.Module, finding: Finding) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _eagerly(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Runs a compiled model without its compiler inside the block: compiled code calls no hook."""
-    if not any(is_compiled(module) for module in model.modules()):
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 def layer_norms(engine: Engine) -> dict[str, Tensor]:

@@ -15,6 +15,8 @@ import treadle.cuda_graph
 from capture_kit import Rerun, capture_on_the_cpu, refuse_on_the_device
 from helpers import differences
 from treadle import BaseTrainer, ConfigError, Engine, NonFiniteError, StepOutput, TensorLoader
+from treadle.capture_check import unordered_kernels
+from treadle.captured_step import CapturedStep
 from treadle.cuda_graph import CudaGraph, FixedBatch, Results, shape_of
 from treadle.data.tensors import RowGather
 from treadle.ema import Ema
@@ -273,6 +275,71 @@ def test_what_the_host_weighs_is_compared_with_steps_that_are_not_captured(on_th
     with caplog.at_level(logging.WARNING):
         run("auto", task=Masked(), accumulation_steps=2)
     assert "a captured step gives other numbers than an eager one" in caplog.text
+
+
+class Noisy(Fit):
+    """Gradients of its eager steps differ from those of captured ones, and torch knows a kernel of it as unordered."""
+
+    def __init__(self, monkeypatch, *, noise, named=True):
+        self.noise, self.named, self.eager = noise, named, False
+        plain = CapturedStep.eager
+
+        def eager(step):
+            self.eager = True
+            left = plain(step)
+            self.eager = False
+            return left
+
+        monkeypatch.setattr(CapturedStep, "eager", eager)
+
+    def step(self, model, batch, totals=None, generator=None):
+        output = super().step(model, batch)
+        if self.named:
+            torch.zeros(1).put_(torch.tensor([0]), torch.ones(1))
+        if self.eager:
+            extra = model(batch[0]).mean() * self.noise
+            output = StepOutput(output.loss + extra - extra.detach(), output.records, weight=output.weight)
+        return output
+
+
+def test_steps_that_differ_by_the_order_of_additions_are_captured_and_the_kernel_is_named(
+    on_the_cpu, monkeypatch, caplog
+):
+    with caplog.at_level(logging.WARNING):
+        run(True, task=Noisy(monkeypatch, noise=1e-6))
+    (said,) = {message for message in caplog.messages if "same bits twice" in message}
+    assert "same bits twice: put_. A captured and an eager step differ by" in said
+    assert said.endswith("two eager ones by 0")
+    assert Rerun.made == 2
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_warn_always_enabled()
+
+
+def test_unordered_kernels_of_compiled_parts_are_named_without_compiling_them_again():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    class Part(nn.Module):
+        def forward(self, x):
+            return x.put_(torch.tensor([0]), torch.ones(1)) * 2
+
+    part = Part()
+    part.compile(backend=backend)
+    part(torch.zeros(3))
+    assert unordered_kernels(part, lambda: part(torch.zeros(3))) == ["put_"]
+    part(torch.zeros(3))
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize(
+    ("noise", "named"), [(1e-6, False), (10.0, True)], ids=["torch knows of none", "the update is another"]
+)
+def test_other_differences_are_refused(on_the_cpu, monkeypatch, noise, named):
+    with pytest.raises(ConfigError, match="a captured step gives other numbers than an eager one"):
+        run(True, task=Noisy(monkeypatch, noise=noise, named=named))
 
 
 def test_a_recording_that_fails_keeps_nothing_of_its_trial_alive(on_the_cpu, monkeypatch):
