@@ -178,6 +178,7 @@ class CapturedSteps:
         prepare = self._host_part
         if prepare is None:
             return group, [None] * len(group.batches)
+        self._engine.group = group  # so that the task can tell where a batch comes from
         pairs = [prepare(self._engine.model, batch) for batch in group.batches]
         batches, weights = [batch for batch, _ in pairs], [weight for _, weight in pairs]
         return Group(batches, group.data_time, group.sample_ids), weights

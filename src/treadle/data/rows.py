@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,8 +21,9 @@ class LastRows(NamedTuple):
     """The rows of a batch, looked up when they are asked for: few ever are.
 
     Attributes:
-        rows: the order of the epoch, or the rows themselves; None for 0, 1, 2, ...
+        rows: the order of the epoch, or the rows themselves, on the CPU; None for 0, 1, 2, ...
         part: places in it.
+        given: the tensors of the batch with their versions, where the loader notes them.
 
     Example:
         >>> from torch import tensor
@@ -31,10 +33,15 @@ class LastRows(NamedTuple):
 
     rows: Tensor | None
     part: range
+    given: tuple[tuple[weakref.ref[Tensor], int], ...] = ()
 
     def __call__(self) -> Tensor | range:
         """Returns the rows."""
         return self.part if self.rows is None else self.rows[self.part.start : self.part.stop]
+
+    def gave(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor is one that the loader gave with these rows, and nobody has written to it."""
+        return any(of() is tensor and tensor._version == version for of, version in self.given)
 
 
 class RowLoader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -106,15 +107,18 @@ class TensorLoader(RowLoader):
 
     @contextlib.contextmanager
     def _reading(self, order: GlobalOrder, ahead: Iterator[range]) -> Iterator[Read]:
-        rows = order.rows(self.epoch)
-        if rows is not None:  # drawn on the CPU, so that the order is the same on every device
-            rows = rows.to(self.tensors[0].device, non_blocking=True)
+        drawn = order.rows(self.epoch)  # on the CPU, so that the order is the same on every device
+        rows = None if drawn is None else drawn.to(self.tensors[0].device, non_blocking=True)
         if self._gather is not None:
             self._gather.begin()
-        yield lambda part: self._batch(rows, part, order)
+
+        def read(part: range) -> Any:
+            self._last = LastRows(drawn, part)
+            return self._batch(rows, part, order)
+
+        yield read
 
     def _batch(self, rows: Tensor | None, part: range, order: GlobalOrder) -> Any:
-        self._last = LastRows(rows, part)
         if self._gather is not None and rows is not None and len(part) == self._gather.count:
             return self._gather.give(rows, part.start, stride=order.global_batch_size)
         outs = self._outs(len(part), order)
@@ -128,6 +132,7 @@ class TensorLoader(RowLoader):
             places: Sequence[Tensor | None] = [None] * len(indices) if outs is None else outs
             pairs = zip(self.tensors, indices, places, strict=True)
             batch = [torch.index_select(tensor, 0, index, out=out) for tensor, index, out in pairs]
+        self._last = self._last._replace(given=tuple((weakref.ref(tensor), tensor._version) for tensor in batch))
         return packed(self.names, batch)
 
     def _outs(self, count: int, order: GlobalOrder) -> list[Tensor] | None:

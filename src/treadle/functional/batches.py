@@ -33,20 +33,21 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
 
 def first_tensor(obj: Any) -> Tensor | None:
     """Returns the first tensor in a nesting of containers, or None."""
-    return next(_tensors(obj), None)
+    return next(tensors_in(obj), None)
 
 
-def _tensors(obj: Any) -> Iterator[Tensor]:
+def tensors_in(obj: Any) -> Iterator[Tensor]:
+    """Yields the tensors in a nesting of containers and of objects with attributes."""
     if isinstance(obj, Tensor):
         yield obj
     elif isinstance(obj, Mapping):
         for value in obj.values():
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(obj, (list, tuple)):
         for value in obj:
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif hasattr(obj, "__dict__"):
-        yield from _tensors(vars(obj))
+        yield from tensors_in(vars(obj))
 
 
 def num_samples(obj: Any) -> int | None:

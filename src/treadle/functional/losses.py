@@ -60,18 +60,47 @@ def loss_weight(
     Returns:
         A number; a 0-d tensor where the count lies on a device that the host would have to wait for.
     """
-    if model_loss(outputs) is not None:
-        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-        if isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point():
-            predicted = labels[:, 1:] if _is_causal(model) else labels
-            return as_count((predicted != _IGNORED).sum())
-    elif isinstance(targets, Tensor) and getattr(loss_fn, "reduction", None) == "mean":
+    counts = counted_labels(model, loss_fn, inputs=inputs, outputs=outputs, targets=targets)
+    if counts is not None:
+        return as_count(counts.sum())
+    if model_loss(outputs) is None and isinstance(targets, Tensor) and getattr(loss_fn, "reduction", None) == "mean":
         if isinstance(loss_fn, _PER_LABEL):
             return _labelled(loss_fn, targets)
         if isinstance(loss_fn, _PER_ELEMENT):
             return float(targets.numel())
     samples = num_samples(inputs) if targets is None else num_samples(targets)
     return 1.0 if samples is None else float(samples)
+
+
+def counted_labels(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, *, inputs: Any, outputs: Any, targets: Any
+) -> Tensor | None:
+    """Returns which labels the loss of a batch is a mean over; None where :func:`loss_weight` goes by something else.
+
+    Args:
+        model: names the kind of language model.
+        loss_fn: the loss, or None.
+        inputs: what the model got.
+        outputs: what it returned; None leaves its own loss out.
+        targets: what the loss got, or None.
+
+    Returns:
+        Bool, samples first; True where a label counts.
+
+    Example:
+        >>> loss = nn.CrossEntropyLoss()
+        >>> counted_labels(nn.ReLU(), loss, inputs=None, outputs=None, targets=torch.tensor([1, -100])).tolist()
+        [True, False]
+    """
+    if model_loss(outputs) is not None:
+        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+        if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():
+            return None
+        return (labels[:, 1:] if _is_causal(model) else labels) != _IGNORED
+    if not isinstance(targets, Tensor) or targets.is_floating_point() or not isinstance(loss_fn, _PER_LABEL):
+        return None
+    is_plain_mean = loss_fn.reduction == "mean" and loss_fn.weight is None
+    return targets != loss_fn.ignore_index if is_plain_mean else None
 
 
 def num_counted(loss_fn: Callable[..., Any] | None, outputs: Any, targets: Any) -> float | Tensor | None:
@@ -102,8 +131,7 @@ def _is_causal(model: nn.Module) -> bool:
 def _labelled(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss, targets: Tensor) -> float | Tensor:
     if targets.is_floating_point():  # probabilities (C), (B, C) or (B, C, ...): a mean over all but the classes
         return targets.numel() / targets.shape[min(1, targets.dim() - 1)]
-    if loss_fn.weight is None:
-        return as_count((targets != loss_fn.ignore_index).sum())
+    assert loss_fn.weight is not None, "counted_labels() knows what a loss without class weights counts"
     targets = targets.to(loss_fn.weight.device, non_blocking=True)
     counted = targets != loss_fn.ignore_index
     classes = torch.where(counted, targets, torch.zeros_like(targets))

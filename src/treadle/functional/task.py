@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from treadle.errors import ConfigError
 from treadle.functional.batches import num_samples, split_batch
-from treadle.functional.losses import model_loss, num_counted
+from treadle.functional.losses import counted_labels, model_loss, num_counted
 from treadle.functional.metrics import EpochMetrics
+from treadle.functional.row_counts import RowCounts
 from treadle.means import Total, Weighted
 from treadle.nested import map_nested_tensor
 from treadle.precision import widen
@@ -37,6 +38,7 @@ class TrainerTask:
         self.trainer = trainer
         self._gave_own_loss: dict[tuple[bool, bool], bool] = {}
         self._num_counted: float | Tensor | None = None  # of the last batch, where it is not the weight of its loss
+        self._row_counts = RowCounts(self._counted_labels)
 
     def step(
         self,
@@ -54,7 +56,7 @@ class TrainerTask:
             counted_inputs, counted_targets = split_batch(batch)
         else:
             counted_inputs, counted_targets = inputs, targets
-        weight = trainer._loss_weight(counted_inputs, outputs, counted_targets)
+        weight = self.weigh(batch, counted_inputs, outputs, counted_targets)
         self._gave_own_loss[_kind(inputs, targets)] = model_loss(outputs) is not None
         self.count(outputs, counted_targets, weight)
         kept, samples = self.kept_for_metrics(inputs, outputs, targets), num_samples(inputs)
@@ -93,8 +95,25 @@ class TrainerTask:
         outputs = {"loss": 0.0} if own else None
         if own is None or _adds_up(self.trainer, outputs):
             return batch, None
-        weight = self.trainer._loss_weight(inputs, outputs, targets)
+        weight = self.weigh(batch, inputs, outputs, targets)
         return batch, None if isinstance(weight, Tensor) else weight
+
+    def weigh(self, batch: Any, inputs: Any, outputs: Any, targets: Any) -> float | Tensor:
+        """Returns the weight of a loss: of a batch of whole tensors without a look at it, where that is possible."""
+        known = self.known_weight(batch, outputs) if self.trainer._counts_on_host else None
+        return self.trainer._loss_weight(inputs, outputs, targets) if known is None else known
+
+    def known_weight(self, batch: Any, outputs: Any) -> float | None:
+        """Returns how many labels of a batch of whole tensors count; None where only a look at it can tell."""
+        engine = self.trainer._engine
+        for given, ids in zip(engine.group.batches, engine.group.sample_ids):  # noqa: B905  (few have ids)
+            if given is batch:
+                return self._row_counts.of(batch, engine.cursor.loader, ids, outputs)
+        return None
+
+    def _counted_labels(self, inputs: Any, outputs: Any, targets: Any) -> Tensor | None:
+        trainer = self.trainer
+        return counted_labels(trainer.model, trainer.loss_fn, inputs=inputs, outputs=outputs, targets=targets)
 
     def kept_for_metrics(self, inputs: Any, outputs: Any, targets: Any) -> tuple[Any, Any] | None:
         """Returns ``(prediction, target)`` where there are metrics; training has none."""
@@ -116,6 +135,10 @@ class EvalTask(TrainerTask):
         super().__init__(trainer)
         self.metrics = metrics
         self.gives_loss = True
+
+    def known_weight(self, batch: Any, outputs: Any) -> float | None:
+        """Returns None: the batches of an evaluation are no micro-batches of a step."""
+        return None
 
     def kept_for_metrics(self, inputs: Any, outputs: Any, targets: Any) -> tuple[Any, Any] | None:
         """Returns ``(prediction, target)``: the logits where outputs have some, and the labels where there is none."""

@@ -1,0 +1,69 @@
+"""How many labels count in a batch of whole tensors, known to the host wherever they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from treadle.data.rows import LastRows
+from treadle.data.tensors import TensorLoader, packed
+from treadle.functional.batches import split_batch, tensors_in
+from treadle.functional.losses import model_loss
+
+
+class RowCounts:
+    """Counts the labels of every row of a loader once, and then adds up those of each batch on the host.
+
+    Where the labels lie on a device, a count of a batch's would have to be waited for in every step.
+
+    Args:
+        mask_of: gets inputs, outputs and targets and returns which labels count, samples first, or None.
+
+    Example:
+        >>> import torch
+        >>> from treadle.functional.losses import counted_labels
+        >>> counts = RowCounts(lambda inputs, outputs, targets: targets != -100)
+        >>> loader = TensorLoader(torch.zeros(4, 1), torch.tensor([1, -100, 2, 3]), batch_size=2)
+        >>> [counts.of(batch, loader, loader.last_ids()) for batch in loader]
+        [1.0, 2.0]
+    """
+
+    def __init__(self, mask_of: Callable[[Any, Any, Any], Tensor | None]):
+        self._mask_of = mask_of
+        self._key: Any = None
+        self._loader: TensorLoader | None = None
+        self._counts: np.ndarray[Any, Any] | None = None
+
+    def of(self, batch: Any, loader: Any, ids: Any, outputs: Any = None) -> float | None:
+        """Returns how many labels of a batch count; None where it is not known to be as the loader gave it.
+
+        Args:
+            batch: of the loader.
+            loader: it.
+            ids: what the loader says the batch was read with.
+            outputs: of the model, or what stands for them.
+        """
+        if type(loader) is not TensorLoader or not isinstance(ids, LastRows):
+            return None
+        if not all(map(ids.gave, tensors_in(batch))):
+            return None
+        key = model_loss(outputs) is None, *(tensor._version for tensor in loader.tensors)
+        if loader is not self._loader or key != self._key:
+            self._loader, self._key, self._counts = loader, key, self._counted(loader, outputs)
+        if self._counts is None:
+            return None
+        rows = ids()
+        chosen = self._counts[rows.numpy() if isinstance(rows, Tensor) else slice(rows.start, rows.stop)]
+        return float(chosen.sum())
+
+    def _counted(self, loader: TensorLoader, outputs: Any) -> np.ndarray[Any, Any] | None:
+        """Returns the counts of all rows, read from their device here and not again."""
+        inputs, targets = split_batch(packed(loader.names, loader.tensors))
+        mask = self._mask_of(inputs, outputs, targets)
+        if mask is None:
+            return None
+        counts: np.ndarray[Any, Any] = mask.reshape(len(mask), -1).sum(1).cpu().numpy()
+        return counts
