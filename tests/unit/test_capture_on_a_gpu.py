@@ -398,3 +398,21 @@ def test_labels_that_do_not_count_are_counted_on_the_host_and_no_step_waits(accu
     assert 1 <= len(captured._engine.steps._steps) <= 2  # where two micro-batches weigh the same, and where they do not
     assert one["train_loss"] == other["train_loss"]
     assert equal(dict(eager.model.state_dict()), dict(captured.model.state_dict()))
+
+
+def test_additions_in_any_order_are_captured_and_named(caplog):
+    class Scattering(Fit):
+        def step(self, model, batch, totals=None, generator=None):
+            x, y = batch
+            values = (model(x).mean() + torch.linspace(0, 1, 300_000, device="cuda")).sin()
+            places = torch.arange(300_000, device="cuda") % 2
+            total = torch.zeros(2, device="cuda").scatter_add(0, places, values)  # atomic additions
+            return StepOutput((total[0] / 3e5 - total[1] / 3e5 + model(x).square().mean()), weight=float(len(x)))
+
+    with caplog.at_level(logging.WARNING):
+        engine = engine_of(True, task=Scattering())
+        engine.run(loader_of(), max_steps=20)
+    assert engine.applied_steps == 20
+    said = [message for message in caplog.messages if "same bits twice" in message]
+    assert said, "these additions come in another order each time"
+    assert all("scatter_add" in message for message in said)
