@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
@@ -23,7 +23,7 @@ class LastRows(NamedTuple):
     Attributes:
         rows: the order of the epoch, or the rows themselves, on the CPU; None for 0, 1, 2, ...
         part: places in it.
-        given: the tensors of the batch with their versions, where the loader notes them.
+        given: the tensors of the batch as :func:`noted`, where the loader does so.
 
     Example:
         >>> from torch import tensor
@@ -33,7 +33,7 @@ class LastRows(NamedTuple):
 
     rows: Tensor | None
     part: range
-    given: tuple[tuple[weakref.ref[Tensor], int], ...] = ()
+    given: Sequence[tuple[weakref.ref[Tensor], int]] = ()
 
     def __call__(self) -> Tensor | range:
         """Returns the rows."""
@@ -42,6 +42,17 @@ class LastRows(NamedTuple):
     def gave(self, tensor: Tensor) -> bool:
         """Returns whether a tensor is one that the loader gave with these rows, and nobody has written to it."""
         return any(of() is tensor and tensor._version == version for of, version in self.given)
+
+
+def noted(tensors: Sequence[Tensor]) -> list[tuple[weakref.ref[Tensor], int]]:
+    """Returns tensors with their versions, which count what is written to them; without those that count nothing.
+
+    Example:
+        >>> from torch import zeros
+        >>> len(noted([zeros(1), zeros(2)]))
+        2
+    """
+    return [(weakref.ref(tensor), tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 
 class RowLoader:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from treadle.data.order import GlobalOrder
-from treadle.data.rows import LastRows, Read, RowLoader, one_number_of_rows
+from treadle.data.rows import LastRows, Read, RowLoader, noted, one_number_of_rows
 from treadle.errors import ConfigError
 
 
@@ -113,14 +112,16 @@ class TensorLoader(RowLoader):
             self._gather.begin()
 
         def read(part: range) -> Any:
-            self._last = LastRows(drawn, part)
-            return self._batch(rows, part, order)
+            if self._gather is not None and rows is not None and len(part) == self._gather.count:
+                self._last = LastRows(drawn, part)
+                return self._gather.give(rows, part.start, stride=order.global_batch_size)
+            batch = self._batch(rows, part, order)
+            self._last = LastRows(drawn, part, noted(batch))
+            return packed(self.names, batch)
 
         yield read
 
-    def _batch(self, rows: Tensor | None, part: range, order: GlobalOrder) -> Any:
-        if self._gather is not None and rows is not None and len(part) == self._gather.count:
-            return self._gather.give(rows, part.start, stride=order.global_batch_size)
+    def _batch(self, rows: Tensor | None, part: range, order: GlobalOrder) -> list[Tensor]:
         outs = self._outs(len(part), order)
         if rows is None:
             batch = [tensor[part.start : part.stop] for tensor in self.tensors]
@@ -132,8 +133,7 @@ class TensorLoader(RowLoader):
             places: Sequence[Tensor | None] = [None] * len(indices) if outs is None else outs
             pairs = zip(self.tensors, indices, places, strict=True)
             batch = [torch.index_select(tensor, 0, index, out=out) for tensor, index, out in pairs]
-        self._last = self._last._replace(given=tuple((weakref.ref(tensor), tensor._version) for tensor in batch))
-        return packed(self.names, batch)
+        return batch
 
     def _outs(self, count: int, order: GlobalOrder) -> list[Tensor] | None:
         """Returns where the next batch is written; all of a set, or its first rows."""

@@ -48,7 +48,7 @@ class RowCounts:
         """
         if type(loader) is not TensorLoader or not isinstance(ids, LastRows):
             return None
-        if not all(map(ids.gave, tensors_in(batch))):
+        if not all(map(ids.gave, tensors_in(batch))) or any(tensor.is_inference() for tensor in loader.tensors):
             return None
         key = model_loss(outputs) is None, *(tensor._version for tensor in loader.tensors)
         if loader is not self._loader or key != self._key:

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
 
 def skip_packing_check(model: Any) -> Any:
     """Lets a causal model of transformers compute without asking the device whether rows hold packed documents.
@@ -29,7 +31,7 @@ def skip_packing_check(model: Any) -> Any:
         The model.
 
     Raises:
-        TypeError: the model has no decoder that takes a cache.
+        TypeError: the model has no decoder that takes a cache, or layers that are no attention.
 
     Example:
         >>> # model = skip_packing_check(AutoModelForCausalLM.from_pretrained("my_model"))
@@ -38,10 +40,11 @@ def skip_packing_check(model: Any) -> Any:
     decoder = getattr(inner, "base_model", inner)
     parameters = inspect.signature(decoder.forward).parameters if isinstance(decoder, nn.Module) else {}
     name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
-    if name is None or "position_ids" not in parameters:
+    layers = getattr(getattr(decoder, "config", None), "layer_types", None) or ()
+    if name is None or "position_ids" not in parameters or not set(layers) <= _LAYERS:
         raise TypeError(
             f"model is a {type(model).__name__}: its decoder must take position_ids and a cache, as the causal models "
-            "of transformers do"
+            f"of transformers do, and its layers must be attention; it names {sorted(set(layers)) or 'none'}"
         )
     decoder.register_forward_pre_hook(partial(_without_check, name), with_kwargs=True)
     decoder.register_forward_hook(_without_cache)
@@ -60,7 +63,7 @@ def _without_check(
         return None
     if decoder.training and any(getattr(module, "gradient_checkpointing", False) for module in decoder.modules()):
         return None  # its layers warn about any cache
-    return args, {**given, cache: _KeepsNothing()}
+    return args, {**given, cache: _NOTHING}
 
 
 def _without_cache(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -90,3 +93,6 @@ class _KeepsNothing:
 
     def get_mask_sizes(self, queries: int | Tensor, *args: Any, **more: Any) -> tuple[int, int]:
         return (queries.shape[0] if isinstance(queries, Tensor) else queries), 0
+
+
+_NOTHING = _KeepsNothing()

@@ -200,6 +200,15 @@ def test_another_loader_is_counted_by_itself(looks):
     assert looks == []
 
 
+def test_tensors_that_count_no_writes_are_looked_at(looks):
+    x, labels = tensors()
+    with torch.inference_mode():  # as what another model gave often is
+        labels = labels.clone()
+    trainer, weights = trainer_of()
+    trainer.train(TensorLoader(x, labels, batch_size=4, shuffle=True), 1)
+    assert len(looks) == len(weights.seen) == 6
+
+
 def test_what_rows_cannot_tell_is_looked_at(looks):
     class Flipped(TensorLoader):
         def __iter__(self):

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 
+from treadle.compiling import compile_model
 from treadle.text import add_lora, build_gpt2, skip_packing_check
 
 transformers = pytest.importorskip("transformers")
@@ -41,7 +42,17 @@ def qwen():
     return transformers.Qwen2ForCausalLM(config)
 
 
-MODELS = {"gpt2": gpt2, "llama": llama, "qwen": qwen}
+def mistral():
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=16, use_cache=False, sliding_window=4,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    return transformers.MistralForCausalLM(config)
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "qwen": qwen, "mistral": mistral}
 IDS = torch.arange(24).reshape(2, 12)
 
 
@@ -132,6 +143,35 @@ def test_the_hook_goes_with_copies_and_into_no_file(looks):
 def test_a_model_of_peft_is_reached_inside(looks):
     pytest.importorskip("peft")
     skip_packing_check(add_lora(gpt2()))(IDS)
+    assert not looks
+
+
+def test_layers_that_keep_something_else_than_keys_are_refused():
+    model = qwen()
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(TypeError, match=r"must be attention; it names .*'linear_attention'"):
+        skip_packing_check(model)
+
+
+@pytest.mark.filterwarnings("default")  # torch's compiler looks at gradients of tensors that are no leaves
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_model_is_compiled_once(looks, whole):
+    torch._dynamo.reset()
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    model = compile_model(
+        build_gpt2(32, n_positions=16, n_embd=16, n_layer=2, n_head=2), whole or "blocks", backend=backend
+    )
+    losses = [loss_and_gradients(model.train())[1]]
+    count = len(compiled)
+    for _ in range(3):
+        losses.append(loss_and_gradients(model)[1])
+    assert len(compiled) == count >= 1
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
     assert not looks
 
 
