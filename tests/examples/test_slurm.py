@@ -15,7 +15,9 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "examples" / "slurm" / "train.sbatch"
 # srun hands signals on, as Slurm's does; torchrun leaves with 1 after a signal, as torch's does.
 STUBS = {
-    "scontrol": 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "$*" >> "$RECORD"; fi',
+    "scontrol": 'if [ "$1" = show ]; then\n'
+    '[ "$HOW" = early ] && kill -TERM "$(cut -d " " -f 4 "/proc/$PPID/stat")"  # the script\n'
+    'printf "node7\\nnode8\\n"; else echo "$*" >> "$RECORD"; fi',
     "srun": 'trap \'kill -TERM "$task"\' TERM\n"$@" &\ntask=$!\necho waits >> "$RECORD"\nwait "$task"; code=$?\n'
     'while kill -0 "$task" 2>/dev/null; do wait "$task"; code=$?; done\nexit "$code"',
     "torchrun": 'echo "torchrun $*" >> "$RECORD"\ncase "$HOW" in done) exit 0 ;; broken) exit 1 ;; esac\n'
@@ -79,6 +81,13 @@ def test_a_signal_reaches_the_ranks_and_the_job_is_queued_again_once_they_have_s
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == 143
     assert record.read_text().splitlines()[-2:] == ["saved", "requeue 42"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the stub finds the script in /proc")
+def test_a_signal_before_anything_runs_queues_the_job_again(job):
+    process, record = job("early")
+    assert process.wait(PATIENCE) == 143
+    assert record.read_text().splitlines()[-1] == "requeue 42"
 
 
 @pytest.mark.parametrize(("how", "code"), [("broken", 1), ("done", 0)])
