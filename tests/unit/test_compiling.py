@@ -12,9 +12,8 @@ import treadle.capture
 import treadle.compiling
 from treadle import BaseTrainer, EmaHook, Engine, StepOutput, Trainer, compile_model
 from treadle.cli.settings import changes
-from treadle.compiling import check_compile, is_compiled, makes_cuda_graphs, repeated_blocks
+from treadle.compiling import check_compile, is_compiled, makes_cuda_graphs, repeated_blocks, uncompiled
 from treadle.errors import ConfigError
-from treadle.flight import _eagerly
 
 # Of torch itself: inductor's imports call torch.jit.script_method, and dynamo looks at a block's input as at a leaf.
 pytestmark = [
@@ -215,7 +214,7 @@ def test_the_replay_for_a_broken_gradient_sees_inside_compiled_blocks():
     model.blocks[1].linear.register_forward_hook(lambda *_: called.append("linear"))
     model(torch.ones(2, 4))
     assert called == []  # torch: compiled code calls no hook that came later
-    with _eagerly(model):
+    with uncompiled(model):
         model(torch.ones(2, 4))
     assert called == ["linear"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 
 import numpy as np
@@ -165,3 +167,15 @@ def test_a_pass_whose_position_another_one_took_says_so_instead_of_going_on_wron
     assert len(list(rows)) == 4  # an evaluation over the same loader goes on from its position, and ends the epoch
     with pytest.raises(RuntimeError, match="a loader each"):
         next(training)
+
+
+def test_a_loader_that_has_given_a_batch_can_be_copied_and_sent_to_another_process():
+    loader = TensorLoader(torch.arange(10), batch_size=4, shuffle=True)
+    batches = iter(loader)
+    first = next(batches)
+    for copied in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert copied.last_rows.tolist() == loader.last_rows.tolist() == first.tolist()
+        assert not copied.last_ids().gave(first.clone())
+    assert loader.last_ids().gave(first)
+    first += 1
+    assert not loader.last_ids().gave(first), "somebody has written to it"

@@ -39,6 +39,10 @@ class LastRows(NamedTuple):
         """Returns the rows."""
         return self.part if self.rows is None else self.rows[self.part.start : self.part.stop]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leaves out what is of this process only."""
+        return LastRows, (self.rows, self.part)
+
     def gave(self, tensor: Tensor) -> bool:
         """Returns whether a tensor is one that the loader gave with these rows, and nobody has written to it."""
         return any(of() is tensor and tensor._version == version for of, version in self.given)
