@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from capture_kit import Rerun, capture_on_the_cpu
+from functional_kit import Tagger
 from helpers import differences
 from treadle import Trainer, set_seed
 
@@ -16,18 +17,6 @@ IGNORED = -100
 @pytest.fixture
 def on_the_cpu(monkeypatch):
     capture_on_the_cpu(monkeypatch)
-
-
-class Tagger(nn.Module):
-    """Scores of 5 classes for each of 6 positions; with labels also its own loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 5))
-
-    def forward(self, x, labels=None):
-        scores = self.layers(x).transpose(1, 2)
-        return scores if labels is None else {"loss": nn.functional.cross_entropy(scores, labels)}
 
 
 def batches(own_loss, *, none_counts_in=()):

@@ -8,6 +8,7 @@ from torch import nn
 
 import treadle
 from capture_kit import Rerun, capture_on_the_cpu
+from functional_kit import Tagger
 from helpers import differences
 from treadle import BaseHook, TensorLoader
 from treadle.captured_step import CapturedStep
@@ -15,19 +16,9 @@ from treadle.captured_step import CapturedStep
 IGNORED = -100
 
 
-class Tagger(nn.Module):
-    """Scores of 5 classes for each of 6 positions; with labels also its own loss, over all or shifted by one."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 5))
-
-    def forward(self, x, labels=None):
-        scores = self.layers(x).transpose(1, 2)
-        return scores if labels is None else {"loss": nn.functional.cross_entropy(scores, labels)}
-
-
 class TaggerForCausalLM(Tagger):
+    """Its loss is over labels that are shifted by one, as the name says."""
+
     def forward(self, x, labels=None):
         return {"loss": nn.functional.cross_entropy(self.layers(x).transpose(1, 2)[..., :-1], labels[:, 1:])}
 

@@ -24,32 +24,25 @@ def gpt2():
     return transformers.GPT2LMHeadModel(config)
 
 
-def llama(**more):
+def decoder(name, **more):
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    config = getattr(transformers, f"{name}Config")(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=16, use_cache=False, attn_implementation="sdpa", **more,
     )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def llama():
+    return decoder("Llama")
 
 
 def qwen():
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
-    return transformers.Qwen2ForCausalLM(config)
+    return decoder("Qwen2", num_key_value_heads=1)
 
 
 def mistral():
-    torch.manual_seed(0)
-    config = transformers.MistralConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16, use_cache=False, sliding_window=4,
-        attn_implementation="sdpa",
-    )  # fmt: skip
-    return transformers.MistralForCausalLM(config)
+    return decoder("Mistral", num_key_value_heads=1, sliding_window=4)
 
 
 MODELS = {"gpt2": gpt2, "llama": llama, "qwen": qwen, "mistral": mistral}
