@@ -20,7 +20,8 @@ PACKS = ("spectra", "graphs", "astro", "text")
 # A module is found under its own name or that of the nearest package above it.
 LEVELS = {
     # Values and errors: the standard library, torch and numpy. The means are here since they are sums of nested values.
-    0: ["errors", "nested", "means", "seed", "requirements"],
+    # The sizes of graphs are noted by a loader and read by models.
+    0: ["errors", "nested", "means", "seed", "requirements", "graph_sizes"],
     # One concern each, on level 0. A task says what a step gives, the weights how steps are shared; neither knows a
     # loop. The best rule and the schedules are pure numbers, a signal listener pure handlers.
     1: ["distributed", "device", "precision", "schedules", "signals", "best", "naming", "optim", "ema", "data", "task",
@@ -40,12 +41,13 @@ LEVELS = {
 }  # fmt: skip
 # A hook may build on these, which are no hooks themselves.
 SHARED_BY_HOOKS = {"base", "reporting", "tracking", "values", "files"}
-# The parts of a pack that must be usable without any trainer: torch, numpy and their own pack, of the core the errors.
+# The parts of a pack that must be usable without any trainer: torch, numpy and their own pack, of the core the errors,
+# and what a loader noted at a tensor.
 STANDALONE = {
     "model", "encoder", "losses", "metrics", "masks", "vocab", "codebooks", "tokenizers", "layers", "encodings",
     "clustering", "arrays", "augment", "preprocessing", "attention", "buckets", "heads", "inputs", "model_options",
     "padded", "corpus", "ngrams", "tokenizer", "task_types",
-    "sizes", "scalar_tokenizer", "sequences", "sampling", "loss_inputs", "loss_terms", "nll_kernel", "hidden_losses",
+    "scalar_tokenizer", "sequences", "sampling", "loss_inputs", "loss_terms", "nll_kernel", "hidden_losses",
 }  # fmt: skip
 
 
@@ -164,7 +166,7 @@ def test_no_hook_imports_another():
 
 @pytest.mark.parametrize("name", [n for n in NAMES if top(n) in PACKS and len(set(n.split(".")) & STANDALONE) > 0])
 def test_models_losses_and_the_like_need_nothing_of_the_core(name):
-    assert {other for other in imports_of(name) if top(other) != top(name)} <= {"errors"}
+    assert {other for other in imports_of(name) if top(other) != top(name)} <= {"errors", "graph_sizes"}
 
 
 SCRIPT = """

@@ -131,11 +131,13 @@ def test_spectra(strict, tmp_path, reduction):
     assert strict.watched == 6
 
 
-def test_graphs(strict, tmp_path):
+@pytest.mark.parametrize("transfers", [False, True])
+def test_graphs(strict, tmp_path, transfers):
     import graph_kit as kit
 
     trainer = kit.make(tmp_path, device="cuda", hooks=[strict], grad_clip=1.0, kind="adamw")
-    trainer.fit(pinned(kit.graphs(32), batch_size=4, collate_fn=kit.collate), kit.loader(kit.graphs(4)), epochs=1)
+    loader = pinned(kit.graphs(32), batch_size=4, collate_fn=kit.collate)
+    trainer.fit(treadle.TransferLoader(loader) if transfers else loader, kit.loader(kit.graphs(4)), epochs=1)
     assert strict.watched == 6
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from helpers import Augmented, MeanSquare, Snapshots, differences, small_model, through_a_file
 from treadle.data import Cursor, MappedLoader, RankBatchSampler, TensorLoader, TransferLoader, open_source
-from treadle.data.transfer import InOrder
+from treadle.data.transfer import GpuCopies, InOrder
 from treadle.engine import Engine
 from treadle.errors import ConfigError
 from treadle.flight import ids_as_plain
+from treadle.graph_sizes import noted_sizes
 from treadle.seed import set_seed
 
 # torchdata's StatefulDataLoader calls torch.set_vital, which torch 2.13 calls deprecated.
@@ -49,6 +51,25 @@ def played(loader):
     return wrapper
 
 
+class Graphs:
+    """A batch that pins, moves and records itself, as those of torch_geometric do."""
+
+    num_graphs = 3
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def pin_memory(self):
+        return self
+
+    def to(self, device, non_blocking=False):
+        self.batch = self.batch.to(device, non_blocking=non_blocking)
+        return self
+
+    def record_stream(self, stream):
+        pass
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(torch.arange(30.0).view(10, 3))
@@ -70,6 +91,23 @@ def loaders(workers=1):
 
 
 # -- without a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("records_itself", [True, False])
+def test_the_nodes_of_graphs_are_counted_before_they_are_on_a_device(monkeypatch, records_itself):
+    """Those that record themselves are moved on the stream of the copies, others on the one that uses them."""
+    if not records_itself:
+        monkeypatch.delattr(Graphs, "record_stream")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock())
+    copies, given = GpuCopies(torch.device("meta")), Graphs(torch.tensor([0, 0, 2]))
+    sent = copies._copied_object(given)
+    assert (sent is given) == (not records_itself)
+    moved = copies.receive((sent, None))
+    assert moved.batch.device.type == "meta"
+    assert noted_sizes(moved.batch) == (2, 0, 1)
+    if records_itself:
+        assert noted_sizes(given.batch) is None
+        assert given.batch.device.type == "cpu"
 
 
 def test_without_a_gpu_batches_pass_as_they_are_and_a_warning_says_so(caplog):

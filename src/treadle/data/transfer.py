@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from treadle.device import get_device, moves_itself, to_device
 from treadle.errors import ConfigError
+from treadle.graph_sizes import move_counted
 from treadle.nested import map_nested_tensor
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ class TransferLoader:
 
     Every CPU tensor of a batch is put into pinned memory, if the loader has not done so, and copied on a stream of its
     own; neither the host nor the GPU's present work waits. Containers and dataclasses are looked into, and objects
-    that pin, move and record themselves, such as graphs of torch_geometric, are asked to. Other objects with a ``to``
+    that pin, move and record themselves, such as graphs of torch_geometric, are asked to, and of graphs the host counts
+    the nodes before. Other objects with a ``to``
     and sparse tensors are moved on the stream that uses them.
 
     Where worker processes read the data, the copy of the next batch is begun before a batch is handed out. Other
@@ -214,7 +216,7 @@ class GpuCopies:
         if not _records_itself(value):
             return value
         # A copy, since graphs of torch_geometric change in place.
-        return copy.copy(value).pin_memory().to(self.device, non_blocking=True)
+        return move_counted(value, lambda: copy.copy(value).pin_memory().to(self.device, non_blocking=True))
 
     def receive(self, sent: tuple[Any, Any]) -> Any:
         """Returns the batch for the present stream; its memory is not used again before that stream is done with it."""
@@ -232,7 +234,7 @@ class GpuCopies:
             if not moves_itself(value):
                 return NotImplemented
             if not _records_itself(value):
-                return to_device(value, self.device)
+                return move_counted(value, lambda: to_device(value, self.device))
             value.record_stream(stream)
             return value
 

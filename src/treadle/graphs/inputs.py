@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from treadle.errors import ConfigError
-from treadle.graphs.sizes import noted_sizes
+from treadle.graph_sizes import noted_sizes
 
 
 def needed(batch: Any, name: str) -> Tensor:

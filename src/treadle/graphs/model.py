@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from treadle.errors import ConfigError, refuse_unknown
+from treadle.graph_sizes import noted_sizes
 from treadle.graphs.attention import AttentionLayout, GraphAttention, PairBias, batch_layout, padded_layout
 from treadle.graphs.heads import EdgeHead, GraphHead, NodeHead
 from treadle.graphs.inputs import FeatureEncoder, NodeEncodingInput, graphs_of, needed
 from treadle.graphs.layers import GatedGCNLayer, GATLayer, GCNLayer, GINELayer, GraphLayer, Structure
 from treadle.graphs.model_options import ModelOptions
 from treadle.graphs.padded import PaddedGraphBatch
-from treadle.graphs.sizes import noted_sizes
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from treadle import distributed
 from treadle.device import to_device
 from treadle.errors import ConfigError
+from treadle.graph_sizes import move_counted
 from treadle.graphs.duplicates import graphs_in, real_samples, rows_of_first
 from treadle.graphs.losses import GraphLoss
 from treadle.graphs.metrics import GraphMetrics
 from treadle.graphs.padded import PaddedGraphBatch
 from treadle.graphs.padding import Padding, PreparedGraphs
-from treadle.graphs.sizes import count_sizes, note_sizes
 from treadle.graphs.task_types import aligned, counted
 from treadle.nested import map_nested_tensor
 from treadle.precision import in_full_precision, widen
@@ -240,12 +240,9 @@ class GraphTask:
 
 def _moved(batch: Any, device: torch.device) -> Any:
     """Moves a batch, and tells the model how many nodes each graph has, which the host can count only before."""
-    there = to_device(batch, device)
-    if _waits_for(device) and not isinstance(batch, PaddedGraphBatch):  # whose shapes are known
-        sizes = count_sizes(batch)
-        if sizes is not None:
-            note_sizes(there, sizes)
-    return there
+    if not _waits_for(device) or isinstance(batch, PaddedGraphBatch):  # whose shapes are known
+        return to_device(batch, device)
+    return move_counted(batch, lambda: to_device(batch, device))
 
 
 def _waits_for(device: torch.device) -> bool:

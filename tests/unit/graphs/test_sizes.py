@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import treadle.graph_sizes
 import treadle.graphs.task as task_module
 from graph_batches import GraphBatch, collate, with_changes
 from graph_kit import graphs, make, model_of
 from helpers import no_waits_for_meta
+from treadle.graph_sizes import count_sizes, note_sizes, noted_sizes
 from treadle.graphs import get_loss_fn, get_metrics
 from treadle.graphs.attention import batch_layout
-from treadle.graphs.sizes import count_sizes, note_sizes, noted_sizes
 from treadle.graphs.task import GraphTask, raw_outputs
 from treadle.guard import FiniteGuard, Verdict
 
@@ -251,7 +252,7 @@ def test_a_model_says_the_same_with_sizes_that_were_counted(monkeypatch, change)
     expected = raw_outputs(model, cpu, collate(data))
     moved_as_elsewhere(monkeypatch)
     noted = []
-    monkeypatch.setattr(task_module, "note_sizes", lambda *args: noted.append(args[1]) or note_sizes(*args))
+    monkeypatch.setattr(treadle.graph_sizes, "note_sizes", lambda *args: noted.append(args[1]) or note_sizes(*args))
     assert torch.equal(raw_outputs(model, cpu, collate(data)), expected)
     assert noted == [tuple(len(graph.x) for graph in data)]
 
