@@ -6,11 +6,12 @@ another batch, or the same tensor after it was written to has none, and then the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from treadle.host_copies import host_of
 
 _NAME = "_treadle_graph_sizes"
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -37,6 +38,8 @@ def count_sizes(batch: Any) -> tuple[int, ...] | None:
         (1, 0, 2)
     """
     graph_N = getattr(batch, "batch", None)
+    if isinstance(graph_N, Tensor):
+        graph_N = host_of(graph_N)
     if not isinstance(graph_N, Tensor) or graph_N.device.type != "cpu" or graph_N.dtype not in _INTEGERS:
         return None
     if graph_N.dim() != 1 or len(graph_N) == 0 or int(graph_N.min()) < 0:
@@ -66,26 +69,6 @@ def note_sizes(moved: Any, sizes: tuple[int, ...]) -> None:
     # A tensor of inference mode does not count what is written to it.
     if isinstance(graph_N, Tensor) and graph_N.shape == (sum(sizes),) and not graph_N.is_inference():
         setattr(graph_N, _NAME, _Noted(sizes, graph_N._version))
-
-
-def move_counted(batch: Any, move: Callable[[], Any]) -> Any:
-    """Returns what ``move`` gives, with the sizes of the batch noted at it, where they are known.
-
-    Args:
-        batch: on the host, or wherever; where it is not on the host, nothing is counted.
-        move: moves it; may do so in place.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> batch = SimpleNamespace(batch=torch.tensor([0, 2, 2]))
-        >>> noted_sizes(move_counted(batch, lambda: SimpleNamespace(batch=batch.batch.clone())).batch)
-        (1, 0, 2)
-    """
-    sizes = count_sizes(batch)
-    moved = move()
-    if sizes is not None:
-        note_sizes(moved, sizes)
-    return moved
 
 
 def noted_sizes(graph_N: Tensor) -> tuple[int, ...] | None:

@@ -20,8 +20,8 @@ PACKS = ("spectra", "graphs", "astro", "text")
 # A module is found under its own name or that of the nearest package above it.
 LEVELS = {
     # Values and errors: the standard library, torch and numpy. The means are here since they are sums of nested values.
-    # The sizes of graphs are noted by a loader and read by models.
-    0: ["errors", "nested", "means", "seed", "requirements", "graph_sizes"],
+    # Copies on the host and sizes of graphs are noted at tensors, and read by tasks and models.
+    0: ["errors", "nested", "means", "seed", "requirements", "host_copies", "graph_sizes"],
     # One concern each, on level 0. A task says what a step gives, the weights how steps are shared; neither knows a
     # loop. The best rule and the schedules are pure numbers, a signal listener pure handlers.
     1: ["distributed", "device", "precision", "schedules", "signals", "best", "naming", "optim", "ema", "data", "task",

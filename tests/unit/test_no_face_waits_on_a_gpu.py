@@ -44,6 +44,10 @@ def pinned(data, **options):
     return DataLoader(data, pin_memory=True, **options)
 
 
+def loader_of(data, transfers, **options):
+    return treadle.TransferLoader(pinned(data, **options)) if transfers else pinned(data, **options)
+
+
 def test_the_step_face(strict):
     x = torch.randn(64, 4)
 
@@ -80,7 +84,8 @@ def test_ready_parts(strict):
     assert strict.watched == 6
 
 
-def test_labels_of_which_some_do_not_count(strict):
+@pytest.mark.parametrize("transfers", [False, True])
+def test_labels_of_which_some_do_not_count(strict, transfers):
     treadle.set_seed(0)
     model = torch.nn.Linear(4, 3)
     labels = torch.randint(-1, 3, (64,))
@@ -89,7 +94,7 @@ def test_labels_of_which_some_do_not_count(strict):
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
     settings = {"training": {"log_interval": None}}
     trainer = treadle.Trainer(model, optimizer, torch.nn.CrossEntropyLoss(), settings, "cuda", hooks=[strict])
-    trainer.train(pinned(data, batch_size=8), num_epochs=1)
+    trainer.train(loader_of(data, transfers, batch_size=8), num_epochs=1)
     assert strict.watched == 6
 
 
@@ -136,15 +141,16 @@ def test_graphs(strict, tmp_path, transfers):
     import graph_kit as kit
 
     trainer = kit.make(tmp_path, device="cuda", hooks=[strict], grad_clip=1.0, kind="adamw")
-    loader = pinned(kit.graphs(32), batch_size=4, collate_fn=kit.collate)
-    trainer.fit(treadle.TransferLoader(loader) if transfers else loader, kit.loader(kit.graphs(4)), epochs=1)
+    train = loader_of(kit.graphs(32), transfers, batch_size=4, collate_fn=kit.collate)
+    trainer.fit(train, kit.loader(kit.graphs(4)), epochs=1)
     assert strict.watched == 6
 
 
-def test_astronomy(strict):
+@pytest.mark.parametrize("transfers", [False, True])
+def test_astronomy(strict, transfers):
     import astro_trainer_kit as kit
 
-    train = pinned(kit.sequences(32), batch_size=4, collate_fn=kit.collate_sequences)
+    train = loader_of(kit.sequences(32), transfers, batch_size=4, collate_fn=kit.collate_sequences)
     trainer = kit.make(train=train, hooks=[strict], device="cuda", use_amp=False)
     trainer.train(1)
     assert strict.watched == 6

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from dataclasses import dataclass
 from unittest import mock
 
@@ -22,7 +23,9 @@ from treadle.data.transfer import GpuCopies, InOrder
 from treadle.engine import Engine
 from treadle.errors import ConfigError
 from treadle.flight import ids_as_plain
-from treadle.graph_sizes import noted_sizes
+from treadle.functional.losses import loss_weight
+from treadle.graph_sizes import count_sizes
+from treadle.host_copies import host_of, note_host_copies, tensors_by_name
 from treadle.seed import set_seed
 
 # torchdata's StatefulDataLoader calls torch.set_vital, which torch 2.13 calls deprecated.
@@ -93,21 +96,68 @@ def loaders(workers=1):
 # -- without a GPU ----------------------------------------------------------------------------------------------------
 
 
+class Copied(GpuCopies):
+    """Copies to a device that is none; page-locked memory needs a GPU."""
+
+    def __init__(self):
+        super().__init__(torch.device("meta"))
+
+
+@pytest.fixture
+def without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock())
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+
+
 @pytest.mark.parametrize("records_itself", [True, False])
-def test_the_nodes_of_graphs_are_counted_before_they_are_on_a_device(monkeypatch, records_itself):
+def test_what_is_counted_in_graphs_is_counted_in_the_copy_on_the_host(monkeypatch, without_a_gpu, records_itself):
     """Those that record themselves are moved on the stream of the copies, others on the one that uses them."""
     if not records_itself:
         monkeypatch.delattr(Graphs, "record_stream")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock())
-    copies, given = GpuCopies(torch.device("meta")), Graphs(torch.tensor([0, 0, 2]))
+    copies, given = Copied(), Graphs(torch.tensor([0, 0, 2]))
     sent = copies._copied_object(given)
     assert (sent is given) == (not records_itself)
     moved = copies.receive((sent, None))
     assert moved.batch.device.type == "meta"
-    assert noted_sizes(moved.batch) == (2, 0, 1)
-    if records_itself:
-        assert noted_sizes(given.batch) is None
-        assert given.batch.device.type == "cpu"
+    assert host_of(moved.batch).tolist() == [0, 0, 2]
+    assert count_sizes(moved) == (2, 0, 1)
+
+
+def test_graphs_of_torch_geometric_keep_their_copies():
+    data = pytest.importorskip("torch_geometric.data")
+    batch = data.Batch.from_data_list([data.Data(x=torch.ones(n, 2), y=torch.tensor([n])) for n in (2, 3)])
+    assert {"x", "y", "batch", "ptr"} <= set(tensors_by_name(batch))
+    copies = tensors_by_name(batch)
+    moved = note_host_copies(batch.to("meta"), copies)
+    assert moved.y.device.type == "meta"
+    assert host_of(moved.y).tolist() == [2, 3]
+    assert count_sizes(moved) == (2, 3)
+
+
+def test_a_copy_is_known_until_somebody_writes_and_goes_into_no_file(without_a_gpu):
+    moved = Copied()._copied(torch.tensor([1, -100]))
+    assert host_of(moved).tolist() == [1, -100]
+    assert not vars(moved), "torch.save would write it"
+    assert host_of(moved[:1]).device.type == "meta", "a part is another tensor"
+    copy_of_it = host_of(moved)
+    copy_of_it[0] = 5
+    assert host_of(moved) is moved
+    again = Copied()._copied(torch.tensor([1, -100]))
+    again += 1
+    assert host_of(again) is again
+    kept = weakref.ref(host_of(Copied()._copied(torch.tensor([1]))))
+    assert kept() is None
+
+
+@pytest.mark.parametrize("own_loss", [True, False])
+def test_labels_of_transferred_batches_are_counted_on_the_host(without_a_gpu, own_loss):
+    labels = torch.tensor([[0, 1, -100], [-100, 2, -100]])
+    moved = Copied()._copied(labels)
+    if own_loss:
+        given = {"inputs": {"labels": moved}, "outputs": {"loss": 0.0}, "targets": None}
+    else:
+        given = {"inputs": None, "outputs": None, "targets": moved}
+    assert loss_weight(torch.nn.ReLU(), torch.nn.CrossEntropyLoss(), **given) == 3.0
 
 
 def test_without_a_gpu_batches_pass_as_they_are_and_a_warning_says_so(caplog):

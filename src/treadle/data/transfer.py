@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from treadle.device import get_device, moves_itself, to_device
 from treadle.errors import ConfigError
-from treadle.graph_sizes import move_counted
+from treadle.host_copies import note_host_copies, note_host_copy, tensors_by_name
 from treadle.nested import map_nested_tensor
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ class TransferLoader:
 
     Every CPU tensor of a batch is put into pinned memory, if the loader has not done so, and copied on a stream of its
     own; neither the host nor the GPU's present work waits. Containers and dataclasses are looked into, and objects
-    that pin, move and record themselves, such as graphs of torch_geometric, are asked to, and of graphs the host counts
-    the nodes before. Other objects with a ``to``
-    and sparse tensors are moved on the stream that uses them.
+    that pin, move and record themselves, such as graphs of torch_geometric, are asked to. Other objects with a ``to``
+    and sparse tensors are moved on the stream that uses them. What trainers count in a batch, as they do labels, they
+    count in the copy on the host, which stays as long as the batch.
 
     Where worker processes read the data, the copy of the next batch is begun before a batch is handed out. Other
     loaders are asked for a batch only when it is wanted, since reading ahead would draw from the random generators
@@ -208,7 +208,7 @@ class GpuCopies:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return tensor  # another stream may still write it, or it cannot be pinned
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-        return pinned.to(self.device, non_blocking=True)
+        return note_host_copy(pinned.to(self.device, non_blocking=True), pinned)
 
     def _copied_object(self, value: Any) -> Any:
         if not moves_itself(value):
@@ -216,7 +216,9 @@ class GpuCopies:
         if not _records_itself(value):
             return value
         # A copy, since graphs of torch_geometric change in place.
-        return move_counted(value, lambda: copy.copy(value).pin_memory().to(self.device, non_blocking=True))
+        pinned = copy.copy(value).pin_memory()
+        copies = tensors_by_name(pinned)
+        return note_host_copies(pinned.to(self.device, non_blocking=True), copies)
 
     def receive(self, sent: tuple[Any, Any]) -> Any:
         """Returns the batch for the present stream; its memory is not used again before that stream is done with it."""
@@ -234,7 +236,8 @@ class GpuCopies:
             if not moves_itself(value):
                 return NotImplemented
             if not _records_itself(value):
-                return move_counted(value, lambda: to_device(value, self.device))
+                copies = tensors_by_name(value)
+                return note_host_copies(to_device(value, self.device), copies)
             value.record_stream(stream)
             return value
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from treadle.distributed import unwrap
 from treadle.errors import ConfigError
 from treadle.functional.batches import num_samples
+from treadle.host_copies import host_of
 from treadle.weights import as_count
 
 _PER_ELEMENT = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
@@ -85,7 +86,7 @@ def counted_labels(
         targets: what the loss got, or None.
 
     Returns:
-        Bool, samples first; True where a label counts.
+        Bool, samples first; True where a label counts. On the host where the labels are known there.
 
     Example:
         >>> loss = nn.CrossEntropyLoss()
@@ -96,11 +97,12 @@ def counted_labels(
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
         if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():
             return None
+        labels = host_of(labels)
         return (labels[:, 1:] if _is_causal(model) else labels) != _IGNORED
     if not isinstance(targets, Tensor) or targets.is_floating_point() or not isinstance(loss_fn, _PER_LABEL):
         return None
     is_plain_mean = loss_fn.reduction == "mean" and loss_fn.weight is None
-    return targets != loss_fn.ignore_index if is_plain_mean else None
+    return host_of(targets) != loss_fn.ignore_index if is_plain_mean else None
 
 
 def num_counted(loss_fn: Callable[..., Any] | None, outputs: Any, targets: Any) -> float | Tensor | None:
@@ -118,7 +120,7 @@ def num_counted(loss_fn: Callable[..., Any] | None, outputs: Any, targets: Any) 
         return None
     if not isinstance(targets, Tensor) or targets.is_floating_point():
         return None
-    return as_count((targets != loss_fn.ignore_index).sum())
+    return as_count((host_of(targets) != loss_fn.ignore_index).sum())
 
 
 def _is_causal(model: nn.Module) -> bool:

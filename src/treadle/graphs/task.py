@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from treadle import distributed
 from treadle.device import to_device
 from treadle.errors import ConfigError
-from treadle.graph_sizes import move_counted
+from treadle.graph_sizes import count_sizes, note_sizes
 from treadle.graphs.duplicates import graphs_in, real_samples, rows_of_first
 from treadle.graphs.losses import GraphLoss
 from treadle.graphs.metrics import GraphMetrics
 from treadle.graphs.padded import PaddedGraphBatch
 from treadle.graphs.padding import Padding, PreparedGraphs
 from treadle.graphs.task_types import aligned, counted
+from treadle.host_copies import host_of
 from treadle.nested import map_nested_tensor
 from treadle.precision import in_full_precision, widen
 from treadle.task import StepOutput
@@ -149,7 +150,7 @@ class GraphTask:
         # Counted, and labels checked, before anything is moved: on the host that waits for no device.
         num_graphs = graphs_in(batch)
         kept = self._without_copies(batch, num_graphs)
-        weight = self._weight(target_of(batch), getattr(batch, "target_mask", None), kept)
+        weight = self._weight(batch, kept)
         batch = _moved(batch, self.device)
         target, mask = target_of(batch), getattr(batch, "target_mask", None)
         pred = model(batch)
@@ -172,7 +173,7 @@ class GraphTask:
         padded = self.padding.padded(batch)
         if not isinstance(padded, PaddedGraphBatch):
             return batch, None
-        weight = None if self._adds_up else self._weight(target_of(padded), padded.target_mask, None)
+        weight = None if self._adds_up else self._weight(padded, None)
         return PreparedGraphs(padded), weight if isinstance(weight, float) else None
 
     def replayed(self, batch: Any, output: StepOutput) -> StepOutput:
@@ -203,7 +204,9 @@ class GraphTask:
         real, self._graphs_left = self._graphs_left, max(0, self._graphs_left - num_graphs)
         return None if real >= num_graphs else rows_of_first(batch, target_of(batch), real)
 
-    def _weight(self, target: Tensor, mask: Tensor | None, kept: Tensor | None) -> float | Tensor:
+    def _weight(self, batch: Any, kept: Tensor | None) -> float | Tensor:
+        target, mask = host_of(target_of(batch)), getattr(batch, "target_mask", None)
+        mask = None if mask is None else host_of(mask)
         if kept is not None:
             target, mask = target[kept], None if mask is None else mask[kept]
         if isinstance(self.loss_fn, GraphLoss):
@@ -242,7 +245,11 @@ def _moved(batch: Any, device: torch.device) -> Any:
     """Moves a batch, and tells the model how many nodes each graph has, which the host can count only before."""
     if not _waits_for(device) or isinstance(batch, PaddedGraphBatch):  # whose shapes are known
         return to_device(batch, device)
-    return move_counted(batch, lambda: to_device(batch, device))
+    sizes = count_sizes(batch)  # before it is moved, which may happen in place
+    there = to_device(batch, device)
+    if sizes is not None:
+        note_sizes(there, sizes)
+    return there
 
 
 def _waits_for(device: torch.device) -> bool:

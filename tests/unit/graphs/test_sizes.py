@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import treadle.graph_sizes
 import treadle.graphs.task as task_module
 from graph_batches import GraphBatch, collate, with_changes
 from graph_kit import graphs, make, model_of
@@ -252,7 +251,7 @@ def test_a_model_says_the_same_with_sizes_that_were_counted(monkeypatch, change)
     expected = raw_outputs(model, cpu, collate(data))
     moved_as_elsewhere(monkeypatch)
     noted = []
-    monkeypatch.setattr(treadle.graph_sizes, "note_sizes", lambda *args: noted.append(args[1]) or note_sizes(*args))
+    monkeypatch.setattr(task_module, "note_sizes", lambda *args: noted.append(args[1]) or note_sizes(*args))
     assert torch.equal(raw_outputs(model, cpu, collate(data)), expected)
     assert noted == [tuple(len(graph.x) for graph in data)]
 

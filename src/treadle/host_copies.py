@@ -1,0 +1,78 @@
+"""The copies on the host that batches on a device were made from, for whoever has to count something in them.
+
+Counting on the device and reading the result would make the host wait in every step. A copy is known as long as the
+moved tensor lives, and no longer once either of the two was written to: then whoever counts has to ask the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+_COPIES = WeakIdKeyDictionary()  # not attributes of the tensors, which would go into files with them
+
+
+class _Noted(NamedTuple):
+    copy: Tensor
+    versions: tuple[int, int]
+
+
+def note_host_copy(moved: Tensor, copy: Tensor) -> Tensor:
+    """Notes the copy on the host that a tensor of a device was made from, and returns the tensor.
+
+    Args:
+        moved: the tensor.
+        copy: equal to it; of this package, since it is not seen when NumPy writes to it.
+
+    Example:
+        >>> import torch
+        >>> moved = note_host_copy(torch.ones(2, device="meta"), torch.ones(2))
+        >>> host_of(moved)
+        tensor([1., 1.])
+    """
+    if not (moved.is_inference() or copy.is_inference()) and moved.shape == copy.shape:
+        _COPIES[moved] = _Noted(copy, (moved._version, copy._version))
+    return moved
+
+
+def note_host_copies(moved: Any, copies: Mapping[str, Tensor]) -> Any:
+    """Notes the copies of an object's tensors, by their names, and returns the object."""
+    for name, tensor in tensors_by_name(moved).items():
+        if name in copies and tensor.device.type != "cpu":
+            note_host_copy(tensor, copies[name])
+    return moved
+
+
+def tensors_by_name(value: Any) -> dict[str, Tensor]:
+    """Returns the tensors that an object holds directly, as a graph of torch_geometric does or any other object.
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> list(tensors_by_name(SimpleNamespace(x=torch.ones(1), n=3)))
+        ['x']
+    """
+    is_graph = any(one.__module__.startswith("torch_geometric.") for one in type(value).__mro__)
+    held = value.to_dict() if is_graph else getattr(value, "__dict__", {})
+    return {name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
+
+
+def host_of(tensor: Tensor) -> Tensor:
+    """Returns the copy on the host that a tensor was made from, where one is known; else the tensor itself.
+
+    Example:
+        >>> import torch
+        >>> tensor = torch.ones(2)
+        >>> host_of(tensor) is tensor
+        True
+    """
+    if tensor.device.type == "cpu":
+        return tensor
+    noted = _COPIES.get(tensor)  # type: ignore[no-untyped-call]
+    if noted is None or noted.versions != (tensor._version, noted.copy._version):
+        return tensor
+    copy: Tensor = noted.copy
+    return copy
