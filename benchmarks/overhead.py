@@ -136,13 +136,14 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def step_by_hand(
     work: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]
-) -> None:
+) -> Tensor:
     optimizer.zero_grad()
     with work.autocast():
         loss = loss_of(model, batch)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     optimizer.step()
+    return loss
 
 
 def hand(work: Workload, steps: int, clock: Clock) -> None:
@@ -311,13 +312,7 @@ def ignite(work: Workload, steps: int, clock: Clock) -> None:
     model, optimizer = work.build()
 
     def update(_: Any, batch: Any) -> Tensor:
-        optimizer.zero_grad()
-        with work.autocast():
-            loss = loss_of(model, batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        return loss.detach()
+        return step_by_hand(work, model, optimizer, batch).detach()
 
     run = IgniteEngine(update)
     run.add_event_handler(Events.ITERATION_COMPLETED, lambda: clock.tick())

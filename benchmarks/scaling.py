@@ -310,6 +310,8 @@ def main() -> None:
     if options.tiny:
         options.sizes = ["tiny"] if options.sizes else []
         options.steps, options.saves = 4, ["ddp:tiny", "fsdp:tiny"]
+    if not options.sizes and not options.saves:
+        parser.error("--sizes without a size measures --saves only: name some, such as fsdp:1b")
     if importlib.util.find_spec("accelerate") is None:
         options.ways = [way for way in options.ways if way != "accelerate"]
     if options.found:
@@ -335,7 +337,9 @@ def write(rows: list[dict[str, Any]], options: argparse.Namespace, *, partial: b
             write_result("scaling", title, COLUMNS, lines, machine, partial=partial)
         else:
             title = "By how many milliseconds a save makes the steps after it longer, all of them together"
-            write_result("saves", title, ("model", "scaling", "way", "ranks", "ms a step"), lines, machine)
+            write_result(
+                "saves", title, ("model", "scaling", "way", "ranks", "ms a step"), lines, machine, partial=partial
+            )
     elif not partial:
         print(*lines, sep="\n")
 

@@ -23,6 +23,8 @@ class _Noted(NamedTuple):
 def note_host_copy(moved: Tensor, copy: Tensor) -> Tensor:
     """Notes the copy on the host that a tensor of a device was made from, and returns the tensor.
 
+    Nothing is noted where the tensor was not moved: one that is its own copy would live for ever.
+
     Args:
         moved: the tensor.
         copy: equal to it; of this package, since it is not seen when NumPy writes to it.
@@ -33,7 +35,8 @@ def note_host_copy(moved: Tensor, copy: Tensor) -> Tensor:
         >>> host_of(moved)
         tensor([1., 1.])
     """
-    if not (moved.is_inference() or copy.is_inference()) and moved.shape == copy.shape:
+    was_moved = copy.device.type == "cpu" != moved.device.type and moved.shape == copy.shape
+    if was_moved and not (moved.is_inference() or copy.is_inference()):
         _COPIES[moved] = _Noted(copy, (moved._version, copy._version))
     return moved
 
@@ -41,7 +44,7 @@ def note_host_copy(moved: Tensor, copy: Tensor) -> Tensor:
 def note_host_copies(moved: Any, copies: Mapping[str, Tensor]) -> Any:
     """Notes the copies of an object's tensors, by their names, and returns the object."""
     for name, tensor in tensors_by_name(moved).items():
-        if name in copies and tensor.device.type != "cpu":
+        if name in copies:
             note_host_copy(tensor, copies[name])
     return moved
 

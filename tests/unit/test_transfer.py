@@ -6,6 +6,7 @@ Without a GPU the copies are played by :class:`Played`, which tells when each wa
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import weakref
 from dataclasses import dataclass
@@ -147,6 +148,17 @@ def test_a_copy_is_known_until_somebody_writes_and_goes_into_no_file(without_a_g
     assert host_of(again) is again
     kept = weakref.ref(host_of(Copied()._copied(torch.tensor([1]))))
     assert kept() is None
+
+
+def test_what_was_on_the_device_already_is_no_copy_of_itself(without_a_gpu, monkeypatch):
+    monkeypatch.delattr(Graphs, "record_stream")
+    graphs = Graphs(torch.zeros(3, dtype=torch.long, device="meta"))
+    moved = Copied().receive((graphs, None))
+    held = weakref.ref(moved.batch)
+    assert host_of(moved.batch) is moved.batch
+    del moved, graphs
+    gc.collect()
+    assert held() is None
 
 
 @pytest.mark.parametrize("own_loss", [True, False])

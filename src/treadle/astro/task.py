@@ -73,13 +73,13 @@ class AstroTask:
         """Returns how many positions each term is taken at; nothing is drawn to know it."""
         if self._own_loss is not None:
             return None
-        return self._counts(_targets_of(batch))
+        return self._counts(_targets_in(_parts_of(batch)[0]))
 
     def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
         """Counts what a loss of the user's own is weighted by, where the batch lies on the host."""
         if self._own_loss is None:
             return batch, None
-        count = self._num_targets(_targets_of(batch))
+        count = self._num_targets(_targets_in(_parts_of(batch)[0]))
         return batch, None if isinstance(count, Tensor) else count
 
     def step(
@@ -91,7 +91,7 @@ class AstroTask:
     ) -> StepOutput:
         """Returns the loss of a batch: its share of that of the step where ``totals`` are given."""
         tokens, types, attn_mask = _parts_of(batch)
-        targets = _targets_of(batch)
+        targets = _targets_in(tokens)
         # Whole parts are moved, since a copy of a slice could not go straight from pinned memory.
         inputs = [moved(part, self.device)[:, :-1] for part in (tokens, types, attn_mask)]
         if self._own_loss is not None:
@@ -177,9 +177,9 @@ def offers_hidden_states(model: nn.Module) -> bool:
     return plain and callable(getattr(inner, "hidden_states", None)) and not watched
 
 
-def _targets_of(batch: Any) -> Tensor:
+def _targets_in(tokens: Tensor) -> Tensor:
     """Returns what is predicted; on the host where it is known there."""
-    return host_of(_parts_of(batch)[0])[:, 1:]
+    return host_of(tokens)[:, 1:]
 
 
 def _parts_of(batch: Any) -> list[Tensor]:

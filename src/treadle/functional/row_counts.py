@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -34,10 +35,10 @@ class RowCounts:
     def __init__(self, mask_of: Callable[[Any, Any, Any], Tensor | None]):
         self._mask_of = mask_of
         self._key: Any = None
-        self._loader: TensorLoader | None = None
+        self._loader: weakref.ref[TensorLoader] | None = None  # its tensors may be large
         self._counts: np.ndarray[Any, Any] | None = None
 
-    def of(self, batch: Any, loader: Any, ids: Any, outputs: Any = None) -> float | None:
+    def of(self, batch: Any, loader: Any, ids: Any, *, outputs: Any = None, rule: Any = None) -> float | None:
         """Returns how many labels of a batch count; None where it is not known to be as the loader gave it.
 
         Args:
@@ -45,14 +46,15 @@ class RowCounts:
             loader: it.
             ids: what the loader says the batch was read with.
             outputs: of the model, or what stands for them.
+            rule: what else the labels that count depend on; another one counts anew.
         """
         if type(loader) is not TensorLoader or not isinstance(ids, LastRows):
             return None
         if not all(map(ids.gave, tensors_in(batch))) or any(tensor.is_inference() for tensor in loader.tensors):
             return None
-        key = model_loss(outputs) is None, *(tensor._version for tensor in loader.tensors)
-        if loader is not self._loader or key != self._key:
-            self._loader, self._key, self._counts = loader, key, self._counted(loader, outputs)
+        key = model_loss(outputs) is None, rule, *(tensor._version for tensor in loader.tensors)
+        if self._loader is None or self._loader() is not loader or key != self._key:
+            self._loader, self._key, self._counts = weakref.ref(loader), key, self._counted(loader, outputs)
         if self._counts is None:
             return None
         rows = ids()

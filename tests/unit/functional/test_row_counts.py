@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -180,6 +183,34 @@ def test_labels_that_change_between_epochs_are_counted_anew():
     kept = (tensors()[1] != IGNORED).sum(1)
     assert sum(weights.seen[:6]) == kept.sum()
     assert sum(weights.seen[6:]) == kept[1::2].sum()
+
+
+def test_another_rule_is_counted_by_itself():
+    (trainer, weights), loader = trainer_of(), loader_of(False, shuffle=False)
+    trainer.train(loader, 1)
+    trainer.loss_fn.ignore_index = 0
+    labels = torch.where(tensors()[1] == IGNORED, 1, tensors()[1])
+    loader.tensors[1].copy_(labels)
+    trainer.train(loader, 2)
+    trainer.loss_fn.ignore_index = 1
+    trainer.train(loader, 3)
+    for number, weight in enumerate((torch.ones(5), torch.full((5,), 2.0)), start=4):
+        trainer.loss_fn.weight = weight
+        trainer.train(loader, number)
+    assert sum(weights.seen[24:]) == 2 * sum(weights.seen[18:24]) == 2 * sum(weights.seen[12:18])
+    epochs = [sum(weights.seen[at : at + 6]) for at in (0, 6, 12)]
+    assert epochs == [(tensors()[1] != IGNORED).sum(), (labels != 0).sum(), (labels != 1).sum()]
+
+
+def test_a_loader_that_is_over_is_let_go():
+    trainer, _ = trainer_of()
+    trainer.train(loader := loader_of(False), 1)
+    held = weakref.ref(trainer._engine.task._row_counts._loader())
+    trainer._engine.cursor.close()
+    trainer.train(TensorLoader(*tensors(), batch_size=23), 2)
+    del loader
+    gc.collect()
+    assert held() is None
 
 
 def test_another_loader_is_counted_by_itself(looks):
