@@ -5,10 +5,12 @@
     TreadleError
     ├── ConfigError         (also ValueError)    a setting, argument or input is wrong
     ├── CheckpointError     (also RuntimeError)  a file cannot be read, written or used
+    │   └── PickledCodeError                     a file holds pickled objects, which could run code
     ├── DataExhaustedError  (also RuntimeError)  the data ended before the training did
     ├── NonFiniteError      (also RuntimeError)  a gradient or loss is NaN or infinite
     ├── OutOfMemoryError    (also torch.OutOfMemoryError)  memory ran out in training
-    └── RankLostError       (also RuntimeError)  another rank ended or does not answer
+    ├── RankLostError       (also RuntimeError)  another rank ended or does not answer
+    └── MissingExtraError   (also ImportError)   an optional package is not installed
 
 Every message names the argument, the value, the rule and the fix. Errors from user code
 (the model, the loss, the data set, a hook) are never wrapped: they leave as they were raised, but for one that means
@@ -36,12 +38,20 @@ class CheckpointError(TreadleError, RuntimeError):
     """A checkpoint cannot be read, written, or used for this model."""
 
 
+class PickledCodeError(CheckpointError):
+    """A file holds pickled objects, which could run code when it is loaded; nothing of it was loaded."""
+
+
 class DataExhaustedError(TreadleError, RuntimeError):
     """The loader has no more data although the target is not reached."""
 
 
 class RankLostError(TreadleError, RuntimeError):
     """Another rank ended or does not answer, so this one cannot go on; the cause lies there."""
+
+
+class MissingExtraError(TreadleError, ImportError):
+    """An optional package is not installed; the message names the extra that installs it."""
 
 
 class OutOfMemoryError(TreadleError, torch.OutOfMemoryError):

@@ -88,7 +88,8 @@ def own_rng(engine: Engine, saved: Sequence[Mapping[str, Any]] | None) -> RngSta
     if len(saved) == ranks:
         return RngState.from_plain(dict(saved[rank]))
     engine.logger.warning(
-        "the checkpoint was written by %d ranks and this run has %d: the random streams start fresh", len(saved), ranks
-    )
+        "the checkpoint was written by %d ranks and this run has %d: the random streams start fresh", len(saved), ranks,
+        extra={"topic": "number of ranks"},
+    )  # fmt: skip
     of_first = _digest(saved[0]["torch"].cpu().numpy().tobytes())
     return RngState.seeded(mix_seed(of_first, engine.step, ranks, rank))

@@ -157,7 +157,7 @@ def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
             separate_streams()
     engine.exit_plans = [plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None]
     if distributed.rank() == 0:
-        engine.logger.info(start_block(engine))
+        engine.logger.info(start_block(engine), extra={"topic": "start block"})
     return [number for plan in engine.exit_plans for number in plan.signals]
 
 

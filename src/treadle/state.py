@@ -241,7 +241,10 @@ def _load_hooks(engine: Engine, tree: Mapping[str, Any]) -> None:
     known = {hook.state_key for hook in engine.hooks}
     for key in saved:
         if key not in known:
-            engine.logger.warning("the checkpoint's state of hook %r is ignored: this run has no such hook", key)
+            engine.logger.warning(
+                "the checkpoint's state of hook %r is ignored: this run has no such hook", key,
+                extra={"topic": "ignored hook state"},
+            )  # fmt: skip
     own_keys = set(tree) - set(KEYS)  # a hook may keep its state under a key of its own
     for hook in engine.hooks:
         keeps_state = type(hook).on_state_dict is not BaseHook.on_state_dict

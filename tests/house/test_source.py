@@ -51,10 +51,6 @@ def test_no_function_is_longer_than_a_screen():
     assert long == []
 
 
-def test_no_file_is_longer_than_can_be_read():
-    assert [short(p) for p in SOURCES if len(p.read_text(encoding="utf-8").splitlines()) > 400] == []
-
-
 def test_nothing_prints_outside_the_command_line():
     calls = [
         where(path, node)

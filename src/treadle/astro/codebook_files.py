@@ -19,7 +19,7 @@ from torch import Tensor
 
 from treadle.astro.codebooks import as_array
 from treadle.checkpoint.store import write_bytes
-from treadle.errors import CheckpointError, ConfigError
+from treadle.errors import CheckpointError, ConfigError, MissingExtraError
 from treadle.exchange.tensor_files import read_tree, write_safetensors
 
 CODEBOOK_KEYS = ("centroids", "codebook", "centers", "cluster_centers_", "clusters")
@@ -177,7 +177,9 @@ def _unpickled(file: Path, allow_pickle: bool) -> Any:
     try:
         import joblib
     except ImportError as error:
-        raise ImportError(f"{file}: pickled codebooks need joblib ({error}): pip install 'treadle[astro]'") from error
+        raise MissingExtraError(
+            f"{file}: pickled codebooks need joblib ({error}): pip install 'treadle[astro]'"
+        ) from error
     return joblib.load(file)  # reads plain pickles too
 
 

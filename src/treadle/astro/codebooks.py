@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, MissingExtraError
 
 
 def quantile_bins(values: ArrayLike | Tensor, n_bins: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -85,7 +85,7 @@ def kmeans_codebook(x: ArrayLike | Tensor, k: int, *, seed: int = 0, max_iter: i
         from sklearn.cluster import KMeans
         from threadpoolctl import threadpool_limits
     except ImportError as error:
-        raise ImportError(f"k-means needs scikit-learn ({error}): pip install 'treadle[astro]'") from error
+        raise MissingExtraError(f"k-means needs scikit-learn ({error}): pip install 'treadle[astro]'") from error
     with threadpool_limits(limits=1):
         fitted = KMeans(n_clusters=k, n_init=1, max_iter=max_iter, random_state=seed).fit(vectors_ND)
     return np.asarray(fitted.cluster_centers_, dtype=np.float32)

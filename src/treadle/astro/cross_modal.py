@@ -18,7 +18,7 @@ from torch import nn
 from treadle.astro.conditionals import column_probabilities, hide_columns
 from treadle.astro.survey_tokens import SurveyTokenizers
 from treadle.astro.surveys import Survey
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, MissingExtraError
 
 Floats = NDArray[np.float64]
 
@@ -185,7 +185,7 @@ def ridge_prediction(x_train: ArrayLike, y_train: ArrayLike, x_test: ArrayLike) 
         from sklearn.pipeline import make_pipeline
         from sklearn.preprocessing import StandardScaler
     except ImportError as error:
-        raise ImportError(f"the regression needs scikit-learn ({error}): pip install 'treadle[astro]'") from error
+        raise MissingExtraError(f"the regression needs scikit-learn ({error}): pip install 'treadle[astro]'") from error
     model = make_pipeline(
         SimpleImputer(add_indicator=True, keep_empty_features=True),
         VarianceThreshold(),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.errors import CheckpointError, ConfigError, nearest
+from treadle.errors import CheckpointError, ConfigError, MissingExtraError, nearest
 
 Columns = dict[str, NDArray[Any]]
 Blocks = Generator[Columns, None, None]
@@ -182,5 +182,5 @@ def require_one_length(name: str, shapes: set[tuple[int, ...]]) -> None:
         )
 
 
-def _needs(kind: str, package: str, error: ImportError) -> ImportError:
-    return ImportError(f"{kind} files need {package} ({error}): pip install 'treadle[survey]'")
+def _needs(kind: str, package: str, error: ImportError) -> MissingExtraError:
+    return MissingExtraError(f"{kind} files need {package} ({error}): pip install 'treadle[survey]'")

@@ -42,6 +42,11 @@ class Walk:
     globals: set[str] = field(default_factory=set)
     refused: list[str] = field(default_factory=list)
 
+    @property
+    def foreign(self) -> list[str]:
+        """The names that are neither of tensors nor of plain values, and could run code."""
+        return sorted(name for name in self.globals if name not in CALLABLE and name not in DATA)
+
 
 def walk_pickle(pickle: bytes, storages: Mapping[str, int]) -> Walk:
     """Follows a pickle's opcodes and returns what it would build and why it must be refused, if it must.
@@ -64,7 +69,7 @@ def walk_pickle(pickle: bytes, storages: Mapping[str, int]) -> Walk:
         walk.refused.append(str(error))
     except Exception as error:  # noqa: BLE001  (whatever a mangled stream does to the stack)
         walk.refused.append(f"its pickle is damaged ({type(error).__name__})")
-    foreign = sorted(name for name in walk.globals if name not in CALLABLE and name not in DATA)
+    foreign = walk.foreign
     if foreign:
         named = ", ".join(shortened(name) for name in foreign[:3]) + (" and more" if len(foreign) > 3 else "")
         walk.refused.insert(

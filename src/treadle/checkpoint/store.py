@@ -35,7 +35,7 @@ from treadle.checkpoint.marker import STATE, folder_problems, read_marker
 from treadle.checkpoint.pickled import walk_pickle
 from treadle.checkpoint.retention import Retention, date_last, write_order
 from treadle.checkpoint.schema import check_format, non_finite_names
-from treadle.errors import CheckpointError
+from treadle.errors import CheckpointError, PickledCodeError
 
 __all__ = [
     "Retention",
@@ -73,13 +73,17 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
         >>> verify_checkpoint("no_such_file.pt")
         ['no such file']
     """
-    if os.path.isdir(path):
-        return _problems_of_folder(Path(path))
+    return _problems_of_folder(Path(path)) if os.path.isdir(path) else _problems_of_file(path)[0]
+
+
+def _problems_of_file(path: str | os.PathLike[str]) -> tuple[list[str], bool]:
+    """Returns the problems of a file, and whether it holds pickled objects, which could run code."""
     try:
         archive = read_archive(path)
     except ArchiveError as error:
-        return [str(error)]
-    return [f"refused: {reason}" for reason in walk_pickle(archive.pickle, archive.storages).refused]
+        return [str(error)], False
+    walk = walk_pickle(archive.pickle, archive.storages)
+    return [f"refused: {reason}" for reason in walk.refused], bool(walk.foreign)
 
 
 def _problems_of_folder(folder: Path) -> list[str]:
@@ -118,9 +122,10 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
         tree: dict[str, Any] = in_memory(open_checkpoint(path))
         return tree
-    problems = verify_checkpoint(path)
+    problems, holds_code = _problems_of_file(path)
     if problems:
-        raise CheckpointError(f"checkpoint {os.fspath(path)!r} cannot be used: {'; '.join(problems[:3])}")
+        kind = PickledCodeError if holds_code else CheckpointError
+        raise kind(f"checkpoint {os.fspath(path)!r} cannot be used: {'; '.join(problems[:3])}")
     try:
         with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
             tree = torch.load(path, map_location="cpu", weights_only=True)

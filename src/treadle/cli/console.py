@@ -86,7 +86,7 @@ class ConsoleHandler(logging.Handler):
         super().__init__(logging.INFO if launched_rank() == 0 else logging.ERROR)
         self.console = _audible(console)
         if not start_block:
-            self.addFilter(lambda record: not str(record.msg).startswith("training starts"))
+            self.addFilter(lambda record: getattr(record, "topic", None) != "start block")
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes one record; warnings and errors say so."""
@@ -138,8 +138,7 @@ def errors_as_one_line(console: Console) -> Iterator[None]:
 
 
 def _message(error: Exception) -> str | None:
-    missing = isinstance(error, ImportError) and "pip install 'treadle[" in str(error)
-    return " ".join(str(error).split()) if missing or isinstance(error, TreadleError) else described(error)
+    return " ".join(str(error).split()) if isinstance(error, TreadleError) else described(error)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from treadle.cli.settings import at_least, check_seeds, flat
 from treadle.compiling import check_compile
 from treadle.config.sections import typed
 from treadle.config.tree import copied
-from treadle.errors import ConfigError, nearest, refuse_unknown
+from treadle.errors import ConfigError, MissingExtraError, nearest, refuse_unknown
 from treadle.graphs.model_options import ModelOptions
 from treadle.parallel import as_parallel
 
@@ -256,7 +256,7 @@ def _composer() -> Iterator[Callable[[list[str]], dict[str, Any]]]:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
     except ImportError as error:
-        raise ImportError(f"graph runs need Hydra ({error}): pip install 'treadle[graphs]'") from error
+        raise MissingExtraError(f"graph runs need Hydra ({error}): pip install 'treadle[graphs]'") from error
 
     def plain(overrides: list[str]) -> dict[str, Any]:
         try:

@@ -18,7 +18,7 @@ from treadle.device import get_device
 from treadle.errors import ConfigError
 
 Result = TypeVar("Result")
-_NEWS_OF_FEWER_RANKS = "the checkpoint was written by"
+_NEWS_OF_FEWER_RANKS = ("number of ranks", "resumed position")  # topics of log lines
 
 
 def device_of_rank(asked: str | None) -> torch.device:
@@ -226,7 +226,7 @@ def _silent_about_fewer_ranks() -> Iterator[None]:
     """Leaves out what the log says of a run that goes on with fewer ranks: this one has ended."""
 
     def passes(record: logging.LogRecord) -> bool:
-        return record.levelno > logging.INFO and not str(record.msg).startswith(_NEWS_OF_FEWER_RANKS)
+        return record.levelno > logging.INFO and getattr(record, "topic", None) not in _NEWS_OF_FEWER_RANKS
 
     handlers = list(logging.getLogger("treadle").handlers)
     for handler in handlers:

@@ -19,13 +19,11 @@ from treadle.cli.user_run import run_as_main
 from treadle.engine import Engine
 from treadle.errors import ConfigError, NonFiniteError
 from treadle.flight import batch_as_plain, ids_as_plain, layer_norms
-from treadle.hooks import BaseHook, EmaHook, NonFiniteHook
+from treadle.hooks import BaseHook, NonFiniteHook
 from treadle.hooks.base import looks_only
 from treadle.hooks.steplog import StepRows
 from treadle.means import read_scalars
 from treadle.observers import observing
-
-_OWN_PREFIX = "treadle.hooks."
 
 
 class Arrived(BaseException):
@@ -161,11 +159,7 @@ class Stage:
 
 
 def _writes(hook: BaseHook) -> bool:
-    own = any(
-        kind.__module__.startswith(_OWN_PREFIX) and kind is not BaseHook and kind.__module__ != f"{_OWN_PREFIX}base"
-        for kind in type(hook).__mro__
-    )
-    return own and not isinstance(hook, (EmaHook, NonFiniteHook))
+    return hook.writes and not isinstance(hook, NonFiniteHook)  # that one writes into the replay's folder
 
 
 @contextmanager
@@ -173,7 +167,7 @@ def _quiet_about_left_out_hooks() -> Iterator[None]:
     """Keeps the log from warning that the state of the hooks which were left out is not used."""
 
     def passes(record: logging.LogRecord) -> bool:
-        return "this run has no such hook" not in str(record.msg)
+        return getattr(record, "topic", None) != "ignored hook state"
 
     faces = ("trainer", "functional", "spectra", "graphs", "astro", "engine")
     loggers = [logging.getLogger(f"treadle.{face}") for face in faces]

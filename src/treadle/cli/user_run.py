@@ -84,8 +84,7 @@ def _move_files(engine: Engine, home: Path | None, workspace: Path) -> list[str]
 
 def _move(hook: BaseHook, home: Path | None, workspace: Path) -> None:
     path = getattr(hook, "path", None)
-    own = any(base.__module__.startswith("treadle.hooks.") for base in type(hook).__mro__ if base is not BaseHook)
-    if not own or not isinstance(path, Path):
+    if not hook.writes or not isinstance(path, Path):
         return
     if path.is_absolute():
         inside = home is not None and path.is_relative_to(home)

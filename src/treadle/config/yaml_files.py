@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.config.tree import join_path
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, MissingExtraError
 
 SUFFIXES = (".yaml", ".yml")
 _MISSING = "???"
@@ -159,5 +159,7 @@ def _packages(file: Path) -> tuple[Any, Any]:
         import omegaconf
         import yaml
     except ImportError as error:
-        raise ImportError(f"{file}: YAML files need OmegaConf ({error}): pip install 'treadle[config]'") from error
+        raise MissingExtraError(
+            f"{file}: YAML files need OmegaConf ({error}): pip install 'treadle[config]'"
+        ) from error
     return omegaconf, yaml

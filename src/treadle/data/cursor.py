@@ -159,7 +159,8 @@ class Cursor:
         now = {"kind": source.kind, "length": source.length, "num_workers": self._num_workers}
         if self._place.keeps_state:
             refuse_other_workers(loaded, now, loader=type(self._loader).__name__)
-        self.warn(self._place.warnings + mismatches(loaded, now, self._place) + source.warnings(resuming=True))
+        self.warn(self._place.warnings, topic="resumed position")
+        self.warn(mismatches(loaded, now, self._place) + source.warnings(resuming=True))
         _set_generators(self._loader, opening["generators"])
         RngState.from_plain(opening["rng"]).restore()
         keeps_state = self._place.keeps_state and loaded.get("kind") == source.kind
@@ -380,12 +381,12 @@ class Cursor:
         self._pending_rng = rng
         self._pending_generators = list(state_dict["generators"])
 
-    def warn(self, sentences: list[str]) -> None:
-        """Logs what was not said before."""
+    def warn(self, sentences: list[str], *, topic: str | None = None) -> None:
+        """Logs each sentence as a warning, once; ``topic`` becomes an attribute of the record, to filter by."""
         for sentence in sentences:
             if sentence not in self._warned:
                 self._warned.add(sentence)
-                _log.warning(sentence)
+                _log.warning(sentence, extra={"topic": topic})
 
 
 def _set_generators(loader: Any, states: list[torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ from treadle.checkpoint.archive import ArchiveError, open_plain_file
 from treadle.checkpoint.inspect import inspect_path
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, write_bytes
-from treadle.errors import CheckpointError
+from treadle.errors import CheckpointError, MissingExtraError, PickledCodeError
 
 # What an export says of itself in the header of a safetensors file, beside the names of tied weights.
 HEADER = ("format", "treadle", "face", "step", "epoch", "weights")
@@ -38,10 +38,8 @@ def read_tree(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, s
     if _is_archive(path):
         try:
             return load_checkpoint(path), None
-        except CheckpointError as error:
-            if "pickled objects" not in str(error):
-                raise
-            raise CheckpointError(f"{error}; {_ADVICE}") from None
+        except PickledCodeError as error:
+            raise PickledCodeError(f"{error}; {_ADVICE}") from None
     report = inspect_path(path)
     if report["kind"] != "safetensors file":
         raise CheckpointError(f"{os.fspath(path)!r} cannot be used: {'; '.join(report['problems'])}; {_ADVICE}")
@@ -68,7 +66,7 @@ def _safetensors(part: str) -> Any:
     try:
         return importlib.import_module(f"safetensors{part}")
     except ImportError as error:
-        raise ImportError(f"safetensors files need safetensors ({error}): pip install 'treadle[cli]'") from error
+        raise MissingExtraError(f"safetensors files need safetensors ({error}): pip install 'treadle[cli]'") from error
 
 
 def with_memory_of_their_own(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, MissingExtraError
 from treadle.graphs.task_types import aligned, check_labels, check_task_type, counted, margin, outputs_of
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -213,7 +213,9 @@ def _curves() -> tuple[Any, Any]:
     try:
         from torchmetrics.functional.classification import binary_auroc, binary_average_precision
     except ImportError as error:
-        raise ImportError("the metrics roc_auc and ap need torchmetrics: pip install 'treadle[graphs]'") from error
+        raise MissingExtraError(
+            "the metrics roc_auc and ap need torchmetrics: pip install 'treadle[graphs]'"
+        ) from error
     return binary_auroc, binary_average_precision
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, MissingExtraError
 from treadle.graphs.buckets import PadBucket, columns
 from treadle.graphs.inputs import graphs_of, needed
 from treadle.graphs.model_options import TASKS
@@ -253,7 +253,7 @@ def _torch_geometric_collate() -> Callable[[list[Any]], Any]:
     try:
         from torch_geometric.data import Batch
     except ImportError as error:
-        raise ImportError(
+        raise MissingExtraError(
             "batches of torch_geometric need the extra: pip install 'treadle[graphs]'; or pass collate="
         ) from error
     collate: Callable[[list[Any]], Any] = Batch.from_data_list

@@ -22,6 +22,8 @@ class BackgroundErrorHook(BaseHook):
         >>> hook = BackgroundErrorHook(RankWriter())
     """
 
+    writes = True
+
     def __init__(self, writer: RankWriter):
         self._writer = writer
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any
 
 from treadle import distributed
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, MissingExtraError
 from treadle.hooks.base import BaseHook
 from treadle.hooks.values import hours
 from treadle.means import RunningMeans, read_scalars
@@ -48,6 +48,8 @@ class ProgressBarHook(BaseHook):
     Example:
         >>> hook = ProgressBarHook(line_seconds=30)
     """
+
+    writes = True
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class ProgressBarHook(BaseHook):
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
         except ImportError as error:
-            raise ImportError(f"ProgressBarHook needs rich ({error}): pip install 'treadle[cli]'") from error
+            raise MissingExtraError(f"ProgressBarHook needs rich ({error}): pip install 'treadle[cli]'") from error
         if self.console is None:
             # rich takes FORCE_COLOR for a terminal, and a bar in a log file is of no use to anybody.
             console = Console(stderr=True, force_terminal=None if is_terminal(sys.stderr) else False)

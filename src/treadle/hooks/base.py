@@ -99,6 +99,9 @@ class BaseHook:
         ...         print(trainer.step)
     """
 
+    writes: bool = False
+    """Whether the hook writes files or reports to a log or a tracker; ``treadle replay`` leaves such hooks out."""
+
     @property
     def state_key(self) -> str:
         """The key of this hook's state in a checkpoint; two hooks of one trainer must not share it."""

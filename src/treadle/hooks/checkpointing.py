@@ -64,6 +64,8 @@ class CheckpointingHook(BaseHook):
         >>> hook = CheckpointingHook(interval=1000, keep_previous=2)
     """
 
+    writes = True
+
     def __init__(
         self,
         interval: int,

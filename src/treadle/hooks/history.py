@@ -38,6 +38,8 @@ class HistoryHook(BaseHook):
         >>> hook = HistoryHook("training_history.json", lambda: [])
     """
 
+    writes = True
+
     def __init__(
         self,
         path: str | Path,

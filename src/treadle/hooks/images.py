@@ -37,6 +37,8 @@ class ImageFileLoggerHook(BaseHook):
         >>> hook = ImageFileLoggerHook(interval=100, max_images=8)
     """
 
+    writes = True
+
     def __init__(self, interval: int = 1, path: str | Path = "images", max_images: int | None = None):
         if interval < 1:
             raise ConfigError(f"interval={interval!r}: must be at least 1 step")

@@ -22,6 +22,8 @@ class CudaMaxMemoryHook(BaseHook):
         >>> hook = CudaMaxMemoryHook()
     """
 
+    writes = True
+
     def __init__(self) -> None:
         self._device: torch.device | None = None
         self._warned = False

@@ -62,6 +62,8 @@ class NonFiniteHook(BaseHook):
         >>> hook = NonFiniteHook("skip", max_in_a_row=5)
     """
 
+    writes = True
+
     def __init__(
         self,
         policy: Policy = "raise",

@@ -39,6 +39,8 @@ class ProfilerHook(BaseHook):
         >>> hook = ProfilerHook(wait=10, warmup=2, active=3)
     """
 
+    writes = True
+
     def __init__(self, path: str | Path = "profile", wait: int = 10, warmup: int = 2, active: int = 3, repeat: int = 1):
         self._schedule = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
         for name, value in self._schedule.items():

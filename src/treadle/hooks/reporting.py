@@ -27,6 +27,8 @@ class IntervalHook(BaseHook):
         sync: reduce sums over ranks.
     """
 
+    writes = True
+
     def __init__(self, interval: int, *, sync: bool):
         if interval < 1:
             raise ConfigError(f"interval={interval!r}: must be at least 1 step")

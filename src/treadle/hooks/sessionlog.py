@@ -44,6 +44,8 @@ class SessionLogHook(BaseHook):
         >>> hook = SessionLogHook()
     """
 
+    writes = True
+
     def __init__(self, path: str | Path = "sessions.jsonl"):
         self.path = Path(path)
         self._guard = Guard()

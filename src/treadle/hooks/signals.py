@@ -30,6 +30,8 @@ class SignalHook(BaseHook):
         >>> hook = SignalHook(lambda: None, exit_signals=signal.SIGTERM)
     """
 
+    writes = True
+
     def __init__(
         self,
         write: Callable[[], Any],

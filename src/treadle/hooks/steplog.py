@@ -95,6 +95,8 @@ class StepLogHook(BaseHook):
         >>> hook = StepLogHook("steps.jsonl")
     """
 
+    writes = True
+
     def __init__(self, path: str | Path = "steps.jsonl", interval: int = 100):
         if interval < 1:
             raise ConfigError(f"interval={interval!r}: must be at least 1 step")

@@ -28,6 +28,8 @@ class ThroughputHook(BaseHook):
         >>> hook = ThroughputHook(interval=100)
     """
 
+    writes = True
+
     def __init__(self, interval: int = 10):
         if interval < 1:
             raise ConfigError(f"interval={interval!r}: must be at least 1 step")

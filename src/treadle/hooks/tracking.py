@@ -92,6 +92,8 @@ class TrackerHook(BaseHook):
         held: whether the run stays open when training ended well, until :meth:`release`.
     """
 
+    writes = True
+
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         self.config = None if config is None else dict(config)
         self.held = False

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treadle.errors import MissingExtraError
 from treadle.means import read_scalars
 from treadle.nested import flatten_nested_dict
 
@@ -40,7 +41,7 @@ def require(module: str, needed_by: str, *, extra: str = "track") -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.split(".")[0]
-        raise ImportError(
+        raise MissingExtraError(
             f"{needed_by} needs {module}, which cannot be imported ({error}); run: pip install 'treadle[{extra}]'",
             name=package,
         ) from error

@@ -52,6 +52,8 @@ class StuckRankHook(BaseHook):
         >>> hook = StuckRankHook(timeout=120)
     """
 
+    writes = True
+
     def __init__(self, timeout: float = 300.0, interval: float | None = None):
         if not timeout > 0:
             raise ConfigError(f"timeout={timeout!r}: must be more than 0 seconds")

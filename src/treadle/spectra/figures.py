@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from treadle.errors import MissingExtraError
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -44,7 +46,7 @@ def new_figure(width: float, height: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(f"the pictures need matplotlib ({error}): pip install 'treadle[cli]'") from error
+        raise MissingExtraError(f"the pictures need matplotlib ({error}): pip install 'treadle[cli]'") from error
     figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -15,6 +15,8 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from treadle.errors import MissingExtraError
+
 _Float = npt.NDArray[np.float64]
 _Split = tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]
 
@@ -304,5 +306,5 @@ def _score(folds: list[float], used: npt.NDArray[np.bool_]) -> ProbeScore:
     )
 
 
-def _missing(error: ImportError) -> ImportError:
-    return ImportError(f"the probes need scikit-learn ({error}): pip install 'treadle[cli]'")
+def _missing(error: ImportError) -> MissingExtraError:
+    return MissingExtraError(f"the probes need scikit-learn ({error}): pip install 'treadle[cli]'")

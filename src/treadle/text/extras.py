@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from treadle.errors import MissingExtraError
+
 
 def import_extra(name: str) -> Any:
     """Returns a module of the extra ``hf``.
@@ -24,7 +26,7 @@ def import_extra(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"treadle.text needs {name} ({error}): pip install 'treadle[hf]'") from error
+        raise MissingExtraError(f"treadle.text needs {name} ({error}): pip install 'treadle[hf]'") from error
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from treadle.cli.runpage.pictures import pictures, samples
 from treadle.cli.runpage.records import RunRecords
 from treadle.cli.runpage.sessions import read_sessions
 from treadle.cli.runpage.summary import RunSummary, summarize
+from treadle.errors import MissingExtraError
 from treadle.hooks.files import to_json
 
 _AXES = {"step": "Step", "epoch": "Epoch", "time": "Time"}
@@ -71,7 +72,9 @@ def plotting_library() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise ImportError(f"a run page needs plotly ({error}): pip install 'treadle[cli]'", name="plotly") from error
+        raise MissingExtraError(
+            f"a run page needs plotly ({error}): pip install 'treadle[cli]'", name="plotly"
+        ) from error
     return str(get_plotlyjs())
 
 

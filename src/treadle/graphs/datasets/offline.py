@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, MissingExtraError
 from treadle.graphs.datasets.base import Described, Source, consecutive, repeats_first, tenths
 from treadle.graphs.datasets.files import cached, digest
 from treadle.graphs.datasets.molecules import (
@@ -46,7 +46,7 @@ def load_nci(name: str, root: Path, *, num_workers: int | None) -> Source:
     """
     path = Path(import_rdkit("RDConfig").RDDataDir) / "NCI" / "first_5K.smi"
     if not path.is_file():
-        raise ImportError(
+        raise MissingExtraError(
             f"this RDKit has no {path}, from which {name!r} is made; install RDKit from its wheel: "
             "pip install 'treadle[graphs]'",
             name="rdkit",

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from treadle.errors import MissingExtraError
+
 __all__ = ["import_rdkit", "penalized_logp"]
 
 
@@ -20,7 +22,7 @@ def import_rdkit(module: str) -> Any:
     try:
         return importlib.import_module(f"rdkit.{module}")
     except ImportError as error:
-        raise ImportError(
+        raise MissingExtraError(
             "molecules need RDKit, which is not installed: pip install 'treadle[graphs]'", name="rdkit"
         ) from error
 
@@ -33,7 +35,7 @@ def _synthetic_accessibility() -> Any:
     """
     path = Path(import_rdkit("RDConfig").RDContribDir) / "SA_Score" / "sascorer.py"
     if not path.is_file():
-        raise ImportError(
+        raise MissingExtraError(
             f"this RDKit has no {path}: penalised logP needs its synthetic-accessibility score; install RDKit from "
             "its wheel: pip install 'treadle[graphs]'",
             name="rdkit",
