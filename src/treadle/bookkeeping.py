@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from treadle import distributed
 from treadle.data.cursor import Group
 from treadle.ema import Ema
-from treadle.errors import ConfigError, NonFiniteError
+from treadle.engine_settings import Outcome
+from treadle.errors import NonFiniteError
 from treadle.gradients import Gradients, are_whole, total_norm
 from treadle.guard import Place
 from treadle.nested import map_nested_tensor
@@ -25,33 +26,6 @@ from treadle.weights import GivenWeights, GroupWeights
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
-
-Outcome = Literal["applied", "skipped", "refused"]
-
-
-def check_settings(interval: str, grad_clip: float | None, accumulation: int, retries: int | None) -> None:
-    """Raises ConfigError for a setting of the engine that is outside its range.
-
-    Example:
-        >>> check_settings("step", None, 1, None)
-    """
-    if interval not in ("step", "epoch"):
-        raise ConfigError(f"scheduler_interval={interval!r}: must be 'step' or 'epoch'")
-    if grad_clip is not None and not (isinstance(grad_clip, (int, float)) and grad_clip >= 0):
-        raise ConfigError(f"grad_clip={grad_clip!r}: must be a number >= 0; use None or 0 to turn clipping off")
-    check_accumulation(accumulation)
-    if retries is not None and not (isinstance(retries, int) and retries >= 0):
-        raise ConfigError(f"max_non_finite_grad_retries={retries!r}: must be None or >= 0")
-
-
-def check_accumulation(steps: int, *, argument: str = "accumulation_steps") -> None:
-    """Raises ConfigError unless it is a number of micro-batches that a step can have.
-
-    Example:
-        >>> check_accumulation(4)
-    """
-    if not isinstance(steps, int) or steps < 1:
-        raise ConfigError(f"{argument}={steps!r}: a step needs a whole number of micro-batches, >= 1")
 
 
 def begin_step(engine: Engine) -> None:

@@ -19,46 +19,26 @@ import contextlib
 import operator
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from treadle.bookkeeping import Outcome, counts_terms, settle
+from treadle.bookkeeping import counts_terms, settle
 from treadle.capture_check import KeptState, what_differs
 from treadle.captured_step import CapturedStep
 from treadle.compiling import makes_cuda_graphs
 from treadle.cuda_graph import shape_of
 from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather
+from treadle.engine import Engine
+from treadle.engine_settings import Outcome, Steps
 from treadle.errors import ConfigError
 from treadle.guard import skips_on_device
 from treadle.hooks.base import listeners
 
-if TYPE_CHECKING:
-    from treadle.engine import Engine
-
-Capture = bool | Literal["auto"]
 _PLAIN = (int, float, bool, tuple, str, type(None))
 _MAX_GRAPHS = 32
-
-
-def check_capture(capture: Any) -> Capture:
-    """Returns the setting.
-
-    Raises:
-        ConfigError: it is another value.
-
-    Example:
-        >>> check_capture("auto")
-        'auto'
-    """
-    if capture is True or capture is False or capture == "auto":
-        return capture  # type: ignore[no-any-return]
-    raise ConfigError(f"capture={capture!r}: use True, False or 'auto'")
-
-
-Steps = Callable[[Group], Outcome]
 
 
 def steps_of(engine: Engine) -> Steps:
@@ -106,7 +86,7 @@ def _why_not(engine: Engine) -> str | None:
         return f"{', '.join(listening)} acts before the optimizer's step, which is inside the graph; leave it out"
     if observed:
         return "the optimizer has step hooks, which would run while it is captured only; remove them"
-    if type(engine).train_step.__module__ != "treadle.engine":
+    if type(engine).train_step is not Engine.train_step:
         return f"{type(engine).__name__} has a train_step of its own"
     return None
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from treadle.bookkeeping import (
-    Outcome,
     begin_attempt,
     clear_gradients,
     keep_output,
@@ -23,6 +22,7 @@ from treadle.cuda_graph import Branch, CudaGraph, FixedBatch, Results, capturabl
 from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather
 from treadle.ema import Ema
+from treadle.engine_settings import Outcome
 from treadle.guard import FiniteGuard, LateFlags, Place, Verdict, step_unless
 from treadle.nested import map_nested_tensor
 from treadle.task import StepOutput

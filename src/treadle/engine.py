@@ -15,9 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from treadle import distributed, session
 from treadle.bookkeeping import (
-    Outcome,
     begin_step,
-    check_settings,
     finish_step,
     move_on,
     non_finite_error,
@@ -29,11 +27,11 @@ from treadle.bookkeeping import (
     skip,
     start_attempt,
 )
-from treadle.capture import Capture, Steps, check_capture, steps_of
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.data.cursor import Cursor, Group
 from treadle.device import get_device
 from treadle.ema import Ema
+from treadle.engine_settings import Capture, Outcome, Steps, check_capture, check_settings
 from treadle.epoch_end import finish_epoch, fresh_group
 from treadle.evaluation import evaluate
 from treadle.events import Events
@@ -370,7 +368,11 @@ class Engine(Events):
         self.base = FrozenBase(self.model, asked=self.state_options.ignore_frozen_params)
         self.exchange: GradientExchange = gradient_exchange(self.model)
         self.guard = finite_guard(self)
-        self.steps = steps_of(self)
+        self.steps = self.train_step
+        if self.capture is not False:
+            from treadle.capture import steps_of  # the one import that points up: captured steps replay the engine's
+
+            self.steps = steps_of(self)
         self._prepared = True
 
     def state_dict(self, *, buffers: HostBuffers | None = None, parts: bool = False) -> dict[str, Any]:

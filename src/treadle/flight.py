@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from treadle import distributed
 from treadle.compiling import uncompiled
-from treadle.gradients import elements, total_norm
-from treadle.nested import flatten_nested_dict
+from treadle.gradients import total_norm
+from treadle.nested import elements, flatten_nested_dict
 from treadle.optim import parameter_names
 from treadle.seed import RngState
 from treadle.task import as_step_output

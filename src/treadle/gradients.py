@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from treadle.distributed import is_dtensor, local
+from treadle.nested import elements
 
 _WHOLE = {Tensor}
 _GROUPED = ("cpu", "cuda")  # devices with kernels over many tensors
@@ -110,18 +111,6 @@ def total_norm(grads: list[Tensor]) -> Tensor:
         return get_total_norm(grads)
     except NotImplementedError:  # of a sparse gradient, which is rare: nothing is asked before in every step
         return get_total_norm([elements(grad) for grad in grads])
-
-
-def elements(tensor: Tensor) -> Tensor:
-    """Returns a tensor as it is, and of a sparse one what it stores, every place once.
-
-    Example:
-        >>> elements(torch.eye(3).to_sparse())
-        tensor([1., 1., 1.])
-    """
-    if tensor.layout == torch.strided:
-        return tensor
-    return tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor.values()
 
 
 @torch.no_grad()

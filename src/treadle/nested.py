@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -166,3 +167,15 @@ def as_number(path: Sequence[str], value: Any) -> float | Tensor:
         f"record {'/'.join(path)!r} is a {type(value).__name__}{shape}; records hold numbers or 0-d tensors: "
         "reduce it first, for example with .mean()"
     )
+
+
+def elements(tensor: Tensor) -> Tensor:
+    """Returns a tensor as it is, and of a sparse one what it stores, every place once.
+
+    Example:
+        >>> elements(torch.eye(3).to_sparse())
+        tensor([1., 1., 1.])
+    """
+    if tensor.layout == torch.strided:
+        return tensor
+    return tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor.values()

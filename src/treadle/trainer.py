@@ -12,11 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from treadle.bookkeeping import check_accumulation
-from treadle.capture import Capture
 from treadle.compiling import Compile, check_compile, compile_model
 from treadle.distributed import unwrap
 from treadle.engine import Engine
+from treadle.engine_settings import Capture, check_accumulation
 from treadle.errors import ConfigError
 from treadle.failure import failing_by_name
 from treadle.hooks.base import BaseHook

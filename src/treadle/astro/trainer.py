@@ -32,12 +32,12 @@ from treadle.astro.settings import (
 from treadle.astro.task import AstroTask
 from treadle.astro.vocab import VocabSpec
 from treadle.best import BestRule
-from treadle.capture import Capture
 from treadle.checkpoint.store import load_checkpoint
 from treadle.compiling import Compile, check_compile
 from treadle.compiling import compile_model as compile_in_place
 from treadle.device import get_device
 from treadle.engine import Engine
+from treadle.engine_settings import Capture
 from treadle.epochs import numbers_of
 from treadle.errors import ConfigError
 from treadle.hooks.bar import ProgressBarHook

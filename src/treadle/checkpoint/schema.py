@@ -19,7 +19,7 @@ from torch import Tensor
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.distributed import is_dtensor
 from treadle.errors import CheckpointError
-from treadle.gradients import elements
+from treadle.nested import elements
 from treadle.shards import Part, gathered, own_block, without_pending_sums
 
 FORMAT_NAME = "treadle"

@@ -14,10 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from treadle.capture import check_capture
 from treadle.cli.graphs_config import GraphsConfig, given
 from treadle.cli.ranks import shared_batches
 from treadle.compiling import check_compile
+from treadle.engine_settings import check_capture
 from treadle.errors import ConfigError, refuse_unknown
 from treadle.graphs import (
     GraphDataset,

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from treadle.capture import check_capture
 from treadle.cli.console import as_settings
 from treadle.cli.overrides import from_mapping, refuse_unknown_setting
 from treadle.cli.settings import at_least, check_seeds, flat
 from treadle.compiling import check_compile
 from treadle.config.sections import typed
 from treadle.config.tree import copied
+from treadle.engine_settings import check_capture
 from treadle.errors import ConfigError, MissingExtraError, nearest, refuse_unknown
 from treadle.graphs.model_options import ModelOptions
 from treadle.parallel import as_parallel

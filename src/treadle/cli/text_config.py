@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from treadle.capture import check_capture
 from treadle.cli.settings import at_least, between, check_seeds
 from treadle.compiling import check_compile
+from treadle.engine_settings import check_capture
 from treadle.errors import ConfigError
 from treadle.parallel import as_parallel
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from treadle.capture import Capture, check_capture
 from treadle.checkpoint.ranks import held_by_rank_0
 from treadle.checkpoint.store import load_weights
 from treadle.cli.console import as_settings
@@ -28,6 +27,7 @@ from treadle.cli.text_report import Tuned, draw_samples, finish_run, print_resul
 from treadle.compiling import check_compile, compile_model
 from treadle.data import steps_per_epoch
 from treadle.device import get_device
+from treadle.engine_settings import Capture, check_capture
 from treadle.functional import Trainer
 from treadle.hooks import CheckpointingHook, StepLogHook
 from treadle.hooks.bar import ProgressBarHook

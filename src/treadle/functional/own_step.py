@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from treadle.bookkeeping import Outcome
 from treadle.data.cursor import Group
 from treadle.engine import Engine
+from treadle.engine_settings import Outcome
 from treadle.errors import ConfigError
 
 OwnStep = Callable[[Any], Any]

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from treadle.best import Mode
-from treadle.capture import Capture
 from treadle.checkpoint.store import load_checkpoint
 from treadle.compiling import Compile, compile_model
 from treadle.device import get_device, to_device
 from treadle.engine import Engine
+from treadle.engine_settings import Capture
 from treadle.functional.batches import split_batch
 from treadle.functional.checks import (
     check_call,

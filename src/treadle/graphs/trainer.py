@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from treadle.capture import Capture
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, save_checkpoint
@@ -21,6 +20,7 @@ from treadle.compiling import Compile, compile_model
 from treadle.device import get_device
 from treadle.distributed import unwrap
 from treadle.engine import Engine
+from treadle.engine_settings import Capture
 from treadle.graphs.checks import (
     best_rule,
     check_epochs,

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from treadle import distributed
 from treadle.best import BestRule
-from treadle.capture import check_capture
 from treadle.checkpoint.rank_writer import RankWriter
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks
 from treadle.checkpoint.schema import to_plain
@@ -25,6 +24,7 @@ from treadle.compiling import check_compile, compile_model
 from treadle.device import get_device
 from treadle.ema import Ema
 from treadle.engine import Engine
+from treadle.engine_settings import check_capture
 from treadle.epochs import numbers_of
 from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks.background import BackgroundErrorHook
