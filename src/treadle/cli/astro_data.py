@@ -15,8 +15,8 @@ from treadle.astro.survey_tokens import ScalarDropout, Sequences, SurveyTokenize
 from treadle.astro.surveys import Survey, load_surveys
 from treadle.astro.tokenizer_files import load_tokenizers
 from treadle.cli.astro_config import AstroRunConfig
-from treadle.cli.console import as_settings
 from treadle.cli.ranks import by_rank_0, shared_batches
+from treadle.cli.setting_names import as_settings
 from treadle.cli.split_config import DataConfig
 from treadle.datasets.splits import split_by_group
 from treadle.errors import CheckpointError

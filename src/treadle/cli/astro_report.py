@@ -18,9 +18,9 @@ from treadle.cli.astro_config import AstroRunConfig, loss_line
 from treadle.cli.astro_data import TOKENIZERS, AstroData
 from treadle.cli.astro_page import draw_and_write
 from treadle.cli.astro_pictures import question_name
-from treadle.cli.console import print_table
 from treadle.cli.ranks import ranks_line
 from treadle.cli.start_block import device_line, precision_line, print_block
+from treadle.cli.tables import print_table
 from treadle.data import steps_per_epoch
 from treadle.hooks.files import to_json
 

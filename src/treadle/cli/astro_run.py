@@ -23,7 +23,6 @@ from treadle.checkpoint.store import load_weights, write_text
 from treadle.cli.astro_config import FLAGS, FREE, AstroRunConfig
 from treadle.cli.astro_data import TOKENIZERS, AstroData, prepare_data
 from treadle.cli.astro_report import finish_run, print_results, print_start
-from treadle.cli.console import as_settings, without_epoch_lines
 from treadle.cli.overrides import apply_overrides, leaves
 from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of
 from treadle.cli.run_folder import (
@@ -35,9 +34,9 @@ from treadle.cli.run_folder import (
     stored_json,
     writable,
 )
-from treadle.cli.setting_names import settings_named
+from treadle.cli.setting_names import as_settings, settings_named
 from treadle.cli.settings import changes
-from treadle.cli.start_block import cpu_threads, print_settings
+from treadle.cli.start_block import cpu_threads, print_settings, without_epoch_lines
 from treadle.device import get_device
 from treadle.hooks import SignalHook, StepLogHook
 from treadle.hooks.bar import ProgressBarHook

@@ -19,9 +19,8 @@ from treadle.cli.astro_data import TOKENIZERS, AstroData, prepare_data
 from treadle.cli.astro_pictures import question_name
 from treadle.cli.astro_report import as_values
 from treadle.cli.astro_run import AstroRun, build_trainer
-from treadle.cli.evaluate import part_of, run_folder_of
 from treadle.cli.replay_astro import stored_config
-from treadle.cli.run_folder import stored_json
+from treadle.cli.run_folder import part_of, run_folder_of, stored_json
 from treadle.cli.start_block import cpu_threads
 from treadle.device import get_device
 from treadle.hooks.files import to_json

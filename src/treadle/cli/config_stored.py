@@ -8,7 +8,7 @@ from typing import Any
 
 from treadle.builder import build_trainer
 from treadle.checkpoint.store import load_weights
-from treadle.cli.evaluate import run_folder_of
+from treadle.cli.run_folder import run_folder_of
 from treadle.cli.run_record import recorded_config
 from treadle.errors import ConfigError
 from treadle.evaluation import for_each_batch

@@ -5,20 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from treadle.cli.launch import launched_rank, leave_for_torchrun
-from treadle.cli.setting_names import in_section
 from treadle.cli.user_errors import described
 from treadle.errors import ConfigError, TreadleError
 from treadle.hooks.bar import is_terminal
-
-_WIDEST = 10_000
 
 
 def result_console() -> Console:
@@ -36,37 +31,6 @@ def _console(*, stderr: bool) -> Console:
     # Never control characters in a file or a pipe, not even when FORCE_COLOR is set for other programs.
     terminal = None if is_terminal(stream) else False
     return Console(stderr=stderr, force_terminal=terminal, highlight=False, quiet=launched_rank() != 0)
-
-
-def print_table(table: Table, console: Console) -> None:
-    """Prints a table as wide as it is: a terminal that is narrower breaks its lines, and no cell loses its end.
-
-    Args:
-        table: the table.
-        console: where it goes.
-    """
-    console.print(_Whole(table), crop=False)
-
-
-class _Whole:
-    def __init__(self, table: Table):
-        self.table = table
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        needed = Measurement.get(console, options.update_width(_WIDEST), self.table).maximum
-        yield from console.render(self.table, options.update_width(max(needed, options.max_width)))
-
-
-@contextlib.contextmanager
-def without_epoch_lines(pack: str) -> Iterator[None]:
-    """Leaves out what the trainer of a pack says of every epoch: the bar says the same."""
-    logger = logging.getLogger(f"treadle.{pack}.epochs")
-    before = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _audible(console: Console) -> Console:
@@ -139,26 +103,3 @@ def errors_as_one_line(console: Console) -> Iterator[None]:
 
 def _message(error: Exception) -> str | None:
     return " ".join(str(error).split()) if isinstance(error, TreadleError) else described(error)
-
-
-@contextlib.contextmanager
-def as_settings(section: str, fields: Collection[str]) -> Iterator[None]:
-    """Turns what a constructor refuses into a ConfigError that names the setting.
-
-    Args:
-        section: where the settings of the constructor stand.
-        fields: their names in it.
-
-    Raises:
-        ConfigError: the constructor raised ValueError.
-
-    Example:
-        >>> with as_settings("model", ["width"]):
-        ...     raise ValueError("width=0 must be 1 or more")
-        Traceback (most recent call last):
-        treadle.errors.ConfigError: model.width=0 must be 1 or more
-    """
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(in_section(str(error), section, fields)) from error

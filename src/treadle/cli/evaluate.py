@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from treadle.cli.console import errors_as_one_line, log_to, message_console, print_table, result_console
+from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
 from treadle.cli.pack_options import AsJson, BatchSize, Device
-from treadle.errors import ConfigError, nearest
+from treadle.cli.run_folder import SPLITS, known_split, run_folder_of
+from treadle.cli.tables import print_table
+from treadle.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +33,6 @@ _OF_FACES = {
 """Face of a checkpoint -> who evaluates its runs, a module of this package and a function."""
 
 _BEST = ("checkpoints/best.pt", "best.pt", "best_model.pt", "checkpoints/last.pt", "checkpoints/checkpoint_latest.pt")
-_SPLITS = ("train", "val", "test")
 _SPLITS_OF_TEXT = ("train", "val", "lora_train", "lora_val")
 _LOADS_IN_PROCESSES = ("graphs", "astro")
 _REPORTS = {"equal_to_test_results": "test_results.json", "equal_to_metrics": "metrics.json"}
@@ -155,18 +156,12 @@ def chosen_split(split: str | None, face: str, path: Path) -> str:
         ('test', 'lora_val')
     """
     if face != "text":
-        return _known("test" if split is None else split, _SPLITS)
+        return known_split("test" if split is None else split, SPLITS)
     from treadle.cli.text_folder import home_of
 
     run = run_folder_of(path)
     kept_out = "val" if home_of(run) == run else "lora_val"
-    return _known(kept_out if split is None else split, _SPLITS_OF_TEXT)
-
-
-def _known(split: str, known: Collection[str]) -> str:
-    if split not in known:
-        raise ConfigError(f"split={split!r}: {nearest(split, known)}")
-    return split
+    return known_split(kept_out if split is None else split, _SPLITS_OF_TEXT)
 
 
 def check_sizes(batch_size: int | None, num_workers: int = 0) -> None:
@@ -201,25 +196,6 @@ def checkpoint_of(run: Path) -> tuple[Path, Mapping[str, Any], str]:
     face = str(described.get("face") if isinstance(described, Mapping) else None)
     # The runs of the text pack are made by the trainer of that face.
     return path, tree, "text" if face == "functional" and is_text_run(run_folder_of(path)) else face
-
-
-def run_folder_of(path: Path) -> Path:
-    """Returns the folder of the run that a checkpoint is of.
-
-    Example:
-        >>> run_folder_of(Path("runs/a/checkpoints/best.pt")).name, run_folder_of(Path("runs/a/best.pt")).name
-        ('a', 'a')
-    """
-    return path.parent.parent if path.parent.name == "checkpoints" else path.parent
-
-
-def part_of(data: Any, split: str) -> Any:
-    """Returns one part of a pack's data.
-
-    Raises:
-        ConfigError: there is no such split.
-    """
-    return getattr(data, _known(split, _SPLITS))
 
 
 def _print(found: Mapping[str, Any], target: Path, console: Console) -> None:

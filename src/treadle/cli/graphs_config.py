@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from treadle.cli.console import as_settings
 from treadle.cli.overrides import from_mapping, refuse_unknown_setting
+from treadle.cli.setting_names import as_settings
 from treadle.cli.settings import at_least, check_seeds, flat
 from treadle.compiling import check_compile
 from treadle.config.sections import typed

@@ -11,10 +11,9 @@ import torch
 from rich.console import Console
 
 from treadle.checkpoint.store import load_weights
-from treadle.cli.evaluate import part_of, run_folder_of
 from treadle.cli.graphs_build import build_trainer, loader, prepare_data
 from treadle.cli.graphs_config import GraphsConfig
-from treadle.cli.run_folder import stored_json
+from treadle.cli.run_folder import part_of, run_folder_of, stored_json
 from treadle.cli.start_block import cpu_threads
 from treadle.device import get_device
 from treadle.errors import ConfigError

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from treadle.checkpoint.store import write_text
-from treadle.cli.console import print_table
 from treadle.cli.graphs_build import loader
 from treadle.cli.graphs_config import GraphsConfig
 from treadle.cli.graphs_page import write_run_page
 from treadle.cli.ranks import ranks_line
 from treadle.cli.start_block import device_line, print_block
+from treadle.cli.tables import print_table
 from treadle.data import steps_per_epoch
 from treadle.graphs import GraphDataset, GraphTrainer, parse_pe_config
 from treadle.graphs.baselines import mean_baseline, ridge_baseline, tabulate

@@ -19,7 +19,6 @@ from rich.console import Console
 from treadle.checkpoint.lock import check_free
 from treadle.checkpoint.ranks import open_on_ranks
 from treadle.checkpoint.store import find_latest, load_weights, write_text
-from treadle.cli.console import without_epoch_lines
 from treadle.cli.graphs_build import build_trainer, loader, prepare_data, refuse_wrong, train_loader
 from treadle.cli.graphs_config import FREE, RENAMED, GraphsConfig, read_settings
 from treadle.cli.graphs_idle import refuse_idle
@@ -28,7 +27,7 @@ from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_o
 from treadle.cli.run_folder import explain_changes, finished_metrics, readable, refuse_other_run, set_aside, writable
 from treadle.cli.setting_names import settings_named
 from treadle.cli.settings import changes, flat
-from treadle.cli.start_block import cpu_threads
+from treadle.cli.start_block import cpu_threads, without_epoch_lines
 from treadle.graphs import GraphDataset, GraphTrainer
 from treadle.hooks import SignalHook, StepLogHook
 from treadle.hooks.bar import ProgressBarHook

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
-from treadle.cli.evaluate import Run, check_sizes, checkpoint_of, chosen_split, run_folder_of
+from treadle.cli.evaluate import Run, check_sizes, checkpoint_of, chosen_split
 from treadle.cli.pack_options import AsJson, BatchSize, Device
+from treadle.cli.run_folder import run_folder_of
 from treadle.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from pathlib import Path
 from rich.console import Console
 
 from treadle.checkpoint.store import find_latest
-from treadle.cli.console import result_console
 from treadle.cli.graphs_build import prepare_data
 from treadle.cli.graphs_evaluate import config_of
 from treadle.cli.graphs_run import GraphRun, build, fit
@@ -34,7 +33,7 @@ def replay_graphs(run: Path, step: int, *, device: str | None, debug: bool, mess
     witness = Witness(checkpoints, step, debug=debug)
     with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch, cpu_threads(threads):
         data = prepare_data(config, messages)
-        again = GraphRun(Path(scratch), device, resume=False, results=result_console(), messages=messages)
+        again = GraphRun(Path(scratch), device, resume=False, results=messages, messages=messages)
         with observing(Stage(witness, Path(scratch), only_mini=False)):
             trainer = build(config, again, data, get_device(device))
             run_to_step(lambda: fit(trainer, config, data), witness)

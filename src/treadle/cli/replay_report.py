@@ -14,12 +14,12 @@ from rich.text import Text
 
 from treadle.checkpoint.schema import versions
 from treadle.cli.config_target import PackRun, resolve
-from treadle.cli.console import print_table
 from treadle.cli.replay_run import Replayed, refuse_run_of_ranks, replay_config, replay_script, save_batch
 from treadle.cli.replay_spectra import replay_spectra
 from treadle.cli.replay_text import replay_text
 from treadle.cli.run_folder import stored_json
 from treadle.cli.run_record import recorded_config
+from treadle.cli.tables import print_table
 from treadle.cli.text_folder import is_text_run
 from treadle.errors import ConfigError
 from treadle.hooks.files import to_json

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from treadle.cli.settings import changes
-from treadle.errors import CheckpointError, ConfigError
+from treadle.errors import CheckpointError, ConfigError, nearest
 from treadle.hooks.files import next_free
 
+SPLITS = ("train", "val", "test")
 _log = logging.getLogger("treadle.cli")
 
 
@@ -174,3 +175,37 @@ def explain_changes(differences: Mapping[str, tuple[Any, Any]], folder: str, *, 
             sentence += ": the learning rate follows the new schedule from here on"
         sentences.append(sentence)
     return sentences
+
+
+def run_folder_of(path: Path) -> Path:
+    """Returns the folder of the run that a checkpoint is of.
+
+    Example:
+        >>> run_folder_of(Path("runs/a/checkpoints/best.pt")).name, run_folder_of(Path("runs/a/best.pt")).name
+        ('a', 'a')
+    """
+    return path.parent.parent if path.parent.name == "checkpoints" else path.parent
+
+
+def known_split(split: str, known: Collection[str]) -> str:
+    """Returns the name of a split.
+
+    Raises:
+        ConfigError: it is not among the known ones.
+
+    Example:
+        >>> known_split("val", SPLITS)
+        'val'
+    """
+    if split not in known:
+        raise ConfigError(f"split={split!r}: {nearest(split, known)}")
+    return split
+
+
+def part_of(data: Any, split: str) -> Any:
+    """Returns one part of a pack's data.
+
+    Raises:
+        ConfigError: there is no such split.
+    """
+    return getattr(data, known_split(split, SPLITS))

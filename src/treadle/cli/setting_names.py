@@ -103,3 +103,26 @@ def in_section(text: str, section: str, fields: Collection[str], *, only: str | 
     if only is not None:
         return f"{place}{only}: {text}"
     return f"{section}: {text}" if section else text
+
+
+@contextlib.contextmanager
+def as_settings(section: str, fields: Collection[str]) -> Iterator[None]:
+    """Turns what a constructor refuses into a ConfigError that names the setting.
+
+    Args:
+        section: where the settings of the constructor stand.
+        fields: their names in it.
+
+    Raises:
+        ConfigError: the constructor raised ValueError.
+
+    Example:
+        >>> with as_settings("model", ["width"]):
+        ...     raise ValueError("width=0 must be 1 or more")
+        Traceback (most recent call last):
+        treadle.errors.ConfigError: model.width=0 must be 1 or more
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(in_section(str(error), section, fields)) from error

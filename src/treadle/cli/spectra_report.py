@@ -17,9 +17,9 @@ from rich.table import Table
 from torch import nn
 
 from treadle.checkpoint.store import load_weights, write_text
-from treadle.cli.console import print_table
 from treadle.cli.spectra_config import SpectraConfig
 from treadle.cli.spectra_data import SpectraData
+from treadle.cli.tables import print_table
 from treadle.evaluation import evaluation_mode
 from treadle.hooks.history import to_json
 from treadle.spectra.clustering import CosineKMeans, elbow_ckmeans, silhouette_score_cosine

@@ -20,16 +20,15 @@ from torch import nn
 from treadle.checkpoint.lock import check_free
 from treadle.checkpoint.ranks import open_on_ranks
 from treadle.checkpoint.store import find_latest, write_text
-from treadle.cli.console import as_settings, without_epoch_lines
 from treadle.cli.overrides import apply_overrides, leaves
 from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of, ranks_line
 from treadle.cli.run_folder import finished_metrics, readable, refuse_other_run, stored_json, writable
-from treadle.cli.setting_names import settings_named
+from treadle.cli.setting_names import as_settings, settings_named
 from treadle.cli.settings import changes
 from treadle.cli.spectra_config import FLAGS, SpectraConfig, check_changes
 from treadle.cli.spectra_data import SpectraData, prepare_data
 from treadle.cli.spectra_report import evaluate_run, print_results
-from treadle.cli.start_block import cpu_threads, device_line, print_block, print_settings
+from treadle.cli.start_block import cpu_threads, device_line, print_block, print_settings, without_epoch_lines
 from treadle.data import steps_per_epoch
 from treadle.device import get_device
 from treadle.hooks import SignalHook, StepLogHook

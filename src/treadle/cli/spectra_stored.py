@@ -10,8 +10,8 @@ import numpy as np
 from torch import nn
 
 from treadle.checkpoint.store import load_weights
-from treadle.cli.evaluate import part_of, run_folder_of
 from treadle.cli.replay_spectra import stored_config
+from treadle.cli.run_folder import part_of, run_folder_of
 from treadle.cli.spectra_config import SpectraConfig
 from treadle.cli.spectra_data import SpectraData, prepare_data
 from treadle.cli.spectra_run import build_model

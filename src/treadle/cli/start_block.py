@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 
 from treadle.cli.overrides import leaves
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @contextlib.contextmanager
@@ -79,3 +82,15 @@ def print_block(lines: Mapping[str, str], console: Console) -> None:
     for name, text in lines.items():
         console.print(f"[bold]{name:<10}[/bold]", end="")
         console.print(text, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def without_epoch_lines(pack: str) -> Iterator[None]:
+    """Leaves out what the trainer of a pack says of every epoch: the bar says the same."""
+    logger = logging.getLogger(f"treadle.{pack}.epochs")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from treadle import distributed
-from treadle.cli.console import as_settings
 from treadle.cli.ranks import shared_rows
+from treadle.cli.setting_names import as_settings
 from treadle.cli.text_config import TextConfig
 from treadle.data import TensorLoader
 from treadle.errors import ConfigError

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.checkpoint.store import write_text
-from treadle.cli.console import print_table
 from treadle.cli.ranks import ranks_line
 from treadle.cli.start_block import device_line, precision_line, print_block
+from treadle.cli.tables import print_table
 from treadle.cli.text_config import TextConfig
 from treadle.cli.text_data import Part, TextData
 from treadle.cli.text_pictures import plot_losses

@@ -14,11 +14,10 @@ from rich.console import Console
 
 from treadle.checkpoint.ranks import held_by_rank_0
 from treadle.checkpoint.store import load_weights
-from treadle.cli.console import as_settings
 from treadle.cli.overrides import apply_overrides, leaves
 from treadle.cli.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of
 from treadle.cli.run_folder import finished_metrics, refuse_other_run
-from treadle.cli.setting_names import settings_named
+from treadle.cli.setting_names import as_settings, settings_named
 from treadle.cli.start_block import cpu_threads, print_settings
 from treadle.cli.text_config import TextConfig
 from treadle.cli.text_data import Part, TextData, check_same_on_ranks, prepare_data

@@ -13,9 +13,8 @@ import numpy as np
 from rich.console import Console
 
 from treadle.checkpoint.store import load_weights, scored_weights
-from treadle.cli.evaluate import run_folder_of
 from treadle.cli.replay_text import stored_text
-from treadle.cli.run_folder import stored_json
+from treadle.cli.run_folder import run_folder_of, stored_json
 from treadle.cli.text_folder import BEST, home_of
 from treadle.cli.text_report import draw_samples, score
 from treadle.cli.text_run import TextRun, build_base, build_lora

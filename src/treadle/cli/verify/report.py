@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from treadle.cli.console import print_table
+from treadle.cli.tables import print_table
 from treadle.cli.verify.compare import STEPS, Difference
 from treadle.cli.verify.jobs import Kill
 from treadle.cli.verify.recorder import PARTS
