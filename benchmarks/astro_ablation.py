@@ -30,10 +30,10 @@ from rich.console import Console
 
 from treadle import load_weights
 from treadle.astro.cross_modal import cross_predict
+from treadle.astro.run_config import AstroRunConfig
+from treadle.astro.run_data import AstroData, prepare_data
+from treadle.astro.runs import AstroRun, build_trainer, fit, read_settings
 from treadle.astro.trainer import AstroTrainer
-from treadle.cli.astro_config import AstroRunConfig
-from treadle.cli.astro_data import AstroData, prepare_data
-from treadle.cli.astro_run import AstroRun, build_trainer, fit, read_settings
 
 WAYS = {"cross-entropy": ["training.meaningful_loss.enabled=false"], "with values": []}
 TERMS = {"loss_ce": "cross-entropy, nats per token", "loss_img": "expected patches, squared error",

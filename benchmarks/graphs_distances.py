@@ -29,7 +29,7 @@ from torch_geometric.loader import DataLoader
 
 from treadle import load_weights
 from treadle.graphs import GraphTrainer, get_dataset, get_loss_fn, get_model, get_optimizer, get_scheduler, set_seed
-from treadle.spectra.figures import BLUE, INK, ORANGE, label_axes, new_figure, save_figure, style_axes
+from treadle.runs.figures import BLUE, INK, ORANGE, label_axes, new_figure, save_figure, style_axes
 
 BIASES: dict[str, dict[str, Any]] = {
     "none": {},

@@ -14,8 +14,8 @@ import torch
 from decoder import Decoder
 from torch import nn
 
-from treadle.compiling import repeated_blocks
-from treadle.gradient_exchange import _buckets
+from treadle.capture.compile import repeated_blocks
+from treadle.distributed.gradients import _buckets
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 HOST_GATHER, HOST_MAXIMUM = "gather between hosts", "maximum between hosts"

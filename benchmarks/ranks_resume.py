@@ -39,8 +39,8 @@ from scaling import MOST, build
 from torch.utils.data import DataLoader, TensorDataset
 
 from treadle import BaseHook, CheckpointingHook, Engine, RankBatchSampler, StepOutput
-from treadle.checkpoint.apart import take_apart
-from treadle.cli.launch import process_group
+from treadle.checkpoint.tensor_table import take_apart
+from treadle.runs.launch import process_group
 
 WAYS = ("ddp", "fsdp")
 ROWS, CUT, EPOCHS = 2, 3, 4  # samples of a rank's batch; steps before the stop; an epoch has six

@@ -45,8 +45,8 @@ from machine import describe, write_result
 from torch import Tensor, nn
 
 from treadle import BaseHook, Engine
+from treadle.faces.parallel import parallelize
 from treadle.hooks import CheckpointingHook
-from treadle.parallel import parallelize
 
 SAVE_STEPS = {"tiny": 6, "100m": 150, "1b": 80}  # from save to save: longer than one is written
 WAYS = ("plain ddp", "ddp", "accelerate", "plain fsdp", "fsdp")

@@ -47,7 +47,7 @@ from treadle.astro import (
     hidden_losses,
     prepare_codebooks,
 )
-from treadle.compiling import compile_model
+from treadle.capture.compile import compile_model
 
 CLIP, RATE = 1.0, 3e-4
 LOOP = "hand loop"

@@ -9,7 +9,7 @@ from typing import Any
 
 import hydra
 
-from treadle.cli.graphs_scripts import evaluate
+from treadle.cli.scripts import evaluate
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="evaluate")

@@ -10,7 +10,7 @@ from typing import Any
 
 import hydra
 
-from treadle.cli.graphs_scripts import train
+from treadle.cli.scripts import train
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="config")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import treadle.capture
-import treadle.capture_check
-import treadle.captured_step
-from treadle.bookkeeping import clear_gradients
+import treadle.capture.check
+import treadle.capture.step
+from treadle.engine.bookkeeping import clear_gradients
 
 
 class Rerun:
@@ -26,7 +26,7 @@ class Rerun:
 
     def replay(self):
         clear_gradients(self.step._engine)
-        with treadle.captured_step.aside(self.step._engine, self.step._guard):
+        with treadle.capture.step.aside(self.step._engine, self.step._guard):
             again = self.function()
         for (mine, _), (new, _) in zip(self.left._results._packed, again._results._packed, strict=True):
             mine.copy_(new)
@@ -36,19 +36,19 @@ class Rerun:
 
 
 def capture_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(treadle.captured_step, "CudaGraph", Rerun)
+    monkeypatch.setattr(treadle.capture.step, "CudaGraph", Rerun)
     monkeypatch.setattr(treadle.capture, "_why_not", lambda engine: None)
-    monkeypatch.setattr(treadle.capture_check, "_host_rng", lambda: 0)  # dropout draws there
+    monkeypatch.setattr(treadle.capture.check, "_host_rng", lambda: 0)  # dropout draws there
     Rerun.made = 0
 
 
 def refuse_on_the_device(monkeypatch):
     """Lets captured steps leave word of a refusal for later, as on CUDA; eager ones are looked at as on the CPU."""
-    made = treadle.capture.CapturedSteps.__init__
+    made = treadle.capture.steps.CapturedSteps.__init__
 
     def deferred(self, engine):
         engine.guard.deferred = not engine.max_non_finite_grad_retries and engine.guard.plan is None
         made(self, engine)
         engine.guard.deferred = False
 
-    monkeypatch.setattr(treadle.capture.CapturedSteps, "__init__", deferred)
+    monkeypatch.setattr(treadle.capture.steps.CapturedSteps, "__init__", deferred)

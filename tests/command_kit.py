@@ -13,7 +13,7 @@ import pytest
 
 from treadle.cli.main import main
 from treadle.engine import Engine
-from treadle.hooks.base import BaseHook
+from treadle.engine.hook import BaseHook
 
 
 def treadle(*arguments: object) -> int:

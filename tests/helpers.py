@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 import treadle
-from treadle.hooks.base import BaseHook
+from treadle.engine.hook import BaseHook
 from treadle.task import StepOutput
 
 _LIBRARY = Path(treadle.__file__).parent

@@ -11,9 +11,9 @@ from torch import nn
 
 import treadle
 from treadle.engine import Engine
+from treadle.faces.step import BaseTrainer
 from treadle.hooks import BaseHook, CheckpointingHook, LoggingHook
 from treadle.task import StepOutput
-from treadle.trainer import BaseTrainer
 
 
 class Small(BaseTrainer):

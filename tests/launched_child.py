@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from sharded_kit import engine, loader
 from treadle.checkpoint import sharded
-from treadle.cli.launch import process_group
 from treadle.hooks import BaseHook
+from treadle.runs.launch import process_group
 
 STEP_TIME = 0.02  # seconds, so that there are moments to meet
 STARTS, MOST_STARTS = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))

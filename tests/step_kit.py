@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from treadle.engine import Engine
-from treadle.parallel import parallelize
+from treadle.faces.parallel import parallelize
 from treadle.task import StepOutput
 
 
@@ -82,7 +82,7 @@ def whole(model):
 
 def train(kind, sizes, k=1, **rest):
     """Trains over all micro-batches, k a step; returns weights, norms and what each step said."""
-    from treadle.hooks.base import BaseHook
+    from treadle.engine.hook import BaseHook
 
     said = []
 

@@ -15,9 +15,8 @@ from treadle.requirements import refuse_old_torch as _refuse_old_torch
 
 _refuse_old_torch(str(_torch_version))
 
-from treadle.best import BestRule, EarlyStopping
+from treadle.capture.compile import compile_model
 from treadle.checkpoint import load_weights, verify_checkpoint
-from treadle.compiling import compile_model
 from treadle.data import (
     MappedLoader,
     RankBatchSampler,
@@ -29,7 +28,7 @@ from treadle.data import (
 )
 from treadle.device import get_device
 from treadle.engine import Engine
-from treadle.epochs import EpochTrainer
+from treadle.engine.best import BestRule, EarlyStopping
 from treadle.errors import (
     CheckpointError,
     ConfigError,
@@ -40,6 +39,9 @@ from treadle.errors import (
     TreadleError,
 )
 from treadle.exchange import ForeignCheckpoint, load_foreign, read_foreign
+from treadle.faces.epochs import EpochTrainer
+from treadle.faces.parallel import ParallelConfig, parallelize
+from treadle.faces.step import BaseTrainer
 from treadle.functional import Trainer
 from treadle.hooks import (
     BaseHook,
@@ -65,13 +67,11 @@ from treadle.hooks import (
     TrackioHook,
     WandbHook,
 )
+from treadle.hooks.trackers import with_trackers
 from treadle.means import Total, Weighted
 from treadle.nested import flatten_nested_dict, key_average, map_nested_tensor
-from treadle.parallel import ParallelConfig, parallelize
 from treadle.seed import ReproducibilityContext, set_seed
 from treadle.task import StepOutput, Task
-from treadle.trackers import with_trackers
-from treadle.trainer import BaseTrainer
 
 __all__ = [
     "BaseHook",

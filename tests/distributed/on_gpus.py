@@ -13,8 +13,8 @@ from torch import nn
 
 from treadle import CheckpointingHook, Engine, StepOutput
 from treadle.distributed import is_dtensor
+from treadle.faces.parallel import parallelize
 from treadle.hooks import BaseHook, EmaHook
-from treadle.parallel import parallelize
 
 STEPS, ROWS = 12, 8
 

@@ -13,7 +13,7 @@ from ranks import run_on_ranks
 from step_kit import differing, net, train
 from treadle import compile_model
 from treadle.distributed import unwrap
-from treadle.hooks.base import BaseHook
+from treadle.engine.hook import BaseHook
 
 pytestmark = pytest.mark.slow
 SIZES = [(3, 3), (4, 2), (1, 5), (2, 2)]

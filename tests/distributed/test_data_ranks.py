@@ -20,11 +20,11 @@ from helpers import Snapshots, differences, small_model, through_a_file
 from ranks import run_on_ranks
 from treadle.data import Cursor, RankBatchSampler, TensorLoader, rank_and_worker, shard_iterable
 from treadle.engine import Engine
-from treadle.epochs import EpochTrainer
+from treadle.engine.hook import BaseHook
+from treadle.engine.signals import ExitPlan
 from treadle.errors import ConfigError
-from treadle.hooks.base import BaseHook
+from treadle.faces.epochs import EpochTrainer
 from treadle.seed import set_seed
-from treadle.signals import ExitPlan
 from treadle.task import StepOutput
 
 

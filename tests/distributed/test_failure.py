@@ -19,8 +19,8 @@ from ranks import outcomes_on_ranks, torchrun
 from treadle import BaseTrainer
 from treadle.checkpoint import writer
 from treadle.checkpoint.writer import CheckpointWriter
+from treadle.engine.failure import lost_rank
 from treadle.errors import RankLostError
-from treadle.failure import lost_rank
 
 
 class Data:

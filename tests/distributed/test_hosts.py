@@ -13,8 +13,8 @@ import torch.distributed as dist
 from ranks import outcomes_on_ranks, run_on_ranks
 from step_kit import Counting
 from treadle import distributed
-from treadle.failure import lost_rank
-from treadle.whereabouts import whereabouts
+from treadle.engine.failure import lost_rank
+from treadle.hooks.thread_activity import thread_activity
 
 LARGE = 2**60 + 1
 
@@ -81,9 +81,9 @@ def test_who_waits_in_a_round_for_another_rank_is_not_stuck(monkeypatch):
     thread = threading.Thread(target=distributed.tell_ranks, args=([1.0],))
     thread.start()
     deadline = time.monotonic() + 60
-    while not whereabouts(thread.ident).waits and time.monotonic() < deadline:
+    while not thread_activity(thread.ident).waits and time.monotonic() < deadline:
         time.sleep(0.01)
-    waits = whereabouts(thread.ident).waits
+    waits = thread_activity(thread.ident).waits
     go_on.set()
     thread.join()
     assert waits

@@ -16,19 +16,17 @@ import graph_data_kit  # noqa: F401  (lets the warnings of torch_geometric's imp
 from command_kit import Killed, Stop, interrupt, kill, read, treadle
 from ranks import run_on_ranks, torchrun
 from treadle import distributed, load_weights
-from treadle.cli import (
-    astro_report,
-    astro_run,
-    graphs_report,
-    graphs_run,
-    spectra_report,
-    spectra_run,
-    text_report,
-    text_run,
-)
-from treadle.cli.replay_run import refuse_run_of_ranks
+from treadle.astro import report as astro_report
+from treadle.astro import runs as astro_run
+from treadle.engine.observers import observing
 from treadle.errors import ConfigError, TreadleError
-from treadle.observers import observing
+from treadle.graphs import report as graphs_report
+from treadle.graphs import runs as graphs_run
+from treadle.runs.replay import refuse_run_of_ranks
+from treadle.spectra import report as spectra_report
+from treadle.spectra import runs as spectra_run
+from treadle.text import report as text_report
+from treadle.text import runs as text_run
 
 SPECTRA = [
     "epochs=2", "data.max_rows=120", "model.d_model=8", "model.nhead=2", "model.num_layers=1",

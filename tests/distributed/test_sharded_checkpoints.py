@@ -17,9 +17,9 @@ from ranks import run_on_ranks
 from sharded_kit import Cut, differing, engine, loader, run, tensors_of
 from treadle import distributed
 from treadle.checkpoint import load_checkpoint, load_weights, verify_checkpoint
-from treadle.checkpoint.apart import take_apart
+from treadle.checkpoint.tensor_table import take_apart
+from treadle.engine.state_options import StateOptions
 from treadle.errors import CheckpointError
-from treadle.state_options import StateOptions
 
 STEPS = 3
 LOADS = [("fsdp", "alone"), ("fsdp", "ddp"), ("ddp", "parts"), ("ddp", "file"), ("fsdp", "file"), ("fsdp", "parts")]

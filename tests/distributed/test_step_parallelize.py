@@ -12,9 +12,9 @@ from ranks import run_on_ranks
 from step_kit import differing, engine_of, net, share, train, whole
 from treadle import ConfigError, EmaHook, ParallelConfig, parallelize
 from treadle.distributed import is_sharded, sharded_parts
-from treadle.ema import Ema
-from treadle.parallel import as_parallel
-from treadle.startup import start_block
+from treadle.engine.start_log import start_block
+from treadle.faces.parallel import as_parallel
+from treadle.optim.ema import Ema
 
 SIZES = [(3, 3), (4, 2), (1, 5), (2, 2)]
 

@@ -15,11 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from helpers import Scalar, Slopes
 from ranks import outcomes_on_ranks, run_on_ranks
 from step_kit import Counting, Rows, differing, engine_of, share, train, whole
-from treadle import CheckpointingHook, gradient_exchange
+from treadle import CheckpointingHook
+from treadle.distributed import gradients as gradient_exchange
+from treadle.distributed.gradients import ReplicaExchange
 from treadle.engine import Engine
+from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
-from treadle.gradient_exchange import ReplicaExchange
-from treadle.hooks.base import BaseHook
 from treadle.task import StepOutput
 
 SIZES = [(3, 3), (4, 2), (1, 5)]

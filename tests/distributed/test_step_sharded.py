@@ -13,8 +13,8 @@ from ranks import outcomes_on_ranks, run_on_ranks
 from step_kit import Counting, Rows, differing, engine_of, net, share, train, whole
 from treadle import EmaHook, NonFiniteError
 from treadle.distributed import is_dtensor, is_sharded
+from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
-from treadle.hooks.base import BaseHook
 from treadle.hooks.nonfinite import NonFiniteHook
 
 # Rows of each rank for one micro-batch after the other; a rank with none of them has no loss.
@@ -181,8 +181,8 @@ def plain_weights_beside_sharded_ones():
     """The norm of both kinds together, when only a part of the model is sharded."""
     from torch.distributed.fsdp import fully_shard
 
-    from treadle.gradient_exchange import gradient_exchange
-    from treadle.gradients import clip_, divide_, total_norm
+    from treadle.distributed.gradients import gradient_exchange
+    from treadle.optim.gradients import clip_, divide_, total_norm
 
     model = net()
     fully_shard(model.blocks[0])

@@ -17,8 +17,8 @@ from ranks import run_on_ranks
 from treadle import BaseTrainer, StuckRankHook, distributed
 from treadle.errors import ConfigError
 from treadle.hooks import BaseHook, watchdog
+from treadle.hooks.thread_activity import thread_activity
 from treadle.hooks.watchdog import Note, who_is_stuck
-from treadle.whereabouts import whereabouts
 
 TIMEOUT, INTERVAL, PATIENCE = 0.8, 0.1, 120.0  # seconds
 
@@ -206,4 +206,4 @@ def test_values_outside_their_range_are_refused(settings):
 
 
 def test_a_thread_in_no_part_of_the_library_says_nothing():
-    assert whereabouts(-1).doing == ""
+    assert thread_activity(-1).doing == ""

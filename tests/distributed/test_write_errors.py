@@ -15,14 +15,14 @@ from treadle.astro.files import AstroFolder
 from treadle.astro.vocab import VocabSpec
 from treadle.checkpoint.rank_writer import RankWriter
 from treadle.checkpoint.store import save_checkpoint
+from treadle.engine.hook import BaseHook
+from treadle.engine.stopping import Target
 from treadle.errors import CheckpointError
 from treadle.functional.files import HistoryFile
 from treadle.functional.folder import NumberedFolder
 from treadle.graphs.trainer import BestAndLast
 from treadle.hooks import checkpointing
 from treadle.hooks.background import BackgroundErrorHook
-from treadle.hooks.base import BaseHook
-from treadle.target import Target
 
 STEPS = 6
 

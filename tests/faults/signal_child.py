@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 import treadle
 from treadle import BaseHook, CheckpointingHook, Engine, EpochTrainer, StepOutput
 from treadle.checkpoint import store
-from treadle.signals import SignalListener
+from treadle.engine.signals import SignalListener
 
 slow_at = "nowhere"
 

@@ -28,7 +28,7 @@ from treadle.checkpoint.store import (
     write_text,
 )
 from treadle.errors import CheckpointError
-from treadle.run_folder import write_best_and_last
+from treadle.faces.folder import write_best_and_last
 
 PATTERN = r"checkpoint_step_(\d+)\.pt"
 

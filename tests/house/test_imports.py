@@ -1,10 +1,14 @@
-"""Who may import whom. The numbers are those of the design: a module imports from its own level or a lower one."""
+"""Who may import whom: the floors of the table in CONTRIBUTING.md, read from there.
+
+A room is a top-level module or a folder of `src/treadle`. It imports from its own floor or a lower one, also for types.
+"""
 
 from __future__ import annotations
 
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -14,33 +18,15 @@ import pytest
 
 from helpers import OPTIONAL_PACKAGES
 
-ROOT = Path(__file__).parents[2] / "src"
+REPOSITORY = Path(__file__).parents[2]
+ROOT = REPOSITORY / "src"
 PACKS = ("spectra", "graphs", "astro", "text")
 
-# A module is found under its own name or that of the nearest package above it.
-LEVELS = {
-    # Values and errors: the standard library, torch and numpy. The means are here since they are sums of nested values.
-    # Copies on the host and sizes of graphs are noted at tensors, and read by tasks and models.
-    0: ["errors", "nested", "means", "seed", "requirements", "host_copies", "graph_sizes"],
-    # One concern each, on level 0. A task says what a step gives, the weights how steps are shared; neither knows a
-    # loop. The best rule and the schedules are pure numbers, a signal listener pure handlers.
-    1: ["distributed", "device", "precision", "schedules", "signals", "best", "naming", "optim", "ema", "data", "task",
-        "weights", "failure", "whereabouts", "guard", "gradients", "gradient_exchange", "parallel",
-        "frozen", "fitting", "state_options", "predictions", "shards", "packing", "cuda_graph", "compiling"],
-    # What goes round a run and into files. session, state, target and evaluation know the engine by its type only, so
-    # the engine can be read without them and they without the engine. Configuration and data sets stand alone.
-    2: ["checkpoint", "hooks.base", "session", "state", "changed", "rank_state", "target", "evaluation", "startup",
-        "observers", "flight", "out_of_memory", "config", "builder", "datasets", "pretrained", "exchange"],
-    # The loop, its step, and the functions that were cut out of it for length.
-    3: ["engine", "events", "bookkeeping", "epoch_end", "capture", "captured_step", "capture_check"],
-    # Hooks see the engine as an argument and never import it.
-    4: ["hooks"],
-    5: ["trainer", "epochs", "selection", "run_folder", "trackers"],
-    6: ["functional", *PACKS],
-    7: ["cli", "__main__"],
-}  # fmt: skip
+# Imports that point up: (importing module, imported module). Captured steps replay those of the engine, which loads
+# them where they are asked for.
+EXCEPTIONS = {("engine.loop", "capture.steps")}
 # A hook may build on these, which are no hooks themselves.
-SHARED_BY_HOOKS = {"base", "reporting", "tracking", "values", "files"}
+SHARED_BY_HOOKS = {"base", "flight", "thread_activity", "reporting", "tracking", "values", "files"}
 # The parts of a pack that must be usable without any trainer: torch, numpy and their own pack, of the core the errors,
 # and what a loader noted at a tensor.
 STANDALONE = {
@@ -62,6 +48,16 @@ def modules():
     return found
 
 
+def floors():
+    """The floor of every room, from the table in CONTRIBUTING.md."""
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \|([^|]+)\|", text, flags=re.MULTILINE)
+    return {room.removesuffix("/"): int(floor) for floor, names in rows for room in re.findall(r"`(\w+/?)`", names)}
+
+
+FLOORS = floors()
+
+
 def for_types_only(tree):
     return {
         id(inner)
@@ -72,10 +68,10 @@ def for_types_only(tree):
 
 
 @cache
-def imports_of(name):
-    """The modules below `treadle` that a module imports when it runs, also inside functions."""
+def imports_of(name, *, types=False):
+    """The modules below `treadle` that a module imports when it runs, also inside functions; with types, all."""
     tree, is_package = modules()[name]
-    skipped, found = for_types_only(tree), set()
+    skipped, found = set() if types else for_types_only(tree), set()
     for node in ast.walk(tree):
         if id(node) in skipped:
             continue
@@ -101,24 +97,25 @@ def top(dotted):
     return dotted.split(".")[0]
 
 
-def level_of(name):
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        for level, names in LEVELS.items():
-            if ".".join(parts[:end]) in names:
-                return level
-    return None
-
-
 NAMES = [name for name in modules() if name]
 
 
+def test_the_table_names_every_room_and_no_other():
+    assert set(FLOORS) == {top(name) for name in NAMES}
+
+
+def test_few_modules_stand_at_the_top():
+    assert len(list((ROOT / "treadle").glob("*.py"))) <= 10
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_every_module_has_a_level_and_imports_from_no_higher_one(name):
-    own = level_of(name)
-    assert own is not None, f"give {name} a level in LEVELS, with the reason"
-    higher = {other for other in imports_of(name) if other and (level_of(other) or 0) > own}
-    assert not higher
+def test_no_import_points_up(name):
+    up = {other for other in imports_of(name, types=True) if other and FLOORS[top(other)] > FLOORS[top(name)]}
+    assert {(name, other) for other in up} <= EXCEPTIONS
+
+
+def test_every_exception_is_one():
+    assert {(name, other) for name, other in EXCEPTIONS if other in imports_of(name, types=True)} == EXCEPTIONS
 
 
 def test_no_module_imports_the_root_of_the_library():
@@ -159,14 +156,14 @@ def test_nothing_imports_the_command_line():
 
 def test_no_hook_imports_another():
     for name in NAMES:
-        if name.startswith("hooks."):
+        if name.startswith("hooks.") and name != "hooks.trackers":  # makes hooks from their names
             others = {other.split(".")[1] for other in imports_of(name) if other.startswith("hooks.")}
             assert others <= SHARED_BY_HOOKS, name
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if top(n) in PACKS and len(set(n.split(".")) & STANDALONE) > 0])
 def test_models_losses_and_the_like_need_nothing_of_the_core(name):
-    assert {other for other in imports_of(name) if top(other) != top(name)} <= {"errors", "graph_sizes"}
+    assert {other for other in imports_of(name) if top(other) != top(name)} <= {"errors", "data.graph_sizes"}
 
 
 SCRIPT = """

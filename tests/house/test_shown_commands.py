@@ -20,8 +20,8 @@ import typer
 from torch.utils.data import DataLoader, TensorDataset
 
 from treadle.cli.app import app
-from treadle.cli.config_target import PACKS, checked_target, read_target
 from treadle.errors import ConfigError
+from treadle.runs.target import PACKS, checked_target, read_target
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.best import BestRule, EarlyStopping, resolve_mode
+from treadle.engine.best import BestRule, EarlyStopping, resolve_mode
 from treadle.errors import ConfigError
 
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-import treadle.cuda_graph
+import treadle.capture.graph
 from capture_kit import Rerun, capture_on_the_cpu, refuse_on_the_device
 from helpers import differences
 from treadle import BaseTrainer, ConfigError, Engine, NonFiniteError, StepOutput, TensorLoader
-from treadle.capture_check import unordered_kernels
-from treadle.captured_step import CapturedStep
-from treadle.cuda_graph import CudaGraph, FixedBatch, Results, shape_of
+from treadle.capture.check import unordered_kernels
+from treadle.capture.graph import CudaGraph, FixedBatch, Results, shape_of
+from treadle.capture.step import CapturedStep
 from treadle.data.tensors import RowGather
-from treadle.ema import Ema
 from treadle.hooks import BaseHook, EmaHook
-from treadle.weights import GivenWeights
+from treadle.optim.ema import Ema
+from treadle.optim.loss_weights import GivenWeights
 
 
 @pytest.fixture(params=["read", "told later"])
@@ -399,8 +399,8 @@ def test_a_recording_that_fails_gives_the_stream_back_and_its_own_reason(monkeyp
     }  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(treadle.cuda_graph, "_end_broken_recording", lambda stream: ended.append(now[0]))
-    monkeypatch.setattr(treadle.cuda_graph, "keep_garbage_from_forks", lambda: None)
+    monkeypatch.setattr(treadle.capture.graph, "_end_broken_recording", lambda stream: ended.append(now[0]))
+    monkeypatch.setattr(treadle.capture.graph, "keep_garbage_from_forks", lambda: None)
     calls = []
 
     def function():
@@ -410,7 +410,7 @@ def test_a_recording_that_fails_gives_the_stream_back_and_its_own_reason(monkeyp
 
     with pytest.raises(RuntimeError, match="it reads the device"):
         CudaGraph().record(function, prepare=lambda: None)
-    treadle.cuda_graph._recording_stream.cache_clear()
+    treadle.capture.graph._recording_stream.cache_clear()
     assert len(calls) == 4
     assert calls[3] is not usual
     assert now == [usual]

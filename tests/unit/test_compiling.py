@@ -6,14 +6,14 @@ import logging
 
 import pytest
 import torch
+import treadle.compiling
 from torch import nn
 
 import treadle.capture
-import treadle.compiling
 from treadle import BaseTrainer, EmaHook, Engine, StepOutput, Trainer, compile_model
-from treadle.cli.settings import changes
-from treadle.compiling import check_compile, is_compiled, makes_cuda_graphs, repeated_blocks, uncompiled
+from treadle.capture.compile import check_compile, is_compiled, makes_cuda_graphs, repeated_blocks, uncompiled
 from treadle.errors import ConfigError
+from treadle.runs.settings import changes
 
 # Of torch itself: inductor's imports call torch.jit.script_method, and dynamo looks at a block's input as at a leaf.
 pytestmark = [

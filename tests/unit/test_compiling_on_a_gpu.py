@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from treadle import Engine, StepOutput, TensorLoader, compile_model
-from treadle.compiling import is_compiled
+from treadle.capture.compile import is_compiled
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from treadle import load_weights, verify_checkpoint
-from treadle.checkpoint.inspect import inspect_path
+from treadle.checkpoint.safe.inspect import inspect_path
 from treadle.checkpoint.store import find_latest, load_checkpoint, save_checkpoint
 from treadle.errors import CheckpointError
 

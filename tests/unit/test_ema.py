@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from helpers import differences, through_a_file
-from treadle import ema as ema_module
 from treadle.checkpoint.schema import to_plain
-from treadle.ema import Ema
 from treadle.errors import CheckpointError, ConfigError
+from treadle.optim import ema as ema_module
+from treadle.optim.ema import Ema
 
 
 class Compiled(nn.Module):

@@ -12,9 +12,9 @@ from torch import nn
 from helpers import Scalar, Slopes, scalar_engine
 from treadle import BestRule, CheckpointingHook, EpochTrainer, StepOutput
 from treadle.engine import Engine
+from treadle.engine import hook as hooks_base
 from treadle.errors import ConfigError, DataExhaustedError
 from treadle.hooks import EVENTS, BaseHook, EmaHook, LoggingHook, NonFiniteHook, SignalHook
-from treadle.hooks import base as hooks_base
 
 
 class Recorder(BaseHook):

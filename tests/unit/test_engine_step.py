@@ -24,9 +24,9 @@ from helpers import Augmented, MeanSquare, Scalar, Slopes, differences, scalar_e
 from treadle import EpochTrainer, StepOutput, Total, Weighted
 from treadle.engine import Engine
 from treadle.errors import ConfigError, NonFiniteError
-from treadle.gradients import total_norm
 from treadle.hooks import BaseHook, CudaMaxMemoryHook, EmaHook, HistoryHook, LoggingHook, NonFiniteHook
-from treadle.optim import check_scheduler
+from treadle.optim.gradients import total_norm
+from treadle.optim.optimizer import check_scheduler
 from treadle.seed import set_seed
 
 INF, NAN = math.inf, math.nan
@@ -329,7 +329,7 @@ class LooksLikeThose(CudaMaxMemoryHook):
 ])  # fmt: skip
 def test_gradients_are_measured_again_only_where_a_hook_may_have_changed_them(hooks, times, monkeypatch):
     calls = []
-    for place in ("treadle.engine", "treadle.bookkeeping"):
+    for place in ("treadle.engine", "treadle.engine.bookkeeping"):
         monkeypatch.setattr(f"{place}.total_norm", lambda grads: (calls.append(1), total_norm(grads))[1])
     scalar_engine(hooks=hooks).run([1.0], max_steps=1)
     assert len(calls) == times

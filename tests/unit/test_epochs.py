@@ -36,7 +36,7 @@ def test_a_loader_without_batches_is_refused_unless_another_rank_had_some(monkey
     trainer = trainer_of()
     with pytest.raises(ConfigError, match="val_loader: it gave no batch"):
         trainer.evaluate([])
-    monkeypatch.setattr("treadle.evaluation.distributed.agree", lambda count: count + 1)
+    monkeypatch.setattr("treadle.engine.evaluation.distributed.agree", lambda count: count + 1)
     assert math.isnan(trainer.evaluate([])["loss"])
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from treadle import load_weights, verify_checkpoint
-from treadle.checkpoint.inspect import inspect_path
+from treadle.checkpoint.safe.inspect import inspect_path
 from treadle.checkpoint.schema import FORMAT_VERSION, KEYS, versions
 from treadle.checkpoint.store import load_checkpoint
 

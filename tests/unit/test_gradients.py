@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from treadle import gradients
-from treadle.gradients import clip_, total_norm
+from treadle.optim import gradients
+from treadle.optim.gradients import clip_, total_norm
 
 KINDS = {
     "float32": [torch.float32] * 3,

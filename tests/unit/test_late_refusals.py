@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-import treadle.session
+import treadle.engine.session
 from helpers import differences
 from treadle import Engine, NonFiniteError, StepOutput, TensorLoader
-from treadle.guard import LateFlags, Place
 from treadle.hooks import BaseHook, EmaHook, LoggingHook
+from treadle.optim.nonfinite import LateFlags, Place
 
 
 @pytest.fixture(autouse=True)
 def skipping_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(treadle.session, "skips_on_device", lambda optimizer, device: True)
+    monkeypatch.setattr(treadle.engine.session, "skips_on_device", lambda optimizer, device: True)
 
 
 class Fit:
@@ -101,7 +101,7 @@ def test_it_is_known_before_anything_is_reported(caplog):
 def test_a_run_without_such_steps_has_the_bits_of_one_that_looks_at_each(monkeypatch):
     engine = engine_of(hooks=[EmaHook(0.9)])
     engine.run(loader_of(), max_steps=100)
-    monkeypatch.setattr(treadle.session, "skips_on_device", lambda optimizer, device: False)
+    monkeypatch.setattr(treadle.engine.session, "skips_on_device", lambda optimizer, device: False)
     looks = engine_of(hooks=[EmaHook(0.9)])
     looks.run(loader_of(), max_steps=100)
     assert engine.guard.deferred

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import treadle
 from helpers import no_waits_for_meta
-from treadle.guard import FiniteGuard, Verdict
 from treadle.hooks import BaseHook
+from treadle.optim.nonfinite import FiniteGuard, Verdict
 
 FAR = torch.device("meta")
 

@@ -9,7 +9,7 @@ from torch import nn
 from helpers import differences, through_a_file
 from treadle.checkpoint.schema import to_plain
 from treadle.errors import CheckpointError
-from treadle.optim import (
+from treadle.optim.optimizer import (
     clean_name,
     load_optimizer_state,
     move_optimizer_state,

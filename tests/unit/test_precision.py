@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from treadle.errors import ConfigError
-from treadle.precision import Precision, tf32
+from treadle.optim.precision import Precision, tf32
 
 CPU = torch.device("cpu")
 

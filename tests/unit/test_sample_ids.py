@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from helpers import Augmented
 from treadle.data import TensorLoader
 from treadle.data.cursor import Cursor
-from treadle.flight import ids_as_plain
+from treadle.hooks.flight import ids_as_plain
 
 
 class Ids(Augmented):

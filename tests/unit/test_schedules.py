@@ -7,9 +7,9 @@ import logging
 from pathlib import Path
 
 import pytest
-
 import treadle.schedules
-from treadle.schedules import check_warmup, warmup_cosine_factor
+
+from treadle.optim.schedules import check_warmup, warmup_cosine_factor
 
 C1 = [
     *(0.2, 0.4, 0.6, 0.8, 1, 1, 0.990166, 0.961095, 0.914058, 0.851109, 0.775, 0.689058, 0.597038, 0.502962),
@@ -66,7 +66,7 @@ def test_bad_numbers_are_named(warmup: int, total: int, scale: float, match: str
 
 
 def test_schedules_need_the_standard_library_only() -> None:
-    tree = ast.parse(Path(treadle.schedules.__file__).read_text(encoding="utf-8"))
+    tree = ast.parse(Path(treadle.optim.schedules.__file__).read_text(encoding="utf-8"))
     names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     assert "torch" not in names
     assert "numpy" not in names

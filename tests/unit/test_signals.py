@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 
 from processes import python
+from treadle.engine.signals import ExitPlan, SignalListener, exit_plan
 from treadle.errors import ConfigError
-from treadle.signals import ExitPlan, SignalListener, exit_plan
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 

@@ -20,13 +20,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from helpers import Augmented, MeanSquare, Snapshots, differences, small_model, through_a_file
 from treadle.data import Cursor, MappedLoader, RankBatchSampler, TensorLoader, TransferLoader, open_source
+from treadle.data.graph_sizes import count_sizes
+from treadle.data.host_copies import host_of, note_host_copies, tensors_by_name
 from treadle.data.transfer import GpuCopies, InOrder
 from treadle.engine import Engine
 from treadle.errors import ConfigError
-from treadle.flight import ids_as_plain
 from treadle.functional.losses import loss_weight
-from treadle.graph_sizes import count_sizes
-from treadle.host_copies import host_of, note_host_copies, tensors_by_name
+from treadle.hooks.flight import ids_as_plain
 from treadle.seed import set_seed
 
 # torchdata's StatefulDataLoader calls torch.set_vital, which torch 2.13 calls deprecated.

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from treadle.errors import ConfigError
-from treadle.gradients import divide_
+from treadle.optim.gradients import divide_
+from treadle.optim.loss_weights import GivenWeights, GroupWeights
 from treadle.task import StepOutput
-from treadle.weights import GivenWeights, GroupWeights
 
 CPU = torch.device("cpu")
 

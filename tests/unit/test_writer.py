@@ -456,7 +456,7 @@ def test_the_spectra_trainer_writes_the_same_files_in_the_background(tmp_path, s
 
 
 def test_the_spectra_trainer_raises_at_the_next_step_and_repeats_the_epoch(tmp_path, monkeypatch):
-    from treadle import run_folder
+    from treadle.faces import folder as run_folder
 
     kit.make(tmp_path / "straight").fit(3)
     original = run_folder.save_checkpoint

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from treadle.astro.sequences import collate_sequences, move_scalars_last
 from treadle.astro.vocab import NUM_SPECIAL, VocabSpec
+from treadle.engine.evaluation import evaluation_mode
 from treadle.errors import ConfigError
-from treadle.evaluation import evaluation_mode
 
 Sequences = Sequence[Mapping[str, Any]]
 

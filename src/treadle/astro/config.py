@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from treadle import config as config_files
 from treadle.astro.loss_inputs import LossConfig
 from treadle.astro.vocab import FIRST_SPECTRUM_TYPE, SPECTRUM_GROUPS
-from treadle.compiling import check_compile
+from treadle.capture.compile import check_compile
 from treadle.config.sections import from_nested
 from treadle.errors import ConfigError
-from treadle.parallel import as_parallel
+from treadle.faces.parallel import as_parallel
 
 DEFAULTS = "defaults.yaml"
 """The packaged file with every setting and what it means; a test holds it equal to the defaults below."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from treadle.astro.sequences import collate_sequences
 from treadle.astro.vocab import VocabSpec
+from treadle.engine.evaluation import evaluation_mode
 from treadle.errors import ConfigError
-from treadle.evaluation import evaluation_mode
 
 
 def draw_spectra(

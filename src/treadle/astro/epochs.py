@@ -7,8 +7,8 @@ from typing import Any
 
 from treadle.astro.step_records import numbers_of
 from treadle.engine import Engine
+from treadle.faces.selection import SelectingEpochs
 from treadle.means import RunningMeans
-from treadle.selection import SelectingEpochs
 from treadle.task import add_output
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from treadle.astro.vocab import VocabSpec
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.store import copy_checkpoint, save_checkpoint
+from treadle.engine.hook import BaseHook
 from treadle.errors import CheckpointError
-from treadle.hooks.base import BaseHook
-from treadle.run_folder import RunFolder, write_best_and_last
+from treadle.faces.folder import RunFolder, write_best_and_last
 
 if TYPE_CHECKING:
     from treadle.engine import Engine

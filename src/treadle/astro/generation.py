@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from treadle.astro.grammar import SequenceGrammar
+from treadle.engine.evaluation import evaluation_mode
 from treadle.errors import ConfigError
-from treadle.evaluation import evaluation_mode
 
 if TYPE_CHECKING:
     from treadle.astro.model import CausalTransformerLM

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from treadle.astro.schedule import cosine_schedule_with_warmup
-from treadle.schedules import check_warmup
+from treadle.optim.schedules import check_warmup
 
 _log = logging.getLogger("treadle.astro")
 

@@ -16,8 +16,8 @@ from treadle.astro.vocab import VocabSpec
 from treadle.data.cursor import steps_per_epoch
 from treadle.distributed import unwrap
 from treadle.errors import ConfigError
-from treadle.optim import can_be_fused, decay_groups
-from treadle.precision import PrecisionName
+from treadle.optim.optimizer import can_be_fused, decay_groups
+from treadle.optim.precision import PrecisionName
 
 
 def training_settings(config: Any) -> TrainingConfig:

@@ -18,12 +18,12 @@ from treadle.astro.losses import Stats, check_shapes, loss_of_logits
 from treadle.astro.sampling import LossPositions, choose_positions, flat_ids
 from treadle.astro.step_records import records_of, records_of_stats
 from treadle.astro.vocab import VocabSpec
+from treadle.data.host_copies import host_of
 from treadle.device import moved
 from treadle.distributed import replicated, unwrap
 from treadle.errors import ConfigError
-from treadle.host_copies import host_of
+from treadle.optim.loss_weights import as_count
 from treadle.task import StepOutput
-from treadle.weights import as_count
 
 ComputeLoss = Callable[[Tensor, Tensor], tuple[Tensor, Mapping[str, Any]]]
 _PARTS = ("tokens", "types", "attn_mask")

@@ -31,25 +31,25 @@ from treadle.astro.settings import (
 )
 from treadle.astro.task import AstroTask
 from treadle.astro.vocab import VocabSpec
-from treadle.best import BestRule
+from treadle.capture.compile import Compile, check_compile
+from treadle.capture.compile import compile_model as compile_in_place
 from treadle.checkpoint.store import load_checkpoint
-from treadle.compiling import Compile, check_compile
-from treadle.compiling import compile_model as compile_in_place
 from treadle.device import get_device
 from treadle.engine import Engine
-from treadle.engine_settings import Capture
-from treadle.epochs import numbers_of
+from treadle.engine.best import BestRule
+from treadle.engine.hook import BaseHook
+from treadle.engine.settings import Capture
 from treadle.errors import ConfigError
+from treadle.faces.epochs import numbers_of
+from treadle.faces.parallel import ParallelConfig, spread
 from treadle.hooks.bar import ProgressBarHook
-from treadle.hooks.base import BaseHook
 from treadle.hooks.history import HistoryHook
 from treadle.hooks.progress import ProgressHook
+from treadle.hooks.trackers import TrackerChoice, with_trackers
 from treadle.means import read_scalars
-from treadle.optim import check_scheduler, move_optimizer_state
-from treadle.parallel import ParallelConfig, spread
-from treadle.precision import PrecisionName
+from treadle.optim.optimizer import check_scheduler, move_optimizer_state
+from treadle.optim.precision import PrecisionName
 from treadle.seed import mix_seed
-from treadle.trackers import TrackerChoice, with_trackers
 
 _log = logging.getLogger("treadle.astro")
 _epoch_log = logging.getLogger("treadle.astro.epochs")

@@ -15,7 +15,7 @@ A ``type`` may name anything that can be imported and called, so a configuration
 
 from __future__ import annotations
 
-from treadle.builder.objects import REGISTRY, Registry, build_from_cfg
-from treadle.builder.runs import build_trainer
+from treadle.config.objects import REGISTRY, Registry, build_from_cfg
+from treadle.config.trainers import build_trainer
 
 __all__ = ["REGISTRY", "Registry", "build_from_cfg", "build_trainer"]

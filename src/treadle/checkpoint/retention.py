@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle.checkpoint.marker import MARKER, is_whole, remove_folder
+from treadle.checkpoint.shard_manifest import MARKER, is_whole, remove_folder
 
 _log = logging.getLogger("treadle.checkpoint")
 

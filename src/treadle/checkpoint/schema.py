@@ -18,9 +18,9 @@ from torch import Tensor
 
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.distributed import is_dtensor
+from treadle.distributed.shards import Part, gathered, own_block, without_pending_sums
 from treadle.errors import CheckpointError
 from treadle.nested import elements
-from treadle.shards import Part, gathered, own_block, without_pending_sums
 
 FORMAT_NAME = "treadle"
 FORMAT_VERSION = 1
@@ -84,7 +84,7 @@ def to_plain(
         path: where the tree hangs, for error messages.
         copies: clones made so far; for the recursion.
         buffers: where the clones go; None takes fresh memory.
-        parts: of tensors that are spread over ranks, copy this rank's :class:`treadle.shards.Part` instead.
+        parts: of tensors that are spread over ranks, copy this rank's :class:`treadle.distributed.shards.Part` instead.
 
     Raises:
         CheckpointError: a value that ``weights_only=True`` could not load, naming its path.

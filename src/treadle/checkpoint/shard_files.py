@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from treadle.checkpoint.files import first_line, reported
-from treadle.checkpoint.marker import METADATA
 from treadle.checkpoint.ranks import WriterLostError
+from treadle.checkpoint.shard_manifest import METADATA
+from treadle.distributed.shards import Part
 from treadle.errors import CheckpointError
-from treadle.shards import Part
 
 
 def write_shard(

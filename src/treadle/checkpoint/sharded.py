@@ -17,17 +17,17 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from treadle.checkpoint import marker
-from treadle.checkpoint.apart import take_apart
+from treadle.checkpoint import shard_manifest
 from treadle.checkpoint.files import make_folder, reported, sync_folder
-from treadle.checkpoint.marker import MARKER, STATE, checksum
 from treadle.checkpoint.ranks import WriterLostError, together, writers_group
 from treadle.checkpoint.retention import date_last
 from treadle.checkpoint.schema import is_finite, non_finite_names
 from treadle.checkpoint.shard_files import write_shard
+from treadle.checkpoint.shard_manifest import MARKER, STATE, checksum
 from treadle.checkpoint.store import put_aside, save_checkpoint
+from treadle.checkpoint.tensor_table import take_apart
+from treadle.distributed.shards import Part
 from treadle.errors import CheckpointError
-from treadle.shards import Part
 
 
 def save_sharded(
@@ -70,7 +70,7 @@ def save_sharded(
     except CheckpointError as error:
         if rank == 0 and not isinstance(error, WriterLostError):  # else someone may still be writing there
             with contextlib.suppress(OSError):  # the start of the next run tries again
-                marker.end(target)
+                shard_manifest.end(target)
         raise
     together(group, lambda: _finish(target, None if bad else finish) if rank == 0 else None)
     return target
@@ -92,7 +92,7 @@ def _non_finite(tensors: Mapping[str, Tensor | Part], rest: Mapping[str, Any]) -
 def _begin(target: Path) -> None:
     with reported(target):
         make_folder(target.parent)
-        marker.begin(target)
+        shard_manifest.begin(target)
 
 
 def _read_back(
@@ -113,12 +113,14 @@ def _read_back(
 
 def _publish(target: Path, files: list[dict[str, Mapping[str, Any]]]) -> None:
     with reported(target):
-        marker.publish(target, {name: entry for part in files for name, entry in part.items()}, ranks=len(files))
+        shard_manifest.publish(
+            target, {name: entry for part in files for name, entry in part.items()}, ranks=len(files)
+        )
         date_last(target / MARKER, target.parent)
 
 
 def _finish(target: Path, finish: Callable[[Path], object] | None) -> None:
     with contextlib.suppress(OSError):  # what stepped aside goes at the start of the next run at the latest
-        marker.end(target)
+        shard_manifest.end(target)
     if finish is not None:
         finish(target)

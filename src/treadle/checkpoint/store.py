@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from treadle import distributed
-from treadle.checkpoint.archive import ArchiveError, read_archive
 from treadle.checkpoint.files import (
     copy_file,
     first_line,
@@ -31,10 +30,11 @@ from treadle.checkpoint.files import (
     write_bytes,
     write_text,
 )
-from treadle.checkpoint.marker import STATE, folder_problems, read_marker
-from treadle.checkpoint.pickled import walk_pickle
 from treadle.checkpoint.retention import Retention, date_last, write_order
+from treadle.checkpoint.safe.archive import ArchiveError, read_archive
+from treadle.checkpoint.safe.pickled import walk_pickle
 from treadle.checkpoint.schema import check_format, non_finite_names
+from treadle.checkpoint.shard_manifest import STATE, folder_problems, read_marker
 from treadle.errors import CheckpointError, PickledCodeError
 
 __all__ = [

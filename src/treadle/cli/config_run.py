@@ -13,15 +13,15 @@ from typing import Any
 from rich.console import Console
 
 from treadle import distributed
-from treadle.cli.config_target import PackRun, pack_commands, read_target, train_from
-from treadle.cli.run_record import RunRecordHook
-from treadle.cli.setting_places import settings_placed
-from treadle.cli.tracking import tracked
 from treadle.config import format_config
 from treadle.engine import Engine
+from treadle.engine.hook import BaseHook
+from treadle.engine.observers import observing
 from treadle.errors import ConfigError
-from treadle.hooks.base import BaseHook
-from treadle.observers import observing
+from treadle.runs.record import RunRecordHook
+from treadle.runs.setting_places import settings_placed
+from treadle.runs.target import PackRun, pack_commands, read_target, train_from
+from treadle.runs.tracking import tracked
 
 _log = logging.getLogger("treadle.cli")
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from treadle.builder import build_trainer
 from treadle.checkpoint.store import load_weights
-from treadle.cli.run_folder import run_folder_of
-from treadle.cli.run_record import recorded_config
+from treadle.distributed.state_names import load_model_state
+from treadle.engine.evaluation import for_each_batch
+from treadle.engine.predictions import joined, kept_outputs
 from treadle.errors import ConfigError
-from treadle.evaluation import for_each_batch
-from treadle.naming import load_model_state
-from treadle.predictions import joined, kept_outputs
-from treadle.trainer import BaseTrainer
+from treadle.faces.step import BaseTrainer
+from treadle.runs.folder import run_folder_of
+from treadle.runs.record import recorded_config
 
 
 def predict_config(path: Path, tree: Mapping[str, Any], *, device: str | None, **options: Any) -> Any:

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from treadle.cli.launch import launched_rank, leave_for_torchrun
 from treadle.cli.user_errors import described
 from treadle.errors import ConfigError, TreadleError
 from treadle.hooks.bar import is_terminal
+from treadle.runs.launch import launched_rank, leave_for_torchrun
 
 
 def result_console() -> Console:

@@ -13,9 +13,9 @@ import typer
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
 from treadle.cli.pack_options import AsJson, BatchSize, Device
-from treadle.cli.run_folder import SPLITS, known_split, run_folder_of
-from treadle.cli.tables import print_table
 from treadle.errors import ConfigError
+from treadle.runs.folder import SPLITS, known_split, run_folder_of
+from treadle.runs.tables import print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("treadle.cli")
 
 _OF_FACES = {
-    "graphs": "graphs_evaluate:evaluate_graphs",
-    "spectra": "spectra_stored:evaluate_spectra",
-    "astro": "astro_stored:evaluate_astro",
-    "text": "text_stored:evaluate_text",
-    "mini": "config_stored:evaluate_config",
+    "graphs": "graphs.stored:evaluate_graphs",
+    "spectra": "spectra.stored:evaluate_spectra",
+    "astro": "astro.stored:evaluate_astro",
+    "text": "text.stored:evaluate_text",
+    "mini": "cli.config_stored:evaluate_config",
 }
 """Face of a checkpoint -> who evaluates its runs, a module of this package and a function."""
 
@@ -128,7 +128,7 @@ def evaluate_checkpoint(
     if num_workers and face not in _LOADS_IN_PROCESSES:
         _log.warning("num_workers=%d: has no effect on a run of the face %s", num_workers, face)
     module, function = _OF_FACES[face].split(":")
-    of_face: Callable[..., dict[str, Any]] = getattr(importlib.import_module(f"treadle.cli.{module}"), function)
+    of_face: Callable[..., dict[str, Any]] = getattr(importlib.import_module(f"treadle.{module}"), function)
     measured = of_face(
         path, tree, split=split, batch_size=batch_size, num_workers=num_workers, device=device, messages=messages
     )
@@ -157,7 +157,7 @@ def chosen_split(split: str | None, face: str, path: Path) -> str:
     """
     if face != "text":
         return known_split("test" if split is None else split, SPLITS)
-    from treadle.cli.text_folder import home_of
+    from treadle.text.folder import home_of
 
     run = run_folder_of(path)
     kept_out = "val" if home_of(run) == run else "lora_val"
@@ -181,9 +181,9 @@ def checkpoint_of(run: Path) -> tuple[Path, Mapping[str, Any], str]:
         ConfigError: there is none.
         CheckpointError: it is damaged.
     """
-    from treadle.checkpoint.marker import is_whole
+    from treadle.checkpoint.shard_manifest import is_whole
     from treadle.checkpoint.store import load_checkpoint
-    from treadle.cli.text_folder import is_text_run
+    from treadle.text.folder import is_text_run
 
     path = run
     if not (run.is_file() or is_whole(run)):
@@ -199,7 +199,7 @@ def checkpoint_of(run: Path) -> tuple[Path, Mapping[str, Any], str]:
 
 
 def _print(found: Mapping[str, Any], target: Path, console: Console) -> None:
-    from treadle.cli.text_folder import home_of
+    from treadle.text.folder import home_of
 
     counts = [f"{value:,} {name}" for name, value in found.items() if name in _COUNTED]
     stage = [found["stage"]] if "stage" in found else []
@@ -208,7 +208,7 @@ def _print(found: Mapping[str, Any], target: Path, console: Console) -> None:
     console.print(f"{data}{about}\n", markup=False)
     print_table(_table(found["metrics"]), console)
     if "predictions" in found:
-        from treadle.cli.astro_report import print_predictions
+        from treadle.astro.report import print_predictions
 
         console.print()
         print_predictions(found["predictions"], console, part=found["split"])

@@ -38,7 +38,7 @@ def inspect(
     """
     console = result_console()
     with errors_as_one_line(message_console()):
-        from treadle.checkpoint.inspect import inspect_path
+        from treadle.checkpoint.safe.inspect import inspect_path
 
         if not target.exists():
             raise ConfigError(f"FILE={str(target)!r}: no such file or folder")

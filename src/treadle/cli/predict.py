@@ -15,8 +15,8 @@ import typer
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
 from treadle.cli.evaluate import Run, check_sizes, checkpoint_of, chosen_split
 from treadle.cli.pack_options import AsJson, BatchSize, Device
-from treadle.cli.run_folder import run_folder_of
 from treadle.errors import ConfigError
+from treadle.runs.folder import run_folder_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     Arrays = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
 _OF_FACES = {
-    "graphs": "graphs_evaluate:predict_graphs",
-    "spectra": "spectra_stored:predict_spectra",
-    "astro": "astro_stored:predict_astro",
-    "text": "text_stored:predict_text",
-    "mini": "config_stored:predict_config",
+    "graphs": "graphs.stored:predict_graphs",
+    "spectra": "spectra.stored:predict_spectra",
+    "astro": "astro.stored:predict_astro",
+    "text": "text.stored:predict_text",
+    "mini": "cli.config_stored:predict_config",
 }
 """Face of a checkpoint -> who predicts, a module of this package and a function."""
 _INSTEAD = {"functional": "call predict() of the treadle.Trainer that made it"}
@@ -153,7 +153,7 @@ def _function(face: str, run: Path, path: Path) -> Callable[..., Arrays]:
             f"RUN={str(run)!r}: {path.name} is of the face {face}, which has no predictions here; {instead}"
         )
     module, function = _OF_FACES[face].split(":")
-    found: Callable[..., Arrays] = getattr(importlib.import_module(f"treadle.cli.{module}"), function)
+    found: Callable[..., Arrays] = getattr(importlib.import_module(f"treadle.{module}"), function)
     return found
 
 

@@ -13,17 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.checkpoint.schema import versions
-from treadle.cli.config_target import PackRun, resolve
-from treadle.cli.replay_run import Replayed, refuse_run_of_ranks, replay_config, replay_script, save_batch
-from treadle.cli.replay_spectra import replay_spectra
-from treadle.cli.replay_text import replay_text
-from treadle.cli.run_folder import stored_json
-from treadle.cli.run_record import recorded_config
-from treadle.cli.tables import print_table
-from treadle.cli.text_folder import is_text_run
 from treadle.errors import ConfigError
 from treadle.hooks.files import to_json
 from treadle.hooks.steplog import read_steps
+from treadle.runs.folder import stored_json
+from treadle.runs.record import recorded_config
+from treadle.runs.replay import Replayed, refuse_run_of_ranks, replay_config, replay_script, save_batch
+from treadle.runs.tables import print_table
+from treadle.runs.target import PackRun, resolve
+from treadle.spectra.replay import replay_spectra
+from treadle.text.folder import is_text_run
+from treadle.text.replay import replay_text
 
 _COMPARED = ("loss", "losses", "grad_norm", "lr", "applied")
 
@@ -80,12 +80,12 @@ def _replay_of(run: Path) -> Callable[..., Replayed]:
     if is_text_run(run):
         return replay_text
     if (stored_json(run / "config.json") or {}).get("face") == "astro":
-        from treadle.cli.replay_astro import replay_astro  # every module of the pack
+        from treadle.astro.replay import replay_astro  # every module of the pack
 
         return replay_astro
     if not (run / "config.yaml").is_file():
         return replay_spectra
-    from treadle.cli.replay_graphs import replay_graphs  # imports torch_geometric
+    from treadle.graphs.replay import replay_graphs  # imports torch_geometric
 
     return replay_graphs
 

@@ -101,8 +101,8 @@ def _goes_on(runs: Sequence[RunRecords], processes: set[int]) -> bool:
 
 def _write(runs: Sequence[RunRecords], path: Path, *, reload: float | None = None) -> None:
     from treadle.checkpoint.store import write_text
-    from treadle.cli.run_folder import writable
     from treadle.cli.runpage.page import run_page
+    from treadle.runs.folder import writable
 
     with _readable():
         text = run_page(runs, reload=reload)

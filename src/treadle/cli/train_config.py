@@ -8,10 +8,10 @@ from typing import Annotated, Any, Optional
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from treadle.cli.config_target import is_named_like_config
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
-from treadle.cli.launch import TIMEOUT, process_group
 from treadle.cli.pack_options import Trackers
+from treadle.runs.launch import TIMEOUT, process_group
+from treadle.runs.target import is_named_like_config
 
 NAME = "FILE"
 
@@ -27,8 +27,8 @@ class TrainGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Runs the command, on a rank of torchrun's with its process group around it; the run keeps its sessions."""
         with errors_as_one_line(message_console()), process_group(ctx.params["rank_timeout"]):
-            from treadle.cli.run_record import SessionKeeper
-            from treadle.observers import observing
+            from treadle.engine.observers import observing
+            from treadle.runs.record import SessionKeeper
 
             with observing(SessionKeeper()):
                 return super().invoke(ctx)

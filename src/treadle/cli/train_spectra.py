@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
 from treadle.cli.pack_options import Device, Out, Resume, Show, Trackers, settings_argument
-from treadle.cli.tracking import tracked
+from treadle.runs.tracking import tracked
 
 
 def spectra(
@@ -36,7 +36,7 @@ def spectra(
     """
     messages = message_console()
     with errors_as_one_line(messages), log_to(messages):
-        from treadle.cli.spectra_run import read_settings, run_spectra, show_settings
+        from treadle.spectra.runs import read_settings, run_spectra, show_settings
 
         if show:
             show_settings(settings or [], device, result_console())

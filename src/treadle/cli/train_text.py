@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
 from treadle.cli.pack_options import Device, Out, Resume, Show, Trackers, settings_argument
-from treadle.cli.tracking import tracked
+from treadle.runs.tracking import tracked
 
 
 def text(
@@ -39,7 +39,7 @@ def text(
     """
     messages = message_console()
     with errors_as_one_line(messages), log_to(messages):
-        from treadle.cli.text_run import read_settings, run_text, show_settings
+        from treadle.text.runs import read_settings, run_text, show_settings
 
         if show:
             show_settings(settings or [], device, result_console())

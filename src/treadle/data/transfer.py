@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from treadle.data.host_copies import note_host_copies, note_host_copy, tensors_by_name
 from treadle.device import get_device, moves_itself, to_device
 from treadle.errors import ConfigError
-from treadle.host_copies import note_host_copies, note_host_copy, tensors_by_name
 from treadle.nested import map_nested_tensor
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from treadle.checkpoint.marker import is_whole
 from treadle.checkpoint.schema import non_finite_names, versions
+from treadle.checkpoint.shard_manifest import is_whole
 from treadle.errors import CheckpointError, ConfigError, nearest
 from treadle.exchange.pretrained_folder import find_config, ties_embeddings, write_folder
 from treadle.exchange.sources import Source, find_source

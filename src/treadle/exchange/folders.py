@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from treadle.checkpoint.claims import shortened
+from treadle.checkpoint.safe.claims import shortened
 from treadle.errors import CheckpointError
 from treadle.exchange.foreign import (
     RANDOM,

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from treadle.checkpoint.claims import shortened
+from treadle.checkpoint.safe.claims import shortened
 from treadle.checkpoint.schema import FORMAT_NAME
+from treadle.distributed.state_names import clean_name
 from treadle.errors import CheckpointError
-from treadle.naming import clean_name
 
 Kind = Literal["torch", "safetensors", "lightning", "accelerate", "transformers"]
 

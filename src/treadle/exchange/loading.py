@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from treadle.distributed import unwrap
+from treadle.distributed.state_names import clean_name, load_model_state, model_state, state_mismatches
 from treadle.errors import CheckpointError, ConfigError
 from treadle.exchange.foreign import ForeignCheckpoint
 from treadle.exchange.reading import read_as_named, without_prefix
-from treadle.naming import clean_name, load_model_state, model_state, state_mismatches
-from treadle.optim import live_order, load_optimizer_state, parameter_names
+from treadle.optim.optimizer import live_order, load_optimizer_state, parameter_names
 
 _log = logging.getLogger("treadle.exchange")
 # Keys of a parameter group that any optimizer's may have: torch and schedules add them.

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from treadle.checkpoint.marker import has_shards
-from treadle.checkpoint.nearest import states_in
+from treadle.checkpoint.find_step import states_in
+from treadle.checkpoint.shard_manifest import has_shards
 from treadle.checkpoint.store import find_latest, load_checkpoint, scored_weights
 from treadle.errors import CheckpointError, ConfigError
 from treadle.exchange.foreign import ForeignCheckpoint, from_tree, is_own

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treadle.checkpoint.archive import ArchiveError, open_plain_file
-from treadle.checkpoint.inspect import inspect_path
+from treadle.checkpoint.safe.archive import ArchiveError, open_plain_file
+from treadle.checkpoint.safe.inspect import inspect_path
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, write_bytes
 from treadle.errors import CheckpointError, MissingExtraError, PickledCodeError

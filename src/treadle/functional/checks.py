@@ -13,11 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from treadle.best import BestRule, Mode
+from treadle.engine.best import BestRule, Mode
 from treadle.errors import ConfigError
 from treadle.functional.driver import PREFIX, FaceEpochs, MetricRule
 from treadle.functional.settings import TrainingSettings
-from treadle.optim import can_be_fused, move_optimizer_state
+from treadle.optim.optimizer import can_be_fused, move_optimizer_state
 
 _log = logging.getLogger("treadle.functional")
 # What `train` calls the arguments of a best rule.

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from treadle import distributed
-from treadle.best import BestRule
 from treadle.engine import Engine
+from treadle.engine.best import BestRule
+from treadle.engine.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules, refuse_no_batch
+from treadle.engine.session import ranks_stop, resume_from_hooks
 from treadle.errors import ConfigError
-from treadle.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules, refuse_no_batch
+from treadle.faces.selection import SelectingEpochs
 from treadle.functional.task import EvalTask, numbers_from
 from treadle.nested import as_number, flatten_nested_dict
-from treadle.selection import SelectingEpochs
-from treadle.session import ranks_stop, resume_from_hooks
 
 PREFIX = "eval_"
 Evaluate = Callable[[Iterable[Any]], Mapping[str, Any]]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.checkpoint.store import write_text
-from treadle.epochs import numbers_of
+from treadle.faces.epochs import numbers_of
 from treadle.hooks.files import to_json
 from treadle.hooks.history import HistoryHook
 

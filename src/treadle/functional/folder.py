@@ -10,9 +10,9 @@ from pathlib import Path
 from treadle.checkpoint.ranks import on_all_ranks, on_rank_0
 from treadle.checkpoint.store import copy_checkpoint, is_aside, save_checkpoint
 from treadle.engine import Engine
+from treadle.exchange.pretrained import has_save_pretrained, write_pretrained
+from treadle.faces.folder import RunFolder
 from treadle.functional.files import BEST, HistoryFile, checkpoints_in, epoch_file
-from treadle.pretrained import has_save_pretrained, write_pretrained
-from treadle.run_folder import RunFolder
 
 Save = Callable[[Path, int, float | None], None]
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treadle.data.host_copies import host_of
 from treadle.distributed import unwrap
 from treadle.errors import ConfigError
 from treadle.functional.batches import num_samples
-from treadle.host_copies import host_of
-from treadle.weights import as_count
+from treadle.optim.loss_weights import as_count
 
 _PER_ELEMENT = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
 _PER_LABEL = (nn.CrossEntropyLoss, nn.NLLLoss)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from treadle.engine.hook import BaseHook
 from treadle.functional.settings import TrainingSettings
 from treadle.hooks.bar import ProgressBarHook
-from treadle.hooks.base import BaseHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.progress import ProgressHook
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from treadle.data.cursor import Group
 from treadle.engine import Engine
-from treadle.engine_settings import Outcome
+from treadle.engine.settings import Outcome
 from treadle.errors import ConfigError
 
 OwnStep = Callable[[Any], Any]

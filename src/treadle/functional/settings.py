@@ -11,7 +11,7 @@ from numbers import Integral, Real
 from typing import Any, get_args
 
 from treadle.errors import ConfigError, refuse_unknown
-from treadle.precision import PrecisionName
+from treadle.optim.precision import PrecisionName
 
 _log = logging.getLogger("treadle.functional")
 _WHERE = "config.training"

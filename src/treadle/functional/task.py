@@ -16,9 +16,9 @@ from treadle.functional.metrics import EpochMetrics
 from treadle.functional.row_counts import RowCounts
 from treadle.means import Total, Weighted
 from treadle.nested import map_nested_tensor
-from treadle.precision import widen
+from treadle.optim.loss_weights import without_empty
+from treadle.optim.precision import widen
 from treadle.task import StepOutput
-from treadle.weights import without_empty
 
 if TYPE_CHECKING:
     from treadle.functional.trainer import Trainer

@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from treadle.best import Mode
+from treadle.capture.compile import Compile, compile_model
 from treadle.checkpoint.store import load_checkpoint
-from treadle.compiling import Compile, compile_model
 from treadle.device import get_device, to_device
 from treadle.engine import Engine
-from treadle.engine_settings import Capture
+from treadle.engine.best import Mode
+from treadle.engine.hook import BaseHook
+from treadle.engine.settings import Capture
+from treadle.faces.folder import loss_name
+from treadle.faces.parallel import ParallelConfig, spread
 from treadle.functional.batches import split_batch
 from treadle.functional.checks import (
     check_call,
@@ -39,12 +42,9 @@ from treadle.functional.own_hooks import own_hooks
 from treadle.functional.own_step import OwnStepEngine, numbers_of
 from treadle.functional.settings import read_settings
 from treadle.functional.task import EvalTask, OverriddenEvalTask, TrainerTask
-from treadle.hooks.base import BaseHook
-from treadle.optim import check_scheduler
-from treadle.parallel import ParallelConfig, spread
-from treadle.precision import in_full_precision
-from treadle.run_folder import loss_name
-from treadle.trackers import TrackerChoice, with_trackers
+from treadle.hooks.trackers import TrackerChoice, with_trackers
+from treadle.optim.optimizer import check_scheduler
+from treadle.optim.precision import in_full_precision
 
 _log = logging.getLogger("treadle.functional")
 Callback = Callable[[Any, int, dict[str, Any]], object]

@@ -5,8 +5,8 @@ Importing this needs torch and numpy only; torch_geometric, rdkit and Hydra are 
 
 from __future__ import annotations
 
-from treadle.best import EarlyStopping
 from treadle.device import get_device
+from treadle.engine.best import EarlyStopping
 from treadle.graphs.buckets import PadBucket, plan_buckets
 from treadle.graphs.datasets import GraphDataset, dataset_names, get_dataset
 from treadle.graphs.encoding_cache import cached_encodings

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import nn
 
-from treadle.best import BestRule, Mode
 from treadle.distributed import unwrap
+from treadle.engine.best import BestRule, Mode
 from treadle.errors import ConfigError
 from treadle.graphs.epoch_records import TRAIN, VAL, GraphRule, missing_key
 from treadle.graphs.losses import get_loss_fn
 from treadle.graphs.metrics import GraphMetrics, get_metrics
 from treadle.graphs.task import EpochMetrics, LossFn
 from treadle.graphs.task_types import check_task_type, outputs_of
-from treadle.precision import PrecisionName
+from treadle.optim.precision import PrecisionName
 
 
 class Chosen(NamedTuple):

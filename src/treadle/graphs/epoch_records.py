@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from treadle import distributed
-from treadle.best import BestRule
 from treadle.checkpoint.store import write_text
 from treadle.engine import Engine
+from treadle.engine.best import BestRule
 from treadle.errors import ConfigError
+from treadle.faces.selection import SelectingEpochs
 from treadle.graphs.padding import share_of_padding
 from treadle.graphs.task import GraphTask
 from treadle.graphs.train_outputs import TrainOutputsHook
@@ -19,7 +20,6 @@ from treadle.hooks.files import to_json
 from treadle.hooks.history import HistoryHook
 from treadle.hooks.reporting import IntervalHook
 from treadle.means import read_scalars
-from treadle.selection import SelectingEpochs
 
 LogHook = Callable[[dict[str, float], int, str], object]
 TRAIN, VAL = "train_", "val_"

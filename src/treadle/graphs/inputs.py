@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from treadle.data.graph_sizes import noted_sizes
 from treadle.errors import ConfigError
-from treadle.graph_sizes import noted_sizes
 
 
 def needed(batch: Any, name: str) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treadle.data.graph_sizes import noted_sizes
 from treadle.errors import ConfigError, refuse_unknown
-from treadle.graph_sizes import noted_sizes
 from treadle.graphs.attention import AttentionLayout, GraphAttention, PairBias, batch_layout, padded_layout
 from treadle.graphs.heads import EdgeHead, GraphHead, NodeHead
 from treadle.graphs.inputs import FeatureEncoder, NodeEncodingInput, graphs_of, needed

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from treadle.errors import ConfigError, nearest, refuse_unknown
-from treadle.optim import can_be_fused, decay_groups
+from treadle.optim.optimizer import can_be_fused, decay_groups
 
 _log = logging.getLogger("treadle.graphs")
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from treadle import distributed
+from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
 from treadle.graphs.buckets import PadBucket, columns, plan_buckets
 from treadle.graphs.losses import GraphLoss
 from treadle.graphs.padded import PaddedGraphBatch, pad_batch
-from treadle.hooks.base import BaseHook
 from treadle.seed import forked_rng
 
 if TYPE_CHECKING:

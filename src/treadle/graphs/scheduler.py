@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 
 from treadle.errors import ConfigError, nearest
 from treadle.graphs.optimizer import say_what_is_idle
-from treadle.schedules import check_warmup, warmup_cosine_factor
+from treadle.optim.schedules import check_warmup, warmup_cosine_factor
 
 # What each reads beside total_epochs, which belongs to the run and is no choice of a schedule.
 _READ = {

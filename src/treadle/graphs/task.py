@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from treadle import distributed
+from treadle.data.graph_sizes import count_sizes, note_sizes
+from treadle.data.host_copies import host_of
 from treadle.device import to_device
 from treadle.errors import ConfigError
-from treadle.graph_sizes import count_sizes, note_sizes
 from treadle.graphs.duplicates import graphs_in, real_samples, rows_of_first
 from treadle.graphs.losses import GraphLoss
 from treadle.graphs.metrics import GraphMetrics
 from treadle.graphs.padded import PaddedGraphBatch
 from treadle.graphs.padding import Padding, PreparedGraphs
 from treadle.graphs.task_types import aligned, counted
-from treadle.host_copies import host_of
 from treadle.nested import map_nested_tensor
-from treadle.precision import in_full_precision, widen
+from treadle.optim.loss_weights import as_count, without_empty
+from treadle.optim.precision import in_full_precision, widen
 from treadle.task import StepOutput
-from treadle.weights import as_count, without_empty
 
 LossFn = Callable[..., Tensor]
 Outputs = tuple[Tensor, Tensor, Tensor | None]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from treadle import distributed
+from treadle.engine.hook import BaseHook
 from treadle.graphs.task import GraphTask, Outputs
-from treadle.hooks.base import BaseHook
 
 if TYPE_CHECKING:
     from treadle.engine import Engine

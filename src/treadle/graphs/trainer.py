@@ -13,14 +13,17 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from treadle.capture.compile import Compile, compile_model
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, save_checkpoint
-from treadle.compiling import Compile, compile_model
 from treadle.device import get_device
 from treadle.distributed import unwrap
 from treadle.engine import Engine
-from treadle.engine_settings import Capture
+from treadle.engine.hook import BaseHook
+from treadle.engine.settings import Capture
+from treadle.faces.folder import RunFolder, loss_name, write_best_and_last
+from treadle.faces.parallel import ParallelConfig, spread
 from treadle.graphs.checks import (
     best_rule,
     check_epochs,
@@ -43,12 +46,9 @@ from treadle.graphs.padding import Padding, PaddingHook, PadTo
 from treadle.graphs.task import EpochMetrics, GraphTask, LossFn, raw_outputs
 from treadle.graphs.train_outputs import TrainOutputsHook
 from treadle.hooks.bar import ProgressBarHook
-from treadle.hooks.base import BaseHook
 from treadle.hooks.progress import ProgressHook
-from treadle.optim import check_scheduler, move_optimizer_state
-from treadle.parallel import ParallelConfig, spread
-from treadle.run_folder import RunFolder, loss_name, write_best_and_last
-from treadle.trackers import TrackerChoice, with_trackers
+from treadle.hooks.trackers import TrackerChoice, with_trackers
+from treadle.optim.optimizer import check_scheduler, move_optimizer_state
 
 _log = logging.getLogger("treadle.graphs")
 _epoch_log = logging.getLogger("treadle.graphs.epochs")  # of its own, for those who show epochs in another way

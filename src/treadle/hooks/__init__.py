@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from treadle.engine.hook import EVENTS, BaseHook
 from treadle.hooks.bar import ProgressBarHook
-from treadle.hooks.base import EVENTS, BaseHook
 from treadle.hooks.checkpointing import CheckpointingHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.history import HistoryHook

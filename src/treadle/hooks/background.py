@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from treadle.checkpoint.rank_writer import RankWriter
-from treadle.hooks.base import BaseHook
+from treadle.engine.hook import BaseHook
 
 if TYPE_CHECKING:
     from treadle.engine import Engine

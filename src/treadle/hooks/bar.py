@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any
 
 from treadle import distributed
+from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError, MissingExtraError
-from treadle.hooks.base import BaseHook
 from treadle.hooks.values import hours
 from treadle.means import RunningMeans, read_scalars
 from treadle.seed import forked_rng

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from treadle import distributed
 from treadle.checkpoint.files import remove_link
 from treadle.checkpoint.lock import check_free, run_lock
-from treadle.checkpoint.marker import is_whole, tidy, unfinished
 from treadle.checkpoint.rank_writer import RankWriter
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks, writers_group
+from treadle.checkpoint.shard_manifest import is_whole, tidy, unfinished
 from treadle.checkpoint.store import Retention, find_latest, point_to, save_checkpoint
+from treadle.distributed.state_names import clean_name
+from treadle.engine.hook import BaseHook
+from treadle.engine.signals import ExitCode, ExitPlan, exit_plan
 from treadle.errors import CheckpointError, ConfigError, NonFiniteError
-from treadle.hooks.base import BaseHook
 from treadle.hooks.files import in_workspace
-from treadle.naming import clean_name
-from treadle.signals import ExitCode, ExitPlan, exit_plan
 
 if TYPE_CHECKING:
     from treadle.engine import Engine

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from treadle.ema import Ema, check_average
+from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
-from treadle.hooks.base import BaseHook
+from treadle.optim.ema import Ema, check_average
 
 if TYPE_CHECKING:
     from treadle.engine import Engine

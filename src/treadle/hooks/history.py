@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.checkpoint.store import write_text
-from treadle.hooks.base import BaseHook
+from treadle.engine.hook import BaseHook
 from treadle.hooks.files import next_free
 from treadle.hooks.files import to_json as to_json
 

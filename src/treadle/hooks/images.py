@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
+from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
-from treadle.hooks.base import BaseHook
 from treadle.hooks.files import in_workspace
 from treadle.hooks.tracking import Guard
 from treadle.hooks.values import as_image, require

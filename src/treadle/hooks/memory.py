@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from treadle.hooks.base import BaseHook, looks_only
+from treadle.engine.hook import BaseHook, looks_only
 
 if TYPE_CHECKING:
     from treadle.engine import Engine

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from treadle import distributed
-from treadle.checkpoint.nearest import nearest_state, stamp_of, states_in
+from treadle.checkpoint.find_step import nearest_state, stamp_of, states_in
 from treadle.checkpoint.retention import write_order
 from treadle.checkpoint.store import open_checkpoint, sync_folder, write_bytes, write_text
+from treadle.engine.hook import BaseHook
+from treadle.engine.state import roll_back
 from treadle.errors import CheckpointError, ConfigError
-from treadle.flight import Attempt, Finding, bad_inputs, batch_as_plain, find_non_finite, ids_as_plain, is_finite
-from treadle.guard import RefusalPlan
-from treadle.hooks.base import BaseHook
 from treadle.hooks.files import in_workspace, next_free, to_json
+from treadle.hooks.flight import Attempt, Finding, bad_inputs, batch_as_plain, find_non_finite, ids_as_plain, is_finite
 from treadle.means import read_scalars
-from treadle.optim import parameter_names, scale_learning_rate
-from treadle.state import roll_back
+from treadle.optim.nonfinite import RefusalPlan
+from treadle.optim.optimizer import parameter_names, scale_learning_rate
 
 if TYPE_CHECKING:
     from treadle.engine import Engine

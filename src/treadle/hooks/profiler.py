@@ -10,8 +10,8 @@ import torch
 
 from treadle import distributed
 from treadle.checkpoint.store import replacing
+from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
-from treadle.hooks.base import BaseHook
 from treadle.hooks.files import in_workspace
 from treadle.hooks.tracking import Guard
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
+from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
-from treadle.hooks.base import BaseHook
 from treadle.means import RunningMeans, read_scalars
 from treadle.task import add_output
 

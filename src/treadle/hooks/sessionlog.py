@@ -14,7 +14,7 @@ import torch
 
 from treadle import distributed
 from treadle.checkpoint.schema import versions
-from treadle.hooks.base import BaseHook
+from treadle.engine.hook import BaseHook
 from treadle.hooks.files import append_lines, continue_lines, in_workspace, to_json
 from treadle.hooks.tracking import Guard
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from treadle.hooks.base import BaseHook
-from treadle.signals import ExitCode, ExitPlan, exit_plan
+from treadle.engine.hook import BaseHook
+from treadle.engine.signals import ExitCode, ExitPlan, exit_plan
 
 if TYPE_CHECKING:
     from treadle.engine import Engine

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from treadle import distributed
+from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError, NonFiniteError
-from treadle.hooks.base import BaseHook
 from treadle.hooks.files import append_lines, continue_lines, in_workspace, to_json
 from treadle.hooks.tracking import Guard
 from treadle.means import read_scalars

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
-from treadle.hooks.base import BaseHook
 
 if TYPE_CHECKING:
     from treadle.engine import Engine

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from treadle import distributed
-from treadle.best import BestRule
-from treadle.hooks.base import BaseHook
+from treadle.engine.best import BestRule
+from treadle.engine.hook import BaseHook
 from treadle.hooks.values import as_image, flat_settings, flat_values, plain_settings
 from treadle.nested import flatten_nested_dict
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from treadle import distributed
+from treadle.engine.hook import BaseHook, looks_only
 from treadle.errors import ConfigError
-from treadle.hooks.base import BaseHook, looks_only
-from treadle.whereabouts import stack_of, whereabouts
+from treadle.hooks.thread_activity import stack_of, thread_activity
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -259,7 +259,7 @@ class _Watch:
         if place != self._place:
             self._place, self._since = place, now
         self._beat += 1
-        where = whereabouts(self._trains)
+        where = thread_activity(self._trains)
         quiet = now - self._since
         self._board.pin(
             Note(self._rank, socket.gethostname(), os.getpid(), place[:3], where.doing, where.waits, quiet, self._beat)

@@ -5,7 +5,7 @@ SNV puts every spectrum on a sphere, so all that follows is cosine geometry.
 
 from __future__ import annotations
 
-from treadle.best import EarlyStopping
+from treadle.engine.best import EarlyStopping
 from treadle.spectra.augment import SpectraAugmenter
 from treadle.spectra.clustering import (
     CosineKMeans,

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from treadle.compiling import check_compile
-from treadle.engine_settings import check_capture
+from treadle.capture.compile import check_compile
+from treadle.engine.settings import check_capture
 from treadle.errors import ConfigError, refuse_unknown
-from treadle.parallel import ParallelConfig, as_parallel, block_name
+from treadle.faces.parallel import ParallelConfig, as_parallel, block_name
 from treadle.seed import as_seed
 
 _ALLOWED = {

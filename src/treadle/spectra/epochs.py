@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from treadle.epochs import EpochTrainer
+from treadle.faces.epochs import EpochTrainer
 
 
 class SpectraEpochs(EpochTrainer):

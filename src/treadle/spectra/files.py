@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from treadle.checkpoint.store import save_checkpoint
-from treadle.run_folder import write_best_and_last
+from treadle.faces.folder import write_best_and_last
 
 Selection = Literal["improved", "not improved", "last"]
 

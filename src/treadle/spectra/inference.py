@@ -17,10 +17,10 @@ from treadle.checkpoint.store import save_tensor, write_bytes, write_text
 from treadle.data.cursor import Cursor
 from treadle.device import get_device
 from treadle.distributed import unwrap
+from treadle.engine.evaluation import evaluate, for_each_batch, refuse_no_batch
 from treadle.errors import ConfigError
-from treadle.evaluation import evaluate, for_each_batch, refuse_no_batch
 from treadle.hooks.history import dump_records
-from treadle.precision import Precision
+from treadle.optim.precision import Precision
 from treadle.seed import as_seed
 from treadle.spectra.config import check_allowed, check_types
 from treadle.spectra.task import SpectraTask, spectra_of

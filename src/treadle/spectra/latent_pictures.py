@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.datasets.spectral_types import CLASS_START, spectral_class_letter, spectral_type_number
-from treadle.spectra.figures import (
+from treadle.runs.figures import (
     CATEGORIES,
     INK,
     MUTED,

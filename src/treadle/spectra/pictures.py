@@ -1,21 +1,21 @@
 """The pictures of a run, each one call from arrays to a PNG.
 
-`plot_training_curves` and `plot_reconstructions` are here, the two maps of the latent in `latent_pictures`.
+`plot_reconstructions` is here, the two maps of the latent in `latent_pictures`.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from treadle.spectra.figures import (
-    BLUE,
+from treadle.runs.curves import plot_training_curves
+from treadle.runs.figures import (
     INK,
     MUTED,
     ORANGE,
@@ -34,115 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_cluster_map", "plot_latent_map", "plot_reconstructions", "plot_training_curves"]
 
-_LOG_SCALE_FROM = 4.0
 _PANELS_PER_ROW = 2
-
-
-def plot_training_curves(history: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> Path:
-    """Draws training and validation loss by epoch, the best epoch marked, with the learning rate below.
-
-    Args:
-        history: one mapping per epoch with `epoch`, `train_loss`, `val_loss` and `lr`; numbers may be None or
-            NaN. Losses share one axis, logarithmic once they span a factor of 4 and are all positive.
-        path: where to write, ending in `.png`.
-
-    Returns:
-        The path.
-
-    Raises:
-        ValueError: `history` is empty, lacks a key, or the path does not end in `.png`.
-        ImportError: matplotlib is not installed.
-
-    Example:
-        >>> record = {"epoch": 1, "train_loss": 0.5, "val_loss": None, "lr": 1e-3}
-        >>> import tempfile
-        >>> plot_training_curves([record], tempfile.mkdtemp() + "/curves.png").name
-        'curves.png'
-    """
-    if len(history) == 0:
-        raise ValueError("history is empty, it must hold at least one epoch: train before drawing")
-    epochs, train, val, rate = (_column(history, key) for key in ("epoch", "train_loss", "val_loss", "lr"))
-    figure = new_figure(8.0, 5.6)
-    grid = figure.add_gridspec(2, 1, height_ratios=(3, 1))
-    losses = figure.add_subplot(grid[0])
-    rates = figure.add_subplot(grid[1], sharex=losses)
-    for axes in (losses, rates):
-        style_axes(axes)
-    _epoch_axis(losses, epochs)
-    # A single epoch has no line to see, so short runs show their points.
-    marker = "o" if len(history) <= 15 else ""
-    line: dict[str, Any] = {"linewidth": 1.8, "marker": marker, "markersize": 4}
-    losses.plot(epochs, train, color=BLUE, label="training", **line)
-    if np.isfinite(val).any():
-        losses.plot(epochs, val, color=ORANGE, label="validation", **line)
-    finite = np.concatenate([train, val])
-    finite = finite[np.isfinite(finite)]
-    if len(finite) and finite.min() > 0 and finite.max() > _LOG_SCALE_FROM * finite.min():
-        _log_scale(losses)
-    _mark_best(losses, epochs, val)
-    if losses.get_legend_handles_labels()[0]:
-        # Above the axes, since curves and the mark of the best epoch may run anywhere inside them.
-        losses.legend(frameon=False, fontsize=9, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 0.99))
-    losses.tick_params(labelbottom=False)
-    label_axes(losses, y="loss", title="Loss by epoch")
-    rates.plot(epochs, rate, color=INK, **line)
-    rates.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
-    rates.yaxis.get_offset_text().set_fontsize(9)
-    rates.set_ylim(bottom=0)
-    label_axes(rates, x="epoch", y="learning rate")
-    figure.align_ylabels([losses, rates])
-    return save_figure(figure, path)
-
-
-def _column(history: Sequence[Mapping[str, Any]], key: str) -> npt.NDArray[np.float64]:
-    values = []
-    for index, record in enumerate(history):
-        if key not in record:
-            raise ValueError(
-                f"history[{index}] has the keys {sorted(record)}, it must have {key!r}: "
-                "give the records as the trainer writes them"
-            )
-        values.append(math.nan if record[key] is None else float(record[key]))
-    return np.asarray(values, dtype=np.float64)
-
-
-def _epoch_axis(axes: Axes, epochs: npt.NDArray[np.float64]) -> None:
-    """Whole epochs only, and no epoch 0, which no history has."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
-    axes.set_xlim(float(np.nanmin(epochs)) - 0.5, float(np.nanmax(epochs)) + 0.5)
-
-
-def _log_scale(axes: Axes) -> None:
-    """A logarithmic axis labelled in plain numbers (0.2, not 2 times ten to the minus one)."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _mark_best(axes: Axes, epochs: npt.NDArray[np.float64], val: npt.NDArray[np.float64]) -> None:
-    """Marks the lowest finite validation loss; without one there is nothing to mark."""
-    if not np.isfinite(val).any():
-        return
-    best = int(np.nanargmin(np.where(np.isfinite(val), val, np.nan)))
-    axes.axvline(epochs[best], color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-    label = f"best: epoch {epochs[best]:.0f}, validation {val[best]:.4g}"
-    axes.plot(
-        epochs[best],
-        val[best],
-        linestyle="",
-        marker="o",
-        markersize=9,
-        markerfacecolor="white",
-        markeredgecolor=ORANGE,
-        markeredgewidth=2,
-        zorder=5,
-        label=label,
-    )
 
 
 def plot_reconstructions(

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from treadle.device import moved
 from treadle.distributed import unwrap
+from treadle.optim.loss_weights import as_count
 from treadle.spectra.losses import masked_mse, masked_sse
 from treadle.spectra.model import ChemoMAE
 from treadle.task import StepOutput
-from treadle.weights import as_count
 
 LOSSES = {"mse": masked_mse, "sse": masked_sse}
 

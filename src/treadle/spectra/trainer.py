@@ -15,32 +15,32 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from treadle import distributed
-from treadle.best import BestRule
+from treadle.capture.compile import check_compile, compile_model
 from treadle.checkpoint.rank_writer import RankWriter
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import find_latest, load_checkpoint, save_checkpoint
-from treadle.compiling import check_compile, compile_model
 from treadle.device import get_device
-from treadle.ema import Ema
+from treadle.distributed.state_names import model_state
 from treadle.engine import Engine
-from treadle.engine_settings import check_capture
-from treadle.epochs import numbers_of
+from treadle.engine.best import BestRule
+from treadle.engine.hook import BaseHook
+from treadle.engine.settings import check_capture
 from treadle.errors import CheckpointError, ConfigError
+from treadle.faces.epochs import numbers_of
+from treadle.faces.folder import say_if_other_loss, write_best_and_last
+from treadle.faces.parallel import ParallelConfig, spread
 from treadle.hooks.background import BackgroundErrorHook
-from treadle.hooks.base import BaseHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.history import HistoryHook
-from treadle.naming import model_state
-from treadle.optim import check_scheduler, move_optimizer_state
-from treadle.parallel import ParallelConfig, spread
-from treadle.precision import PrecisionName, tf32
-from treadle.run_folder import say_if_other_loss, write_best_and_last
+from treadle.hooks.trackers import TrackerChoice, with_trackers
+from treadle.optim.ema import Ema
+from treadle.optim.optimizer import check_scheduler, move_optimizer_state
+from treadle.optim.precision import PrecisionName, tf32
 from treadle.spectra.config import TrainerConfig
 from treadle.spectra.epochs import SpectraEpochs
 from treadle.spectra.files import Selection, write_epoch
 from treadle.spectra.task import Augmenter, SpectraTask
-from treadle.trackers import TrackerChoice, with_trackers
 
 _log = logging.getLogger("treadle.spectra")
 _epoch_log = logging.getLogger("treadle.spectra.epochs")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treadle.engine.evaluation import evaluation_mode
 from treadle.errors import ConfigError
-from treadle.evaluation import evaluation_mode
 
 
 def sample_tokens(

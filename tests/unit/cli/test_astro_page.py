@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from treadle.astro import CausalTransformerLM, load_surveys
-from treadle.cli.astro_config import AstroRunConfig, RepeatsConfig, TokensConfig
-from treadle.cli.astro_data import AstroData, prepare_data
-from treadle.cli.astro_page import _fluxes, _shown_images, _shown_spectra, _spaced, _type_text
-from treadle.cli.split_config import DataConfig
+from treadle.astro.page import _fluxes, _shown_images, _shown_spectra, _spaced, _type_text
+from treadle.astro.run_config import AstroRunConfig, RepeatsConfig, TokensConfig
+from treadle.astro.run_data import AstroData, prepare_data
+from treadle.runs.split import DataConfig
 
 
 @pytest.fixture(scope="module")

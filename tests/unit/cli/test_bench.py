@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from treadle import BaseHook, EmaHook, Engine, StepOutput
+from treadle.capture.compile import compile_model, is_compiled
 from treadle.cli.bench import session, trials
 from treadle.cli.bench.advice import advise
 from treadle.cli.bench.counting import CallCounter, count_flops
@@ -30,7 +31,6 @@ from treadle.cli.bench.trials import (
 )
 from treadle.cli.bench.watch import Watch
 from treadle.cli.main import main
-from treadle.compiling import compile_model, is_compiled
 from treadle.data.cursor import Group
 
 SCRIPT = """

@@ -12,14 +12,14 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 import graph_data_kit  # noqa: F401  (lets the warnings of torch_geometric's import through)
-from treadle.cli.graphs_build import build_trainer, prepare_data, train_loader
-from treadle.cli.graphs_config import CONF, FREE, GraphsConfig, read_settings
-from treadle.cli.graphs_idle import _OF_OPTIMIZER, _OF_SCHEDULER, refuse_idle
-from treadle.cli.settings import flat
 from treadle.errors import ConfigError
 from treadle.graphs import PaddedGraphBatch, dataset_names, get_optimizer, get_scheduler
 from treadle.graphs.encodings import PE_PRESETS, parse_pe_config
+from treadle.graphs.idle_settings import _OF_OPTIMIZER, _OF_SCHEDULER, refuse_idle
 from treadle.graphs.model_options import ModelOptions
+from treadle.graphs.run_build import build_trainer, prepare_data, train_loader
+from treadle.graphs.run_config import CONF, FREE, GraphsConfig, read_settings
+from treadle.runs.settings import flat
 
 
 def choices(group: str, folder: str = "") -> list[str]:

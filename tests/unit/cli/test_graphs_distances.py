@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from graph_data_kit import Data  # lets the warnings of torch_geometric import through
-from treadle.cli.graphs_distances import errors_by_distance, plot_distances
 from treadle.graphs.datasets.base import GraphDataset
+from treadle.graphs.distances import errors_by_distance, plot_distances
 
 nan = float("nan")
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import graph_data_kit  # noqa: F401  (lets the warnings of torch_geometric's import through)
-from treadle.cli.graphs_pictures import (
+from treadle.graphs import AddPositionalEncodings, hop_distances, parse_pe_config
+from treadle.graphs.datasets.molecules import graph_from_smiles
+from treadle.graphs.pictures import (
     _node_columns,
     _relative_column,
     is_molecule,
@@ -17,8 +19,6 @@ from treadle.cli.graphs_pictures import (
     plot_molecules,
     plot_predictions,
 )
-from treadle.graphs import AddPositionalEncodings, hop_distances, parse_pe_config
-from treadle.graphs.datasets.molecules import graph_from_smiles
 
 CAFFEINE = "Cn1cnc2c1c(=O)n(C)c(=O)n2C"
 

@@ -8,9 +8,9 @@ import logging
 import pytest
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
-from treadle.cli.launch import process_group, refuse_ranks
+from treadle.engine.failure import failing_by_name, leave_error
 from treadle.errors import ConfigError
-from treadle.failure import failing_by_name, leave_error
+from treadle.runs.launch import process_group, refuse_ranks
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from treadle.cli.run_folder import refuse_other_run
 from treadle.errors import ConfigError
+from treadle.runs.folder import refuse_other_run
 
 # torch_geometric compiles functions with torch.jit.script when it is imported, which torch calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -40,7 +40,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path, what, face):
         refuse_other_run(tmp_path, face)
         return
     with pytest.raises(ConfigError, match=f"holds a run {what}; give another folder with --out"):
-        OPENS[face](importlib.import_module(f"treadle.cli.{face}_run"), tmp_path)
+        OPENS[face](importlib.import_module(f"treadle.{face}.runs"), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from treadle.cli.overrides import apply_overrides, leaves
-from treadle.cli.spectra_config import FLAGS, SpectraConfig
 from treadle.errors import ConfigError
+from treadle.runs.overrides import apply_overrides, leaves
+from treadle.spectra.run_config import FLAGS, SpectraConfig
 
 
 @dataclass

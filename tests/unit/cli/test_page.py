@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.cli.page import Picture, write_page
+from treadle.runs.page import Picture, write_page
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 NASTY = '<script>alert("1")</script> & a $title'

@@ -37,7 +37,7 @@ class FakeWandb(types.ModuleType):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A finished run, and what its trackers were sent."""
-    from treadle.cli import spectra_report
+    from treadle.spectra import report as spectra_report
 
     out, fake = tmp_path_factory.mktemp("run") / "spectra", FakeWandb()
     with pytest.MonkeyPatch.context() as patch:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from treadle import distributed
-from treadle.cli import ranks
-from treadle.cli.run_folder import finished_metrics
-from treadle.cli.text_folder import start_line
 from treadle.errors import ConfigError
+from treadle.runs import ranks
+from treadle.runs.folder import finished_metrics
+from treadle.text.folder import start_line
 
 
 @pytest.fixture

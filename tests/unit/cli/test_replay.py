@@ -14,8 +14,8 @@ import torch
 
 from treadle.cli.main import main
 from treadle.cli.replay_report import differences, likely_causes, same
-from treadle.cli.replay_run import Replayed
 from treadle.hooks.steplog import read_steps
+from treadle.runs.replay import Replayed
 
 TINY = [
     "epochs=2", "data.max_rows=420", "model.d_model=8", "model.nhead=2", "model.num_layers=1",
@@ -92,7 +92,7 @@ def _logging_is_left_alone():
 
 @pytest.fixture(scope="module")
 def spectra_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from treadle.cli import spectra_run
+    from treadle.spectra import runs as spectra_run
 
     out = tmp_path_factory.mktemp("run") / "spectra"
     with pytest.MonkeyPatch.context() as patch:
@@ -148,7 +148,7 @@ def test_every_step_of_a_spectra_run_is_equal_to_the_bit(spectra_run: Path, caps
 
 
 def test_a_step_after_a_checkpoint_starts_there(spectra_run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    from treadle.cli import spectra_run as command
+    from treadle.spectra import runs as command
     from treadle.spectra.trainer import SpectraTrainer
 
     monkeypatch.setattr(command, "evaluate_run", lambda *args: {})

@@ -14,8 +14,8 @@ from rich.console import Console
 import treadle
 from hook_kit import Small, Stop
 from run_page_kit import make_run, session_lines, step_rows, write_checkpoint, write_lines
-from treadle.checkpoint.inspect import glance, inspect_path
 from treadle.checkpoint.lock import holder, run_lock
+from treadle.checkpoint.safe.inspect import glance, inspect_path
 from treadle.cli.runpage import summary
 from treadle.cli.runpage.axes import RunAxes
 from treadle.cli.runpage.curves import MOST_POINTS, constants_of, series_of

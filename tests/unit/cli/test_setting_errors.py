@@ -7,9 +7,9 @@ import importlib
 import pytest
 
 from command_kit import treadle
-from treadle.cli.setting_names import settings_named, whole_name
-from treadle.cli.setting_places import entries, settings_placed
 from treadle.errors import ConfigError
+from treadle.runs.setting_names import settings_named, whole_name
+from treadle.runs.setting_places import entries, settings_placed
 
 # torch_geometric compiles functions with torch.jit.script when it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -65,14 +65,14 @@ WRONG = {
     ("pack", "setting", "words"), [(pack, *case) for pack, cases in WRONG.items() for case in cases]
 )
 def test_a_wrong_value_is_refused_by_the_settings_alone(pack, setting, words):
-    read = importlib.import_module(f"treadle.cli.{pack}_run").read_settings
+    read = importlib.import_module(f"treadle.{pack}.runs").read_settings
     with pytest.raises(ConfigError) as caught:
         read([setting], "cpu")
     assert str(caught.value).startswith(words)
 
 
 def test_settings_of_a_section_are_checked_together():
-    from treadle.cli.spectra_run import read_settings
+    from treadle.spectra.runs import read_settings
 
     # One after the other, the first would leave nothing to train on beside the default of the second.
     data = read_settings(["data.val_fraction=0.94", "data.test_fraction=0.05"], "cpu").data
@@ -82,7 +82,7 @@ def test_settings_of_a_section_are_checked_together():
 @pytest.mark.parametrize("setting", ["type=foo", "warmup_epochs=-1", "min_lr=-1"])
 def test_a_schedule_is_refused_before_the_data_are_loaded(setting, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("treadle.cli.graphs_run.prepare_data", lambda *_: pytest.fail("the data were loaded"))
+    monkeypatch.setattr("treadle.graphs.runs.prepare_data", lambda *_: pytest.fail("the data were loaded"))
     assert treadle("train", "graphs", f"training.scheduler.{setting}", "--device", "cpu") == 2
     assert f"error: training.scheduler.{setting.partition('=')[0]}=" in capsys.readouterr().err
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from treadle.cli.spectra_data import prepare_data
-from treadle.cli.split_config import DataConfig
 from treadle.datasets.splits import object_groups, split_by_group
 from treadle.errors import ConfigError
+from treadle.runs.split import DataConfig
+from treadle.spectra.run_data import prepare_data
 
 
 def test_no_object_and_no_copy_is_in_two_parts() -> None:

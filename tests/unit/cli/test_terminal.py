@@ -12,8 +12,8 @@ from rich.table import Table
 from command_kit import treadle
 from run_page_kit import make_run
 from treadle.cli.encodings import write_in_any_locale
-from treadle.cli.spectra_report import print_results
-from treadle.cli.tables import print_table
+from treadle.runs.tables import print_table
+from treadle.spectra.report import print_results
 
 SCORE = {"mean": 0.723, "std": 0.122}
 PROBE = {"num_folds": 5, "num_features": 64, "j_minus_k_r2": SCORE, "spectral_class_balanced_accuracy": SCORE}

@@ -15,13 +15,13 @@ from command_kit import Killed, Stop, files, interrupt, kill, read, treadle
 from helpers import differences
 from treadle import load_weights
 from treadle.astro import fit_tokenizers, load_tokenizers
+from treadle.astro import report as astro_report
+from treadle.astro.pictures import question_name
+from treadle.astro.run_config import FREE, AstroRunConfig
+from treadle.astro.run_data import split_surveys
 from treadle.checkpoint import load_checkpoint
-from treadle.cli import astro_report
-from treadle.cli.astro_config import FREE, AstroRunConfig
-from treadle.cli.astro_data import split_surveys
-from treadle.cli.astro_pictures import question_name
-from treadle.cli.overrides import leaves
-from treadle.observers import observing
+from treadle.engine.observers import observing
+from treadle.runs.overrides import leaves
 
 TINY = [
     "data.max_rows=60", "tokens.v_image=4", "tokens.patch_size=16", "tokens.scalar_bins=3", "tokens.v_spectra=4",

@@ -19,12 +19,12 @@ from config_kit import write_project
 from helpers import differences
 from processes import Forked
 from treadle.builder import REGISTRY
-from treadle.cli import spectra_run
-from treadle.cli.config_target import PACKS, PackRun, is_config_file, pack_commands, read_target
 from treadle.cli.main import main
 from treadle.config import load_config, save_config
 from treadle.errors import ConfigError
 from treadle.hooks.steplog import read_steps
+from treadle.runs.target import PACKS, PackRun, is_config_file, pack_commands, read_target
+from treadle.spectra import runs as spectra_run
 
 
 @pytest.fixture(autouse=True)

@@ -21,11 +21,11 @@ from command_kit import Killed, Stop, files, interrupt, kill, read, treadle
 from helpers import differences
 from treadle import load_weights
 from treadle.checkpoint import load_checkpoint
-from treadle.cli import graphs_report
-from treadle.cli.graphs_config import GraphsConfig
 from treadle.cli.main import main
+from treadle.engine.observers import observing
 from treadle.graphs import RandomSignFlip, get_dataset
-from treadle.observers import observing
+from treadle.graphs import report as graphs_report
+from treadle.graphs.run_config import GraphsConfig
 
 TINY = [
     "training.epochs=2", "training.batch_size=16", "training.scheduler.warmup_epochs=1", "model.hidden_dim=8",

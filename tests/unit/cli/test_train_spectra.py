@@ -18,11 +18,12 @@ import torch
 
 from processes import Forked
 from treadle import load_weights
-from treadle.cli import spectra_report, spectra_run
 from treadle.cli.main import main
-from treadle.cli.settings import changes
-from treadle.cli.spectra_config import SpectraConfig, check_changes
 from treadle.errors import ConfigError
+from treadle.runs.settings import changes
+from treadle.spectra import report as spectra_report
+from treadle.spectra import runs as spectra_run
+from treadle.spectra.run_config import SpectraConfig, check_changes
 
 TINY = [
     "epochs=2", "data.max_rows=420", "model.d_model=8", "model.nhead=2", "model.num_layers=1",

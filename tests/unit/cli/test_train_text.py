@@ -24,13 +24,15 @@ from fault_points import in_child, killed
 from helpers import differences
 from treadle import ConfigError, TensorLoader, load_weights
 from treadle.checkpoint import load_checkpoint
-from treadle.cli import text_data, text_report, text_run
 from treadle.cli.main import main
-from treadle.cli.text_config import FREE, TextConfig
-from treadle.cli.text_data import prepare_data
 from treadle.engine import Engine
-from treadle.hooks.base import BaseHook
-from treadle.observers import observing
+from treadle.engine.hook import BaseHook
+from treadle.engine.observers import observing
+from treadle.text import report as text_report
+from treadle.text import run_data as text_data
+from treadle.text import runs as text_run
+from treadle.text.run_config import FREE, TextConfig
+from treadle.text.run_data import prepare_data
 
 TINY = [
     "epochs=2", "data.max_topics=20", "data.vocab_size=280", "data.block_length=32", "data.val_fraction=0.2",
@@ -539,7 +541,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
 
 
 def test_what_may_change_is_made_of_settings_that_exist() -> None:
-    from treadle.cli.settings import flat
+    from treadle.runs.settings import flat
 
     assert set(FREE) <= set(flat(TextConfig().to_dict()))
 

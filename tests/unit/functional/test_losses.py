@@ -13,7 +13,7 @@ import treadle
 from functional_kit import line, loader, make
 from treadle import ConfigError
 from treadle.functional.losses import loss_weight
-from treadle.weights import without_empty
+from treadle.optim.loss_weights import without_empty
 
 LABELS = torch.tensor([[5, 6, -100], [-100, 7, 8]])  # 4 count, 3 of them from position 1 on
 CLASSES = torch.tensor([0, 2, -100, 2])

@@ -14,7 +14,7 @@ from capture_kit import Rerun, capture_on_the_cpu
 from functional_kit import Tagger
 from helpers import differences
 from treadle import BaseHook, TensorLoader
-from treadle.captured_step import CapturedStep
+from treadle.capture.step import CapturedStep
 
 IGNORED = -100
 

@@ -12,11 +12,11 @@ import treadle.graphs.task as task_module
 from graph_batches import GraphBatch, collate, with_changes
 from graph_kit import graphs, make, model_of
 from helpers import no_waits_for_meta
-from treadle.graph_sizes import count_sizes, note_sizes, noted_sizes
+from treadle.data.graph_sizes import count_sizes, note_sizes, noted_sizes
 from treadle.graphs import get_loss_fn, get_metrics
 from treadle.graphs.attention import batch_layout
 from treadle.graphs.task import GraphTask, raw_outputs
-from treadle.guard import FiniteGuard, Verdict
+from treadle.optim.nonfinite import FiniteGuard, Verdict
 
 FAR = torch.device("meta")
 

@@ -16,8 +16,8 @@ from treadle import BaseTrainer, CheckpointingHook, ConfigError, LoggingHook, No
 from treadle.checkpoint import load_checkpoint
 from treadle.data import TensorLoader
 from treadle.engine import Engine
-from treadle.guard import FiniteGuard
 from treadle.hooks import BaseHook, EmaHook, StepLogHook
+from treadle.optim.nonfinite import FiniteGuard
 
 STEPS = 8
 
@@ -401,7 +401,7 @@ def test_a_full_disk_does_not_end_a_run_that_skips(tmp_path, monkeypatch, caplog
 
 
 def test_a_hook_with_a_plan_makes_the_guard_answer_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("treadle.session.skips_on_device", lambda optimizer, device: True)
+    monkeypatch.setattr("treadle.engine.session.skips_on_device", lambda optimizer, device: True)
     asked = Fit(tmp_path, [])
     asked.prepare()
     assert asked.guard.deferred

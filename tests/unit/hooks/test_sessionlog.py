@@ -9,9 +9,9 @@ import pytest
 
 from hook_kit import Small, Stop, run_engine, run_mini
 from treadle import CheckpointingHook, SessionLogHook
-from treadle.cli.run_record import SessionKeeper
+from treadle.engine.observers import observing
 from treadle.hooks import BaseHook, sessionlog
-from treadle.observers import observing
+from treadle.runs.record import SessionKeeper
 
 
 def lines(folder):

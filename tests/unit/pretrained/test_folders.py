@@ -15,7 +15,7 @@ from helpers import differences
 from treadle import Trainer, load_weights
 from treadle.checkpoint.store import load_checkpoint
 from treadle.errors import CheckpointError
-from treadle.pretrained import has_save_pretrained, write_pretrained
+from treadle.exchange.pretrained import has_save_pretrained, write_pretrained
 
 # peft 0.21 asks a model of transformers 5.24 by the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from treadle.datasets.spectral_types import spectral_class_letter, spectral_type_number
-from treadle.spectra import figures
+from treadle.runs import figures
 from treadle.spectra.pictures import (
     plot_cluster_map,
     plot_latent_map,

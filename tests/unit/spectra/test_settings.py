@@ -12,7 +12,7 @@ import torch
 from spectra_kit import make
 from treadle import ConfigError, ParallelConfig
 from treadle.checkpoint.schema import to_plain
-from treadle.parallel import as_parallel
+from treadle.faces.parallel import as_parallel
 from treadle.spectra import ExtractorConfig, TesterConfig, TrainerConfig
 
 MAY_BE_NONE = {

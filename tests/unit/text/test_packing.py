@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from treadle.compiling import compile_model
+from treadle.capture.compile import compile_model
 from treadle.text import add_lora, build_gpt2, skip_packing_check
 
 transformers = pytest.importorskip("transformers")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from treadle.bookkeeping import settle
+from treadle.capture.compile import is_compiled
 from treadle.cli.bench.advice import advise
 from treadle.cli.bench.counting import CallCounter, count_flops, counting_launches
 from treadle.cli.bench.floor import floor_of, least_bytes, measure_ceilings
@@ -28,11 +28,11 @@ from treadle.cli.bench.trials import (
     thread_counts,
 )
 from treadle.cli.bench.watch import Watch, is_replayed, parts_in_order
-from treadle.compiling import is_compiled
 from treadle.data.cursor import Group
 from treadle.engine import Engine
+from treadle.engine.bookkeeping import settle
+from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
-from treadle.hooks.base import BaseHook
 
 WARM_UP, COUNTED, _LEAST = 5, 4, 3
 _BESIDE = WARM_UP + 1 + 2 * COUNTED  # steps of a run that are not measured

@@ -12,11 +12,11 @@ from rich.console import Console
 
 from treadle.cli.bench.result import BenchResult
 from treadle.cli.bench.session import Arrived, BenchHook
-from treadle.cli.config_target import PackRun, checked_target, pack_commands, resolve, train_from
-from treadle.cli.user_run import MovedRuns, run_as_main
 from treadle.engine import Engine
+from treadle.engine.observers import observing
 from treadle.errors import ConfigError
-from treadle.observers import observing
+from treadle.runs.script import MovedRuns, run_as_main
+from treadle.runs.target import PackRun, checked_target, pack_commands, resolve, train_from
 
 
 class Stage(MovedRuns):

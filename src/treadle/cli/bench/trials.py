@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from treadle.capture import steps_of
+from treadle.capture.compile import compile_model, is_compiled
+from treadle.capture.steps import steps_of
 from treadle.cli.bench.timing import Clock, step_seconds
-from treadle.compiling import compile_model, is_compiled
 from treadle.data.cursor import Group
 from treadle.engine import Engine
-from treadle.optim import can_be_fused
-from treadle.precision import Precision
-from treadle.session import finite_guard
+from treadle.engine.session import finite_guard
+from treadle.optim.optimizer import can_be_fused
+from treadle.optim.precision import Precision
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _WARM_UP = 3

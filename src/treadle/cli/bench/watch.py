@@ -20,9 +20,9 @@ from treadle.cli.bench.timing import (
     WRITES,
     Timeline,
 )
-from treadle.ema import Ema
 from treadle.engine import Engine
-from treadle.hooks.base import STEP_EVENTS, BaseHook, listeners
+from treadle.engine.hook import STEP_EVENTS, BaseHook, listeners
+from treadle.optim.ema import Ema
 
 _ABSENT = object()
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treadle.checkpoint.inspect import glance
 from treadle.checkpoint.retention import write_order
+from treadle.checkpoint.safe.inspect import glance
 from treadle.cli.runpage.files import Row, weight_files
 from treadle.errors import CheckpointError
 

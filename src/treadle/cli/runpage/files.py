@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from treadle.checkpoint.lock import LOCK_NAME
-from treadle.checkpoint.marker import has_shards
-from treadle.cli.run_record import CHECKPOINTS, SESSIONS
+from treadle.checkpoint.shard_manifest import has_shards
 from treadle.config.yaml_files import parse
 from treadle.errors import ConfigError
+from treadle.runs.record import CHECKPOINTS, SESSIONS
 
 Row = dict[str, Any]
 EXPORTS = "export"

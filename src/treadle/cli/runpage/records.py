@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from treadle.checkpoint.lock import holder
-from treadle.cli.run_record import SESSIONS, last_config
 from treadle.cli.runpage.checkpoints import Checkpoint, epochs_of, read_checkpoints
 from treadle.cli.runpage.files import (
     HISTORIES,
@@ -25,8 +24,9 @@ from treadle.cli.runpage.files import (
     read_tail,
     read_yaml,
 )
-from treadle.cli.settings import flat
 from treadle.errors import ConfigError
+from treadle.runs.record import SESSIONS, last_config
+from treadle.runs.settings import flat
 
 _SETTING = "config."
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".svg")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from treadle.checkpoint.lock import LOCK_NAME
-from treadle.cli.run_record import SESSIONS
 from treadle.cli.runpage.files import HISTORIES, POINTS, STEPS, find
 from treadle.cli.runpage.records import RunRecords
 from treadle.cli.runpage.sessions import Timeline, read_sessions
+from treadle.runs.record import SESSIONS
 
 _RECENT = 180.0  # seconds; SessionLogHook writes a line every minute that has a step
 RUNNING, FINISHED, STOPPED, FAILED, ENDED = "running", "finished", "stopped", "failed", "ended"

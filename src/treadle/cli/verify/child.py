@@ -16,16 +16,16 @@ from typing import NoReturn
 
 import numpy as np
 
-from treadle.cli.config_target import PackRun, pack_commands, resolve, train_from
 from treadle.cli.console import message_console, result_console
-from treadle.cli.user_run import MovedRuns, run_as_main
 from treadle.cli.verify.evidence import SeedWatch
 from treadle.cli.verify.jobs import Job, RecordFile
 from treadle.cli.verify.recorder import Looker, Recorder
 from treadle.engine import Engine
+from treadle.engine.observers import observing
 from treadle.errors import ConfigError
 from treadle.hooks import CheckpointingHook
-from treadle.observers import observing
+from treadle.runs.script import MovedRuns, run_as_main
+from treadle.runs.target import PackRun, pack_commands, resolve, train_from
 
 
 class Arrangement(MovedRuns):

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from treadle.cli.config_target import PackRun, checked_target
 from treadle.cli.console import errors_as_one_line, message_console, result_console
 from treadle.cli.pack_options import AsJson, Target, TargetArguments
 from treadle.errors import ConfigError
+from treadle.runs.target import PackRun, checked_target
 
 if TYPE_CHECKING:
     from treadle.cli.verify.runs import Verification

@@ -17,8 +17,8 @@ from treadle.cli.verify.digests import leaf_text
 from treadle.data.samplers import samplers_of
 from treadle.distributed import unwrap
 from treadle.engine import Engine
-from treadle.hooks.base import BaseHook
-from treadle.trainer import BaseTrainer
+from treadle.engine.hook import BaseHook
+from treadle.faces.step import BaseTrainer
 
 _LARGEST = 100_000  # elements; a whole data set is not hashed at every step
 _MOST = 300  # values in a record

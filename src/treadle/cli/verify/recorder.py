@@ -16,10 +16,10 @@ from treadle.cli.verify.digests import leaves_of, without_durations
 from treadle.cli.verify.evidence import SeedWatch, outside_values
 from treadle.cli.verify.jobs import Job, RecordFile
 from treadle.data.cursor import Group
+from treadle.distributed.state_names import model_state
 from treadle.engine import Engine
-from treadle.flight import ids_as_plain
-from treadle.hooks.base import BaseHook, looks_only
-from treadle.naming import model_state
+from treadle.engine.hook import BaseHook, looks_only
+from treadle.hooks.flight import ids_as_plain
 from treadle.seed import RngState
 
 PARTS = {

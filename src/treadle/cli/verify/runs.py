@@ -17,8 +17,8 @@ from typing import Any
 from treadle.cli.verify.causes import Cause, likely_cause
 from treadle.cli.verify.compare import Comparison, Difference, PartResult, same_seed_each_step
 from treadle.cli.verify.jobs import Job, Kill, read_records
+from treadle.engine.failure import NOTE
 from treadle.errors import ConfigError, TreadleError
-from treadle.failure import NOTE
 
 _INTERVAL = 3
 _APART_SECONDS = 1.1  # a seed made from whole seconds must not be the same in two runs

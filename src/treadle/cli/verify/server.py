@@ -19,9 +19,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from treadle.cli.config_target import PACKS
 from treadle.cli.verify.child import run_job
 from treadle.cli.verify.jobs import Job
+from treadle.runs.target import PACKS
 
 _POLL_SECONDS = 0.02
 # Slow to import and without effects of their own. torch._dynamo comes with the first optimizer.
@@ -54,10 +54,10 @@ def modules_to_warm(target: str) -> list[str]:
 
     Example:
         >>> modules_to_warm("spectra")
-        ['treadle.cli.spectra_run']
+        ['treadle.spectra.runs']
     """
     if target in PACKS:
-        return [f"treadle.cli.{target}_run", *_WARM_OF_PACKS.get(target, ())]
+        return [f"treadle.{target}.runs", *_WARM_OF_PACKS.get(target, ())]
     try:
         tree = ast.parse(Path(target).read_bytes())
     except (OSError, SyntaxError, ValueError):

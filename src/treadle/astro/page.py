@@ -1,0 +1,171 @@
+"""What the pictures of ``treadle train astro`` show, and the page that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from treadle.astro.conditionals import expected_vectors
+from treadle.astro.cross_modal import CrossResult
+from treadle.astro.drawing import draw_spectra
+from treadle.astro.pictures import ShownSpectra, plot_images, plot_scalars, plot_spectra, plot_terms, question_name
+from treadle.astro.run_config import loss_line
+from treadle.astro.run_data import AstroData
+from treadle.astro.surveys import Survey
+from treadle.astro.trainer import AstroTrainer
+from treadle.datasets import load_spex
+from treadle.datasets.spectral_types import CLASS_START
+from treadle.runs.curves import plot_training_curves
+from treadle.runs.page import Picture, write_page
+
+_PANELS = 6
+_DRAWS = 64
+
+
+def draw_and_write(
+    data: AstroData, trainer: AstroTrainer, results: Sequence[CrossResult], metrics: Mapping[str, Any], out: Path
+) -> None:
+    """Draws the pictures of a run, and writes them with its metrics into one page.
+
+    Args:
+        data: surveys and tokenizers.
+        trainer: its model has the best weights.
+        results: what it was asked.
+        metrics: what ``metrics.json`` holds.
+        out: the run folder.
+    """
+    pictures = _draw(data, trainer, results, out / "pictures")
+    predictions, config = metrics["predictions"], metrics["config"]
+    write_page(
+        out / "page.html",
+        title="One modality from another",
+        lead="A causal transformer on tokens of galaxy pictures (XDF), spectra of cool dwarfs (SpeX) and a galaxy "
+        "catalogue (SDSS), asked about objects kept out of its training. Variance explained: 0 is the mean of the "
+        "training objects, 1 is exact. The ridge regression sees the values of the same tokens; the true bin is the "
+        "best that an answer in bins can reach.",
+        columns=["variance explained", *(question_name(asked["target"], asked["given"]) for asked in predictions)],
+        rows=[_row(name, predictions, method) for name, method in _METHODS.items()],
+        pictures=pictures,
+        facts={
+            "objects": "; ".join(
+                f"{name}: {counts['train']:,} train, {counts['val']:,} validate, {counts['test']:,} test"
+                for name, counts in metrics["objects"].items()
+            ),
+            "loss": loss_line(config),
+            "model": f"{metrics['parameters']:,} parameters, {config['model']['n_layers']} layers of width "
+            f"{config['model']['d_model']}; epoch {metrics['best_epoch']} of {metrics['epochs']}",
+            "cross-entropy of the test sequences": f"{metrics['test']['loss_ce']:.3f} nats per token",
+            "all settings": "config.json in the run folder",
+            "treadle": metrics["treadle"],
+        },
+    )
+
+
+_METHODS = {"model": "model", "ridge regression": "ridge", "the true bin": "bins"}
+
+
+def _row(name: str, predictions: Sequence[Mapping[str, Any]], method: str) -> list[str]:
+    scores = [asked[method]["explained"] for asked in predictions]
+    return [name, *("undefined" if score is None else f"{score:.3f}" for score in scores)]
+
+
+def _draw(data: AstroData, trainer: AstroTrainer, results: Sequence[CrossResult], folder: Path) -> list[Picture]:
+    scalars = plot_scalars(results, folder / "scalars.png")
+    spectra = plot_spectra(_shown_spectra(data, trainer), folder / "spectra.png")
+    images = plot_images(*_shown_images(data, trainer), folder / "images.png")
+    terms = plot_terms(trainer.history, folder / "loss_terms.png")
+    curves = plot_training_curves(_curves(trainer), folder / "training_curves.png")
+    return [
+        Picture(
+            scalars, "Scalars from another modality",
+            "Each dot is a test object. The lines join the medians of groups of as many objects each, in the order of "
+            "the true value: a flat line knows nothing. The bars are the table above.",
+        ),
+        Picture(
+            spectra, "Spectra from scalars",
+            "Spectra of test dwarfs, evenly spaced in the order of types. Blue: what is left of a spectrum after it "
+            "was replaced by its tokens. Orange: spectra that the model drew from the type and the colours alone.",
+        ),
+        Picture(
+            images, "Galaxies patch by patch",
+            "Test galaxies, evenly spaced in the order of magnitudes. The middle row is what the tokens keep; in the "
+            "last one each patch is what the model expects after the true patches before it, row by row from the top. "
+            "Off by: root mean squared error in steps of 255.",
+        ),
+        Picture(
+            terms, "The terms of the loss",
+            "In training some scalars are hidden, other ones each time, and dropout is on; in validation neither.",
+        ),
+        Picture(curves, "Training", "The whole loss by epoch; the best epoch is marked. Below, the learning rate."),
+    ]  # fmt: skip
+
+
+def _curves(trainer: AstroTrainer) -> list[dict[str, Any]]:
+    return [
+        {
+            "epoch": record["epoch"],
+            "train_loss": record["train_loss_total"],
+            "val_loss": record["val_loss_total"],
+            "lr": record["lr"],
+        }
+        for record in trainer.history
+    ]
+
+
+def _spaced(values: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Returns rows with a value, evenly spaced in its order, none picked by hand."""
+    order = np.argsort(values, kind="stable")[: int(np.isfinite(values).sum())]
+    return np.asarray(order[np.unique(np.linspace(0, len(order) - 1, _PANELS).round().astype(np.intp))], dtype=np.intp)
+
+
+def _shown_spectra(data: AstroData, trainer: AstroTrainer) -> ShownSpectra:
+    spex = data.test["spex"].take(_spaced(data.test["spex"].column("spex.type")))
+    assert spex.spectra is not None
+    tokenizer, vocab = data.tokenizers.spectrum, data.tokenizers.vocab()
+    generator = torch.Generator().manual_seed(0)
+    drawn = [
+        _fluxes(data, draw_spectra(trainer.model, [sequence], vocab, draws=_DRAWS, generator=generator)[0])
+        for sequence in data.tokenizers.encode(spex)
+    ]
+    types = [_type_text(number) for number in spex.column("spex.type")]
+    return ShownSpectra(
+        wavelengths=load_spex().wavelengths,
+        true=spex.spectra,
+        codebook=tokenizer.decode(tokenizer.encode(spex.spectra)),
+        drawn=np.stack(drawn),
+        titles=types,
+    )
+
+
+def _fluxes(data: AstroData, tokens_RL: torch.Tensor) -> NDArray[np.float32]:
+    """Returns the spectra of sequences of one layout."""
+    vocab = data.tokenizers.vocab()
+    codes = {}
+    for group, first in vocab.base_spectrum.items():
+        inside = (tokens_RL[0] >= first) & (tokens_RL[0] < first + vocab.v_spectra)
+        codes[group] = (tokens_RL[:, inside] - first).numpy()
+    return data.tokenizers.spectrum.decode(codes)
+
+
+def _type_text(number: float) -> str:
+    letter, start = max((item for item in CLASS_START.items() if item[1] <= number), key=lambda item: item[1])
+    return f"{letter}{number - start:g}"
+
+
+def _shown_images(data: AstroData, trainer: AstroTrainer) -> tuple[dict[str, NDArray[Any]], list[str]]:
+    xdf: Survey = data.test["xdf"].take(_spaced(data.test["xdf"].column("xdf.mag")))
+    assert xdf.images is not None
+    tokenizer, vocab = data.tokenizers.image, data.tokenizers.vocab()
+    patches = tokenizer.patches.restore(tokenizer.codebook)
+    expected = expected_vectors(trainer.model, data.tokenizers.encode(xdf), vocab.base_image, patches)
+    rows = {
+        "true": xdf.images,
+        "its own tokens": tokenizer.decode(tokenizer.encode(xdf.images)),
+        "from patches before": tokenizer.assemble(expected.numpy()),
+    }
+    return rows, [f"mag {value:.1f}".replace("-", "\N{MINUS SIGN}") for value in xdf.column("xdf.mag")]

@@ -1,0 +1,183 @@
+"""The settings of ``treadle train astro``, and which of them a rerun may change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from treadle.astro.config import MeaningfulLossConfig, TrainingConfig
+from treadle.errors import ConfigError
+from treadle.runs.settings import at_least, check_seeds, without
+from treadle.runs.split import DataConfig
+
+FLAGS = {
+    "training.seed": "seed",
+    "training.log_every": "the file steps.jsonl, which has every step",
+}
+"""Fields of the trainer's settings that are not set on the command line."""
+
+FREE = (
+    "threads", "mixed_precision", "training.epochs", "training.warmup_steps", "training.total_steps",
+    "training.min_lr_ratio", "training.grad_clip", "training.max_non_finite_grad_retries", "training.num_workers",
+    "training.pin_memory", "training.persistent_workers", "training.prefetch_factor", "training.save_every_steps",
+    "training.parallel", "training.compile",
+)  # fmt: skip
+"""What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
+
+
+@dataclass
+class TokensConfig:
+    """Arguments of ``fit_tokenizers``."""
+
+    v_image: int = 128
+    """Patches of the image codebook."""
+    scalar_bins: int = 64
+    """Quantile bins of each column."""
+    v_spectra: int = 64
+    """Segments in the codebook of each spectrum group."""
+    patch_size: int = 8
+    """Pixels along a patch; a divisor of 32."""
+    segment: int = 16
+    """Points of a spectrum behind one token; a divisor of 64."""
+
+    def __post_init__(self) -> None:
+        at_least(
+            2, tokens__v_image=self.v_image, tokens__scalar_bins=self.scalar_bins, tokens__v_spectra=self.v_spectra
+        )
+        for name, length in (("patch_size", 32), ("segment", 64)):
+            if getattr(self, name) < 1 or length % getattr(self, name):
+                raise ConfigError(f"tokens.{name}={getattr(self, name)!r}: must be a divisor of {length}")
+
+
+@dataclass
+class RepeatsConfig:
+    """How often an epoch passes over the training objects of each survey."""
+
+    xdf: int = 4
+    """Pictures of galaxies, of which there are few."""
+    spex: int = 3
+    """Spectra of dwarfs."""
+    sdss: int = 1
+    """The catalogue, which has most objects."""
+
+    def __post_init__(self) -> None:
+        at_least(1, repeats__xdf=self.xdf, repeats__spex=self.spex, repeats__sdss=self.sdss)
+
+
+@dataclass
+class ModelConfig:
+    """Sizes of ``CausalTransformerLM``; its ids and types follow from the tokens."""
+
+    d_model: int = 64
+    """Width."""
+    n_layers: int = 2
+    """Layers."""
+    n_heads: int = 4
+    """Attention heads; must divide the width."""
+    d_ff: int = 128
+    """Width of the feed-forward."""
+    dropout: float = 0.1
+    """In [0, 1)."""
+
+    def __post_init__(self) -> None:
+        at_least(
+            1, model__d_model=self.d_model, model__n_layers=self.n_layers, model__n_heads=self.n_heads,
+            model__d_ff=self.d_ff,
+        )  # fmt: skip
+        if self.d_model % self.n_heads:
+            raise ConfigError(f"model.n_heads={self.n_heads!r}: must divide model.d_model={self.d_model!r}")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"model.dropout={self.dropout!r}: must be at least 0 and below 1")
+
+
+def _data_config() -> DataConfig:
+    # XDF has 16 tiles: with a tenth only two would be looked at in the end.
+    return DataConfig(test_fraction=0.2)
+
+
+def _training_config() -> TrainingConfig:
+    # The data are in memory: workers would cost more than they save.
+    return TrainingConfig(
+        batch_size=32, epochs=6, learning_rate=5e-3, warmup_steps=50, num_workers=0, save_every_steps=None,
+        meaningful_loss=MeaningfulLossConfig(weight_scalar=1.0),
+    )  # fmt: skip
+
+
+@dataclass
+class AstroRunConfig:
+    """All settings of ``treadle train astro``.
+
+    Example:
+        >>> AstroRunConfig().model.d_model
+        64
+    """
+
+    seed: int = 0
+    """Seeds weights, data order, dropout, k-means and the positions of the losses."""
+    threads: int | None = 1
+    """Threads on the CPU; None leaves torch's choice, one per core.
+
+    With one, the numbers do not depend on the machine's number of cores.
+    """
+    mixed_precision: str | None = None
+    """None, bf16 or fp16."""
+    use_ce: bool = True
+    """Whether the cross-entropy is part of the loss; ``training.meaningful_loss`` is about the other terms."""
+    hidden_scalars: float = 0.5
+    """Mean share of the scalars hidden behind MISS in training, other ones each time; at most 0.5."""
+    start_from_codebooks: bool = True
+    """Whether ids that stand for similar values start with similar embeddings (``initialise_from_codebooks``)."""
+    scalars_last: float = 0.5
+    """Share of the sequences, others each time, whose scalars stand behind the spectra and not before them."""
+    data: DataConfig = field(default_factory=_data_config)
+    """The split of each of the three surveys."""
+    repeats: RepeatsConfig = field(default_factory=RepeatsConfig)
+    tokens: TokensConfig = field(default_factory=TokensConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=_training_config)
+    """Fields of ``treadle.astro.TrainingConfig``."""
+
+    def __post_init__(self) -> None:
+        at_least(1, threads=self.threads)
+        check_seeds(seed=self.seed)
+        if not 0 <= self.hidden_scalars <= 0.5:
+            raise ConfigError(f"hidden_scalars={self.hidden_scalars!r}: must lie in [0, 0.5]")
+        if not 0 <= self.scalars_last < 1:
+            raise ConfigError(
+                f"scalars_last={self.scalars_last!r}: must lie in [0, 1); with 1 no spectrum would follow its scalars"
+            )
+        if self.mixed_precision not in (None, "bf16", "fp16"):
+            raise ConfigError(f"mixed_precision={self.mixed_precision!r}: must be none, bf16 or fp16")
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> AstroRunConfig:
+        """Returns the defaults, with mixed precision where it pays: not on a CPU, most of which lack bf16 units."""
+        return cls(mixed_precision=None if device.type == "cpu" else "bf16")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings as nested plain values, without those that are not set on the command line."""
+        return without(self, FLAGS)
+
+
+def loss_line(values: Mapping[str, Any]) -> str:
+    """Returns the terms of the loss in words.
+
+    Args:
+        values: settings, as `AstroRunConfig.to_dict` gives them.
+
+    Example:
+        >>> loss_line(AstroRunConfig().to_dict()).partition(" of ")[0]
+        'cross-entropy + 0.1 x squared error'
+    """
+    terms = ["cross-entropy"] if values["use_ce"] else []
+    meaningful = values["training"]["meaningful_loss"]
+    if meaningful["enabled"]:
+        weights = {name: meaningful[f"weight_{part}"] for part, name in _MODALITIES.items()}
+        terms += [f"{weight:g} x squared error of {name}" for name, weight in weights.items() if weight]
+    return " + ".join(terms)
+
+
+_MODALITIES = {"image": "pictures", "scalar": "scalars", "spectrum": "spectra"}

@@ -1,0 +1,193 @@
+"""Whether a captured step gives the numbers of an eager one, tried from the same state, which is put back."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from treadle.capture.compile import uncompiled
+from treadle.capture.step import CapturedStep
+from treadle.data.cursor import Group
+from treadle.engine.bookkeeping import clear_gradients
+from treadle.seed import RngState
+from treadle.task import StepOutput
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+
+class KeptState:
+    """Copies of all that a step changes, to put it back in place.
+
+    Args:
+        engine: whose state.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._sizes = self._state_sizes()
+        self.live = self._tensors()
+        self._copies = [tensor.clone() for tensor in self.live]
+        self.num_weights = len(list(engine.model.parameters()))  # which come first
+        self._rng = RngState.capture()
+
+    def _tensors(self) -> list[Tensor]:
+        engine = self._engine
+        modules = [engine.model, *(average.module for average in engine.averages.values())]
+        model = [value for module in modules for value in (*module.parameters(), *module.buffers())]
+        state = [value for entries in engine.optimizer.state.values() for value in entries.values()]
+        return [value.detach() for value in [*model, *state] if isinstance(value, Tensor)]
+
+    def _state_sizes(self) -> dict[int, int]:
+        return {id(parameter): len(entries) for parameter, entries in self._engine.optimizer.state.items()}
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights as they were."""
+        return self._copies[: self.num_weights]
+
+    def grew(self) -> bool:
+        """Returns whether the optimizer made state since, and takes it away again."""
+        state = self._engine.optimizer.state
+        new = [parameter for parameter in state if id(parameter) not in self._sizes]
+        for parameter in new:
+            del state[parameter]
+        return bool(new) or self._state_sizes() != self._sizes
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts everything back."""
+        torch._foreach_copy_(self.live, self._copies)
+        self._rng.restore()
+        clear_gradients(self._engine)
+
+
+def what_differs(engine: Engine, step: CapturedStep, group: Group, kept: KeptState) -> str | None:
+    """Compares a replay with an eager step from the same state; returns what is wrong, if anything is."""
+
+    def state_after(run: Callable[[], list[StepOutput]]) -> _After:
+        kept.restore()
+        step.prepare()
+        losses = [output.loss.clone() for output in run() if output.loss is not None]
+        state = [tensor.clone() for tensor in kept.live]
+        return _After(losses, state, state[: kept.num_weights])
+
+    replayed = state_after(lambda: step.replay(group)[1])
+    before = _host_rng()
+    eager = state_after(step.eager)
+    drawn = _host_rng() != before
+    difference = replayed.largest_difference(eager)
+    itself, kernels = 0.0, list[str]()
+    if difference:
+        itself = eager.largest_difference(state_after(step.eager))
+        kernels = unordered_kernels(engine.model, lambda: state_after(step.eager))
+    kept.restore()
+    step.prepare()
+    if drawn:
+        return (
+            "the step draws random numbers on the CPU, which would be drawn once and used for ever; draw them on the "
+            "device, or in the data loader"
+        )
+    if not difference:
+        return None
+    if not ((itself or kernels) and replayed.is_like(eager, start=kept.weights)):
+        return (
+            f"a captured step gives other numbers than an eager one, {difference:.3g} apart at most: it depends on "
+            "something that changes from call to call, or its kernels do"
+        )
+    engine.logger.warning(
+        "capture: kernels of this step do not give the same bits twice: %s. A captured and an eager step differ by "
+        "%.3g at most, two eager ones by %.3g", ", ".join(kernels) or "torch does not know which", difference, itself,
+    )  # fmt: skip
+    return None
+
+
+@dataclass(frozen=True)
+class _After:
+    """What a step left: its losses, the tensors of :class:`KeptState`, and those of them that are weights."""
+
+    losses: list[Tensor]
+    state: list[Tensor]
+    weights: list[Tensor]
+
+    def largest_difference(self, other: _After) -> float:
+        """Returns the largest difference between two tensors; 0 only where all are equal."""
+        return _largest_difference([*self.losses, *self.state], [*other.losses, *other.state])
+
+    def is_like(self, other: _After, *, start: Sequence[Tensor]) -> bool:
+        """Returns whether both differ by rounding only, also in half precision.
+
+        The weights may lie apart by a quarter of what the step changed: Adam makes a whole step of a gradient that is 0
+        but for rounding, as that of a key's bias is.
+
+        Args:
+            other: what it is compared with.
+            start: the weights before the step.
+        """
+        pairs = list(zip(self.losses, other.losses, strict=True))
+        if not all(torch.allclose(one.double(), two.double(), rtol=1e-2, equal_nan=True) for one, two in pairs):
+            return False
+        return _distance(self.weights, other.weights) <= 0.25 * _distance(start, other.weights)
+
+
+_UNORDERED = re.compile(r"(.+?) (?:defaults to a non-deterministic algorithm|does not have a deterministic impl)")
+
+
+def unordered_kernels(model: nn.Module, run: Callable[[], object]) -> list[str]:
+    """Calls a function and returns which of its kernels need not give the same bits twice, as torch names them.
+
+    Two calls may agree all the same: which of several additions comes first also depends on what else the device does.
+
+    Args:
+        model: what the function runs, without its compiler.
+        run: the function.
+
+    Example:
+        >>> unordered_kernels(nn.ReLU(), lambda: torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2)))
+        ['put_']
+    """
+    modes = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with uncompiled(model), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            run()
+    finally:
+        torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
+        torch.set_warn_always(always)
+    found = (_UNORDERED.match(str(warning.message)) for warning in said)
+    return sorted({match[1] for match in found if match})
+
+
+def _host_rng() -> tuple[Any, ...]:
+    plain = RngState.capture()
+    _, keys, *rest = plain.numpy
+    return plain.python, keys.tobytes(), rest, plain.torch.numpy().tobytes()
+
+
+def _largest_difference(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """Returns the largest difference between tensors of the same shapes; 0 only where they are equal."""
+    largest = 0.0
+    for one, other in zip(some, others, strict=True):
+        if torch.equal(one, other) or bool((one.isnan() & other.isnan()).all()):
+            continue
+        gap = (one.double() - other.double()).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+        largest = max(largest, float(gap.max()))
+    return largest
+
+
+def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """Returns the Euclidean distance of all values; of what is finite in neither, nothing."""
+    squares = [
+        (one.double() - other.double()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).square().sum()
+        for one, other in zip(some, others, strict=True)
+    ]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0

@@ -1,0 +1,281 @@
+"""One captured step: its graph, the memory it reads from and what each replay leaves for the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from treadle.capture.graph import Branch, CudaGraph, FixedBatch, Results, capturable, tensors_of
+from treadle.data.cursor import Group
+from treadle.data.tensors import RowGather
+from treadle.engine.bookkeeping import begin_attempt, clear_gradients, keep_output, move_on, place_of, refuse, skip
+from treadle.engine.settings import Outcome
+from treadle.nested import map_nested_tensor
+from treadle.optim.ema import Ema
+from treadle.optim.loss_weights import GivenWeights, KnownWeights
+from treadle.optim.nonfinite import FiniteGuard, LateFlags, Place, Verdict, step_unless
+from treadle.task import StepOutput
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+
+class CapturedStep:
+    """One graph and its memory.
+
+    Args:
+        engine: whose step.
+        group: micro-batches of the shape.
+        flags: where a step leaves word of a refusal; None where the host reads that of each step.
+        share: another step whose graph's memory is used too.
+        weights: of the micro-batches where the host knows them, each above 0; None where the step tells.
+        gather: what the graph gathers its one batch with; None where the batch is there already.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        group: Group,
+        flags: LateFlags | None,
+        *,
+        share: CapturedStep | None,
+        weights: Sequence[float] | None,
+        gather: RowGather | None = None,
+    ):
+        self._engine = engine
+        self._flags = flags
+        self._gather = gather
+        in_place = getattr(engine.cursor.loader, "num_buffers", None) == 1 and len(group.batches) == 1
+        self._inputs = [FixedBatch(batch, engine.device, in_place=in_place) for batch in group.batches]
+        self._guard = _RecordingGuard(flags, knows_weight=weights is not None)
+        self._known = weights if weights is not None and len(weights) > 1 else None  # that of one changes no gradient
+        if self._known is not None:
+            equal = len(set(self._known)) == 1
+            self._guard.weights = given = GivenWeights(len(self._known), device=engine.device, equal=equal)
+            given.give(self._known)
+        self._graph: CudaGraph = CudaGraph(share=None if share is None else share._graph)
+        with aside(engine, self._guard):
+            self._left: _Left = self._graph.record(self._recorded, prepare=self.prepare)
+        self._decided = self._guard.flags  # where replays leave them; an eager step makes others
+        self._takes: Callable[[Any, StepOutput], StepOutput] | None = getattr(engine.task, "replayed", None)
+        clear_gradients(engine)
+
+    @property
+    def reads(self) -> bool:
+        """Whether the host reads of each step whether it counts."""
+        return self._told_later is None
+
+    @property
+    def _told_later(self) -> LateFlags | None:
+        """Where a step leaves word of a refusal; None: the host reads of each step whether it counts."""
+        return None if self._guard.weight_on_device else self._flags
+
+    def prepare(self) -> None:
+        """Puts back what a trial of the step moves on besides the state of the training."""
+        clear_gradients(self._engine)
+        if self._gather is not None:
+            self._gather.rewind()
+
+    def _recorded(self) -> _Left:
+        engine = self._engine
+        if isinstance(self._guard.weights, GivenWeights):
+            self._guard.weights.begin()
+        branch = self._guard.branch = Branch(engine.device)
+        if self._gather is not None:
+            self._gather.run()
+            with branch.after(branch.mark()):
+                self._gather.advance()
+        with capturable(engine.optimizer):
+            self._train()
+        with branch.after(self._guard.judged):  # loss and norm were there before the update
+            left = _Left(engine.step_outputs, engine.step_info["grad_norm"], device=engine.device)
+        branch.join()
+        return left
+
+    def _train(self) -> None:
+        batches = [inputs.batch for inputs in self._inputs]
+        if self._engine.train_step(Group(batches, [0.0] * len(batches))) != "applied":
+            raise RuntimeError("a micro-batch had no loss, which only the host can decide")
+        self._averages = () if self._told_later is None else tuple(self._averages_inside())
+        for average in self._averages:
+            average.move(self._engine.model)
+
+    def _averages_inside(self) -> Iterator[Ema]:
+        """Gives the averages that move with every step, on the device, so that the graph moves them."""
+        for average in self._engine.averages.values():
+            if average.update_interval == 1 and average.lies_beside(self._engine.model):
+                yield average
+
+    def eager(self) -> list[StepOutput]:
+        """Runs the same step without the graph, weighed as one that is not captured; returns its outputs."""
+        given = self._guard.weights
+        if self._known is not None:
+            self._guard.weights = KnownWeights(self._known, device=self._engine.device)
+        with aside(self._engine, self._guard):
+            self._train()
+            outputs = self._engine.step_outputs
+        self._guard.weights = given
+        return outputs
+
+    def replay(self, group: Group, weights: Sequence[float | None] | None = None) -> tuple[Tensor, list[StepOutput]]:
+        """Fills the memory, launches the graph and returns the norm and the outputs.
+
+        Args:
+            group: of the shape.
+            weights: of its micro-batches, where the host knows them.
+        """
+        if self._gather is None:
+            for inputs, batch in zip(self._inputs, group.batches, strict=True):
+                inputs.fill(batch)
+        self._graph.replay()
+        return self._left.read(weights or _unknown(group))
+
+    def run(self, group: Group, weights: Sequence[float | None]) -> Outcome:
+        """Runs one step and notes what it gave, as an eager one does."""
+        engine = self._engine
+        begin_attempt(engine, group)
+        if isinstance(self._guard.weights, GivenWeights):
+            self._guard.weights.give([weight for weight in weights if weight is not None])
+        norm, outputs = self.replay(group, weights)
+        if self._gather is not None:
+            self._gather.leave_next()
+        engine.step_info["grad_norm"] = norm
+        for batch, output in zip(group.batches, outputs, strict=True):
+            keep_output(engine, output if self._takes is None else self._takes(batch, output))
+        if (flags := self._told_later) is not None:
+            flags.note(place_of(engine), norm)
+            return move_on(engine, moved=self._averages)
+        bad, uncounted = self._decided.tolist()
+        if uncounted:
+            return skip(engine, "the total weight is 0")
+        return refuse(engine) if bad else move_on(engine)
+
+
+def _unknown(group: Group) -> list[None]:
+    return [None] * len(group.batches)
+
+
+class _Left:
+    """What a captured step leaves for the host.
+
+    Args:
+        outputs: of its micro-batches.
+        norm: of its gradient.
+        device: what lies elsewhere is a constant.
+    """
+
+    def __init__(self, outputs: list[StepOutput], norm: Tensor, *, device: torch.device):
+        def is_left(value: Any) -> bool:
+            return isinstance(value, Tensor) and value.device == device
+
+        self._outputs = outputs
+        self._tensors = [norm]
+        self._places: list[tuple[int | None, int | None, bool]] = []
+        for output in outputs:
+            loss = self._place(output.loss) if is_left(output.loss) else None
+            weight = self._place(output.weight) if is_left(output.weight) else None
+            tensors = [tensor for tensor in tensors_of((output.records, output.outputs)) if is_left(tensor)]
+            self._places.append((loss, weight, bool(tensors)))
+            self._tensors += tensors
+        self._device = device
+        self._results = Results(self._tensors)
+        self._is_plain = self._places == [(1, None, False)]  # one loss, and what else there is does not change
+
+    def _place(self, tensor: Any) -> int:
+        self._tensors.append(tensor)
+        return len(self._tensors) - 1
+
+    def read(self, weights: Sequence[float | None]) -> tuple[Tensor, list[StepOutput]]:
+        """Returns copies of the norm and the outputs, as the latest replay left them, with the weights if given."""
+        found = self._results.read()
+        if self._is_plain:  # the usual case, in a third of the time
+            output, known = self._outputs[0], weights[0]
+            weight_now = output.weight if known is None else known
+            copied = StepOutput(
+                found[1], output.records, weight_now, output.reduction, output.outputs, output.num_samples
+            )
+            return found[0], [copied]
+        outputs = []
+        at = 1
+        for output, (loss, weight, has_more), known in zip(self._outputs, self._places, weights, strict=True):
+            at += (loss is not None) + (weight is not None)
+            left = output.weight if weight is None else found[weight]
+            more = output.records, output.outputs
+            if has_more:
+                rest = iter(found[at:])
+
+                def copy(tensor: Tensor, rest: Iterator[Tensor] = rest) -> Tensor:
+                    return next(rest) if tensor.device == self._device else tensor
+
+                more = map_nested_tensor(copy, more)
+                at += sum(tensor.device == self._device for tensor in tensors_of(more))
+            outputs.append(
+                StepOutput(
+                    output.loss if loss is None else found[loss], more[0],
+                    left if known is None else known, output.reduction,
+                    outputs=more[1], num_samples=output.num_samples,
+                )
+            )  # fmt: skip
+        return found[0], outputs
+
+
+class _RecordingGuard(FiniteGuard):
+    """Leaves the decision to the device and reads nothing.
+
+    Args:
+        replays: where a refusal is told; None: :attr:`flags` of each step is read.
+        knows_weight: whether the host knows that something counts.
+
+    Attributes:
+        flags: whether the gradient is not finite, and whether nothing counts.
+        weight_on_device: whether the device knows the step's weight, and the host does not.
+    """
+
+    recording = True
+    branch: Branch | None = None  # of the recording
+    judged: torch.cuda.Event | None = None  # when the norm was there
+
+    def __init__(self, replays: LateFlags | None, *, knows_weight: bool):
+        super().__init__()
+        self._knows_weight = knows_weight
+        self._replays = replays
+        self._skips: Tensor | None = None
+        self.flags = torch.zeros(())
+        self.weight_on_device = False
+
+    def judge(self, norm: Tensor, total_weight: float | Tensor) -> Verdict:
+        """Computes the flags."""
+        self.judged = None if self.branch is None else self.branch.mark()
+        self.weight_on_device = isinstance(total_weight, Tensor) and not self._knows_weight
+        if self._replays is not None and not self.weight_on_device:
+            self._skips = self._replays.raise_for(norm)
+            return Verdict(finite=True, counted=True)
+        bad = ~torch.isfinite(norm)
+        nothing = ~(total_weight > 0) if isinstance(total_weight, Tensor) else torch.zeros_like(bad)
+        self.flags = torch.stack([bad, nothing])
+        self._skips = self.flags.any().float()
+        return Verdict(finite=True, counted=True)
+
+    def apply(self, optimizer: Any, norm: Tensor, total_weight: float | Tensor, *, place: Place) -> None:
+        """Steps the optimizer, which leaves the step out where a flag is set."""
+        assert self._skips is not None, "judge() comes first"
+        step_unless(self._skips, optimizer)
+
+
+_NOTED = ("guard", "group", "micro_steps", "last_lr", "term_totals", "heard", "step_info", "step_outputs")
+
+
+@contextlib.contextmanager
+def aside(engine: Engine, guard: FiniteGuard) -> Iterator[None]:
+    """Lets steps run inside the block of which the engine keeps nothing."""
+    before = {name: getattr(engine, name) for name in _NOTED}
+    engine.guard = guard
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(engine, name, value)

@@ -1,0 +1,286 @@
+"""Captured steps of an engine: one CUDA graph for each shape of data, and the reasons against capturing."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treadle.capture.check import KeptState, what_differs
+from treadle.capture.compile import makes_cuda_graphs
+from treadle.capture.graph import shape_of
+from treadle.capture.step import CapturedStep
+from treadle.data.cursor import Group
+from treadle.data.tensors import RowGather
+from treadle.engine import Engine
+from treadle.engine.bookkeeping import counts_terms, settle
+from treadle.engine.hook import listeners
+from treadle.engine.settings import Outcome, Steps
+from treadle.errors import ConfigError
+from treadle.optim.nonfinite import skips_on_device
+
+_PLAIN = (int, float, bool, tuple, str, type(None))
+_MAX_GRAPHS = 32
+
+
+def steps_of(engine: Engine) -> Steps:
+    """Returns how the steps of an engine are run.
+
+    Raises:
+        ConfigError: ``capture=True`` and something makes it impossible.
+    """
+    if engine.capture is False:
+        return engine.train_step
+    reason = _why_not(engine)
+    if reason is None:
+        if makes_cuda_graphs(engine.model):
+            engine.logger.warning(
+                "capture=%r: a part of the model is compiled with mode='reduce-overhead', which makes CUDA graphs of "
+                "its own inside the captured one; compile it with the default mode", engine.capture,
+            )  # fmt: skip
+        return CapturedSteps(engine)
+    _refuse(engine, reason)
+    return engine.train_step
+
+
+def _refuse(engine: Engine, reason: str) -> None:
+    if engine.capture is True:
+        raise ConfigError(f"capture=True: {reason}; or use capture='auto' or False")
+    engine.logger.warning("capture='auto': steps are not captured: %s", reason)
+
+
+def _why_not(engine: Engine) -> str | None:
+    """Returns what makes capturing impossible, as far as that is known before the first step."""
+    listening = [hook.state_key for hook in listeners(engine.hooks, "on_before_optimizer_step")]
+    observed = [name for name in ("pre", "post") if getattr(engine.optimizer, f"_optimizer_step_{name}_hooks", None)]
+    if engine.device.type != "cuda":
+        return f"the device is {engine.device}; CUDA graphs need a CUDA device"
+    if engine.num_ranks > 1:
+        return f"there are {engine.num_ranks} ranks, and what they tell each other in a step cannot be captured"
+    if engine.precision.scaled:
+        return "fp16 scales gradients by decisions of the host; use bf16"
+    if not skips_on_device(engine.optimizer, engine.device):
+        return (
+            f"{type(engine.optimizer).__name__} cannot leave out a step on the device; build it with fused=True in "
+            "every parameter group"
+        )
+    if listening:
+        return f"{', '.join(listening)} acts before the optimizer's step, which is inside the graph; leave it out"
+    if observed:
+        return "the optimizer has step hooks, which would run while it is captured only; remove them"
+    if type(engine).train_step is not Engine.train_step:
+        return f"{type(engine).__name__} has a train_step of its own"
+    return None
+
+
+class CapturedSteps:
+    """Replays the steps of an engine, one graph for each shape of their data.
+
+    Args:
+        engine: whose steps.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._steps: dict[Any, CapturedStep] = {}
+        self._met: set[Any] = set()
+        self._parameters = list(engine.model.parameters())
+        self._host_part: Callable[..., tuple[Any, float | None]] | None = getattr(engine.task, "prepare_batch", None)
+        self._num_loads = engine.num_loads
+        self._off = False
+        self._settled_state = False  # whether the optimizer has all of its state
+        self._rates: list[Tensor] = []
+        self._plain: list[Callable[[dict[str, Any]], Any]] = []  # of each parameter group what gets its plain values
+        self._latest: Any = None  # the settings of the latest step
+        self._number = 0  # which of those that were met
+        self._latest_kind: tuple[RowGather | None, int] | None = None  # of the latest captured step
+        self._latest_step: CapturedStep | None = None
+        self._loader: Any = None  # the latest
+        self._find: Callable[[], RowGather | None] | None = None  # what that has for whole batches
+        self._numbers: dict[str, int] = {}
+        self._flags = engine.guard.late_flags(engine.device) if engine.guard.deferred else None
+
+    def __call__(self, group: Group) -> Outcome:
+        """Runs one step: by a graph, or eagerly where there is none for the shape of its data yet."""
+        engine = self._engine
+        gather = self._gather_of(group)
+        if self._off:
+            return self._eagerly(group, gather)
+        if self._num_loads != engine.num_loads:
+            self._forget()
+        self._keep_rates_on_device()
+        group, weights = self._prepared(group)
+        step = None if 0.0 in weights else self._step_for(group, weights, gather)
+        if step is None:
+            outcome = self._eagerly(group, gather)
+            self._settled_state |= outcome == "applied"
+            return outcome
+        if self._flags is not None and (self._flags.raised or step.reads):
+            settle(engine)
+        return step.run(group, weights)
+
+    def _gather_of(self, group: Group) -> RowGather | None:
+        """Returns what the one batch of a group is gathered with, where that can be done in the graph."""
+        loader = self._engine.cursor.loader
+        if loader is not self._loader:
+            self._loader = loader
+            self._find = getattr(loader, "gather", None)
+        if self._find is None or self._host_part is not None or len(group.batches) != 1:
+            return None
+        gather = self._find()
+        return gather if gather is not None and gather.gives(group.batches[0]) else None
+
+    def _eagerly(self, group: Group, gather: RowGather | None) -> Outcome:
+        if gather is not None:
+            group = Group([gather.whole()], group.data_time, group.sample_ids)
+        return self._engine.train_step(group)
+
+    def _prepared(self, group: Group) -> tuple[Group, list[float | None]]:
+        """Lets the task do the host's part of the step; returns also the weights that the host knows."""
+        prepare = self._host_part
+        if prepare is None:
+            return group, [None] * len(group.batches)
+        self._engine.group = group  # so that the task can tell where a batch comes from
+        pairs = [prepare(self._engine.model, batch) for batch in group.batches]
+        batches, weights = [batch for batch, _ in pairs], [weight for _, weight in pairs]
+        return Group(batches, group.data_time, group.sample_ids), weights
+
+    def _forget(self) -> None:
+        """Drops the graphs after a state was loaded: it lies in other memory."""
+        self._num_loads = self._engine.num_loads
+        self._steps, self._met, self._settled_state = {}, set(), False
+        self._latest_kind = None
+
+    def _keep_rates_on_device(self) -> None:
+        """Makes each learning rate a tensor of the device, also after somebody has set a number."""
+        groups = self._engine.optimizer.param_groups
+        if len(self._rates) != len(groups):
+            self._rates = [torch.zeros((), dtype=torch.float32, device=self._engine.device) for _ in groups]
+            self._plain = [_getter_of_plain_values(group) for group in groups]
+        for group, rate in zip(groups, self._rates, strict=True):
+            if group["lr"] is not rate:
+                value = group["lr"]
+                rate.copy_(value) if isinstance(value, Tensor) else rate.fill_(value)
+                group["lr"] = rate
+
+    def _step_for(self, group: Group, weights: list[float | None], gather: RowGather | None) -> CapturedStep | None:
+        """Returns the captured step for a group, captured now if it is time for it; None for an eager one."""
+        settings = self._settings()
+        latest = gather, settings
+        if gather is not None and latest == self._latest_kind:  # of a gather all batches are alike
+            return self._latest_step
+        shapes = [shape_of(batch) for batch in group.batches]
+        unknown = [shape for shape in shapes if isinstance(shape, str)]
+        if unknown:
+            self._give_up(
+                f"a batch holds a {unknown[0]}, whose tensors cannot be kept in fixed memory; give tensors, tuples, "
+                "dicts or dataclasses (graphs: pad them, see pad_to of GraphTrainer)"
+            )
+            return None
+        known = None if None in weights else [weight for weight in weights if weight is not None]
+        kind = known if known is None else len(set(known)) == 1  # equal weights need less
+        shape = tuple(shapes), kind, settings
+        key = *shape, gather
+        step = self._steps.get(key)
+        if step is not None:
+            self._latest_kind, self._latest_step = latest, step
+        if step is not None or not self._is_time_for(shape):
+            return step
+        if len(self._steps) >= _MAX_GRAPHS:
+            self._give_up(f"there are more than {_MAX_GRAPHS} shapes of data; pad it into a few", known=True)
+            return None
+        step = self._capture(group, known, gather)
+        if step is not None:
+            self._steps[key] = step
+            shown = "" if len(self._steps) == 1 else f" for a further shape of data ({len(self._steps)})"
+            self._engine.logger.info("step %d: captured as one CUDA graph%s", self._engine.step, shown)
+        return step
+
+    def _settings(self) -> int:
+        """Numbers what is written into a graph besides the data: a change of it needs another one."""
+        engine = self._engine
+        groups = engine.optimizer.param_groups
+        latest = (
+            engine.model.training,
+            engine.grad_clip,
+            [plain(group) for plain, group in zip(self._plain, groups, strict=True)],
+            [parameter.requires_grad for parameter in self._parameters],
+            [(average.decay, average.update_interval) for average in engine.averages.values()],
+        )
+        if latest != self._latest:
+            self._latest = latest
+            self._number = self._numbers.setdefault(repr(latest), len(self._numbers))
+        return self._number
+
+    def _is_time_for(self, key: Any) -> bool:
+        if self._settled_state and key in self._met:
+            return True
+        self._met.add(key)
+        return False
+
+    def _give_up(self, reason: str, *, known: bool = False) -> None:
+        """Says why steps are not captured; from here on none is."""
+        self._off = True
+        if known:
+            self._engine.logger.warning("capture: from step %d on steps are eager: %s", self._engine.step, reason)
+        else:
+            _refuse(self._engine, reason)
+
+    def _capture(self, group: Group, weights: list[float] | None, gather: RowGather | None) -> CapturedStep | None:
+        """Records the step for groups of this shape and checks it against an eager one; leaves the state as it was."""
+        engine = self._engine
+        reason = _why_not(engine)  # hooks may have come
+        if reason is not None:
+            self._give_up(reason)
+            return None
+        if counts_terms(engine, group.batches[0]):
+            self._give_up("the terms of the loss are counted on the host in each step")
+            return None
+        settle(engine)
+        kept = KeptState(engine)
+        here = torch.cuda.device(engine.device) if engine.device.type == "cuda" else contextlib.nullcontext()
+        try:
+            with here:
+                share = next(iter(self._steps.values()), None)
+                step = CapturedStep(engine, group, self._flags, share=share, weights=weights, gather=gather)
+                if kept.grew():
+                    kept.restore()
+                    return None  # a parameter got its first gradient: another eager step makes the rest of the state
+                kept.restore()
+                problem = what_differs(engine, step, group, kept)
+            if self._flags is not None:
+                self._flags.refused.zero_()  # of a trial
+        except RuntimeError as error:
+            kept.restore()
+            traceback.clear_frames(error.__traceback__)  # they hold the graph of a trial, whose nodes would be used on
+            self._give_up(f"the step cannot be captured: {_first_line(error)}. {_HINT}")
+            return None
+        except BaseException:
+            kept.restore()
+            raise
+        if problem is not None:
+            self._give_up(problem)
+            return None
+        return step
+
+
+def _getter_of_plain_values(group: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
+    """Returns a function that gets the values of a parameter group which are written into a graph."""
+    names = [name for name, value in group.items() if name != "lr" and isinstance(value, _PLAIN)]
+    return operator.itemgetter(*names) if names else lambda group: None
+
+
+_HINT = (
+    "A captured step reads nothing from the device (no .item(), .cpu(), printing or branching on a tensor) and keeps "
+    "its shapes"
+)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__

@@ -1,0 +1,117 @@
+"""The base of a run with adapters: left out of its checkpoints, and known again by its fingerprint.
+
+A model with a ``peft_config`` trains a small part of its weights. Its checkpoints hold whatever may change: every
+weight that is trained, every buffer, and a frozen weight that was changed after all. Of the others they hold one
+fingerprint each, so that going on with another base is refused instead of training a wrong model.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from treadle.distributed import is_dtensor, local, unwrap
+from treadle.distributed.state_names import clean_name
+from treadle.errors import CheckpointError
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """Returns dtype, shape and the CRC-32 of a tensor's bytes, the same on every device and however it is sharded.
+
+    Example:
+        >>> fingerprint(torch.zeros(2, 3))
+        'float32 2x3 a3c1ca20'
+    """
+    if is_dtensor(tensor):
+        tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    shape = "x".join(str(size) for size in tensor.shape) or "scalar"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {shape} {zlib.crc32(plain.numpy().data):08x}"
+
+
+class FrozenBase:
+    """Knows which weights a checkpoint may leave out: the frozen ones of a model with adapters, or where asked for.
+
+    Fingerprints are taken when the object is made, and again of a weight only when it was written to.
+
+    Args:
+        model: wrapped or not, as it is before any training.
+        asked: leave frozen weights out of a model without adapters too.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(1, 2).requires_grad_(False), nn.Linear(2, 1))
+        >>> model.peft_config = {}
+        >>> sorted(FrozenBase(model).unchanged(model))
+        ['0.bias', '0.weight']
+    """
+
+    def __init__(self, model: nn.Module, *, asked: bool = False):
+        self._seen: dict[str, tuple[tuple[int, int], str]] = {}
+        self._leaves_out = asked or hasattr(unwrap(model), "peft_config")
+        self._at_start = self._fingerprints(model, _frozen(model)) if self._leaves_out else {}
+
+    def unchanged(self, model: nn.Module) -> dict[str, str]:
+        """Returns the fingerprints of the weights that are frozen and as they were at the start."""
+        if not self._leaves_out:
+            return {}
+        now = self._fingerprints(model, _frozen(model) & self._at_start.keys())
+        return {name: mark for name, mark in now.items() if self._at_start[name] == mark}
+
+    def check(self, model: nn.Module, marks: Mapping[str, str] | None) -> frozenset[str]:
+        """Compares the fingerprints of a checkpoint with the weights of a model.
+
+        Args:
+            model: wrapped or not.
+            marks: the checkpoint's entry ``base``; None where it holds every weight.
+
+        Returns:
+            The names that the checkpoint leaves out, which may stay as they are.
+
+        Raises:
+            CheckpointError: a weight is missing or another one.
+        """
+        marks = marks or {}
+        here = self._fingerprints(model, marks.keys())
+        wrong = [name for name, mark in marks.items() if here.get(name) != mark]
+        if wrong:
+            name = wrong[0]
+            raise CheckpointError(
+                f"the checkpoint leaves frozen weights out, and belongs to another base model: {len(wrong)} of "
+                f"{len(marks)} frozen weights differ, first {name}, which is {marks[name]} there and "
+                f"{here.get(name, 'missing')} here (dtype, shape, CRC-32). Build the "
+                "model on the weights, in the dtype, that the run was started with"
+            )
+        return frozenset(marks)
+
+    def _fingerprints(self, model: nn.Module, names: Collection[str]) -> dict[str, str]:
+        found = {}
+        for name, parameter in _parameters(model).items():
+            if name in names:
+                written = (local(parameter).data_ptr(), parameter._version)
+                if name not in self._seen or self._seen[name][0] != written:
+                    self._seen[name] = (written, fingerprint(parameter))
+                found[name] = self._seen[name][1]
+        return found
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters by clean name, a tied one under each of its names, as a state dict has it."""
+    return {clean_name(name): value for name, value in unwrap(model).named_parameters(remove_duplicate=False)}
+
+
+def _frozen(model: nn.Module) -> set[str]:
+    return {name for name, parameter in _parameters(model).items() if not parameter.requires_grad}
+
+
+def without(weights: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Returns weights but for some.
+
+    Example:
+        >>> without({"a": 1, "b": 2}, {"a"})
+        {'b': 2}
+    """
+    return {name: value for name, value in weights.items() if name not in names}

@@ -1,0 +1,189 @@
+"""The zip archive that ``torch.save`` writes, read with distrust: one pass over every byte, nothing executed.
+
+Refused before a record is read: compressed records and declared sizes beyond the file (zip bombs), names that leave
+the archive, names given twice, anything before or after the archive, and records that torch does not write, such as
+code or another archive.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import struct
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+_CHUNK = 1 << 22
+_END = struct.Struct("<4s4H2LH")
+_LONG_END = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")
+_FLAGS = 0x808  # a name in UTF-8, sizes behind the data; no encryption
+_FOLDER = 0x10  # torch reads such a record as nothing, whatever its CRC-32 says
+_RECORD = re.compile(r"data\.pkl|data/[0-9]+|byteorder|version|\.[a-z_]+|\.data/serialization_id")
+_PROGRAM = re.compile(r"constants\.pkl|code/.*|data/.*\.py")
+
+
+class ArchiveError(Exception):
+    """What is wrong with a file, in one sentence; for this package's own use."""
+
+
+@dataclass(frozen=True)
+class Archive:
+    """An archive whose every record has the right CRC-32.
+
+    Attributes:
+        storages: bytes of each tensor storage, by its key.
+        pickle: the record that says how the storages make up a tree.
+    """
+
+    storages: dict[str, int]
+    pickle: bytes
+
+
+def read_archive(path: str | os.PathLike[str]) -> Archive:
+    """Reads a checkpoint's records once, checks their CRC-32, and keeps the pickle.
+
+    Raises:
+        ArchiveError: the file is missing, damaged, or not what ``torch.save`` writes.
+
+    Example:
+        >>> read_archive("no_such_file.pt")
+        Traceback (most recent call last):
+        treadle.checkpoint.safe.archive.ArchiveError: no such file
+    """
+    return _opened(path, None)
+
+
+def _opened(path: str | os.PathLike[str], names: list[str] | None) -> Archive:
+    with open_plain_file(path) as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                _check_end(file, archive, archive.infolist())
+                return _read(archive, os.fstat(file.fileno()).st_size, names)
+        except ArchiveError:
+            raise
+        except Exception as error:  # zlib.error and struct.error too, from a mangled header
+            detail = str(error) if isinstance(error, (zipfile.BadZipFile, OSError)) else f"{type(error).__name__}"
+            raise ArchiveError(f"damaged or truncated archive: {detail[:200]}") from error
+
+
+def read_pickle(path: str | os.PathLike[str]) -> Archive:
+    """As :func:`read_archive`, but of all records only the pickle is read and checked: quick, however large the file.
+
+    Raises:
+        ArchiveError: the file is missing, or not what ``torch.save`` writes.
+
+    Example:
+        >>> read_pickle("no_such_file.pt")
+        Traceback (most recent call last):
+        treadle.checkpoint.safe.archive.ArchiveError: no such file
+    """
+    return _opened(path, ["data.pkl"])
+
+
+def open_plain_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a regular file for reading; a pipe or a device, which could block for ever, is refused.
+
+    Raises:
+        ArchiveError: there is no such file, it is no file, or it may not be read.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ArchiveError("not a file")
+        return open(path, "rb")
+    except (FileNotFoundError, NotADirectoryError):
+        dangling = os.path.islink(path)
+        raise ArchiveError(f"no such file: a link to {os.readlink(path)!r}" if dangling else "no such file") from None
+    except (OSError, ValueError) as error:  # a link to itself, no permission, a NUL in the name
+        raise ArchiveError(getattr(error, "strerror", None) or str(error)) from None
+
+
+def _check_end(file: BinaryIO, archive: zipfile.ZipFile, records: list[zipfile.ZipInfo]) -> None:
+    """Refuses a file whose end is not exactly that of this archive; other readers could find another archive in it."""
+    start, count = archive.start_dir, len(records)
+    file.seek(start)
+    table = file.read()
+    directory = 0
+    for _ in records:  # zipfile itself takes lengths that lead beyond the end for shorter ones
+        directory += 46 + sum(struct.unpack_from("<3H", table, directory + 28))
+    end = table[directory:]
+    right = True
+    if len(end) != _END.size:  # the long form, which torch writes always
+        long, locator = _LONG_END.unpack_from(end), _LOCATOR.unpack_from(end, _LONG_END.size)
+        right = long[:2] == (b"PK\6\6", 44) and long[4:] == (0, 0, count, count, directory, start)
+        right = right and locator == (b"PK\6\7", 0, start + directory, 1)
+        end = end[_LONG_END.size + _LOCATOR.size :]
+    found = _END.unpack(end)
+    expected = (b"PK\5\6", 0, 0, count, count, directory, start, 0)
+    absent = (None, None, None, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, None)
+    if not right or any(x not in (y, z) for x, y, z in zip(found, expected, absent, strict=True)):
+        raise ArchiveError("damaged archive: its end does not fit its table of contents")
+
+
+def _read(archive: zipfile.ZipFile, size: int, names: list[str] | None) -> Archive:
+    """Reads the records of these names below the root; None reads all."""
+    records = archive.infolist()
+    root = _check_directory(records, size)
+    storages: dict[str, int] = {}
+    pickle = b""
+    for record in records:
+        name = record.filename.removeprefix(root)
+        if name.startswith("data/"):
+            storages[name.removeprefix("data/")] = record.file_size
+        if names is not None and name not in names:
+            continue
+        try:
+            with archive.open(record) as content:
+                if name == "data.pkl":
+                    pickle = content.read()
+                while content.read(_CHUNK):
+                    pass
+        except zipfile.BadZipFile as error:
+            if "CRC" in str(error):
+                raise ArchiveError(f"record {record.filename!r} fails its CRC-32 check") from None
+            raise
+    return Archive(storages, pickle)
+
+
+def _check_directory(records: list[zipfile.ZipInfo], size: int) -> str:
+    """Refuses what torch does not write, by the archive's table of contents alone; returns the records' folder."""
+    seen: set[str] = set()
+    for record in records:
+        name = record.orig_filename
+        if name in seen:
+            raise ArchiveError(f"refused: record {_short(name)} is there twice")
+        seen.add(name)
+        parts = re.split(r"[/\\]", name)
+        if ".." in parts or not parts[0] or "\0" in name or re.match(r"[A-Za-z]:", name):
+            raise ArchiveError(f"refused: record {_short(name)} points outside the archive")
+        if record.flag_bits & ~_FLAGS or record.volume or record.comment or record.external_attr & _FOLDER:
+            raise ArchiveError(
+                f"damaged or refused: record {_short(name)} is marked as encrypted, a folder, or on another disk"
+            )
+        if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+            raise ArchiveError(
+                f"refused: record {_short(name)} is compressed ({record.compress_size:,} of {record.file_size:,} "
+                "bytes), which torch.save never does"
+            )
+    if sum(record.file_size for record in records) > size:
+        raise ArchiveError(f"refused: its records claim more bytes than the file's {size:,}")
+    pickles = [name for name in seen if Path(name).name == "data.pkl" and name.count("/") == 1]
+    if len(pickles) != 1:
+        raise ArchiveError("not a torch checkpoint: the archive has no data.pkl")
+    root = pickles[0].removesuffix("data.pkl")
+    for name in sorted(seen):
+        inner = name.removeprefix(root)
+        if name.startswith(root) and _PROGRAM.fullmatch(inner):
+            raise ArchiveError(f"refused: a TorchScript program, its record {_short(name)} holds code")
+        if not name.startswith(root) or not _RECORD.fullmatch(inner):
+            raise ArchiveError(f"refused: record {_short(name)} is none that torch.save writes")
+    if min(record.header_offset for record in records) != 0:
+        raise ArchiveError("refused: there is something before the archive in the file")
+    return root
+
+
+def _short(name: str) -> str:
+    return ascii(name if len(name) <= 80 else f"{name[:77]}...")

@@ -1,0 +1,45 @@
+"""Several ranks: who they are, what they agree on, how gradients and messages travel between them."""
+
+from __future__ import annotations
+
+from treadle.distributed.ranks import (
+    agree,
+    collective_device,
+    control_group,
+    gather_objects,
+    is_distributed,
+    is_dtensor,
+    is_sharded,
+    local,
+    max_over_ranks,
+    no_sync,
+    rank,
+    replicated,
+    reshard,
+    sharded_parts,
+    sum_over_ranks,
+    tell_ranks,
+    unwrap,
+    world_size,
+)
+
+__all__ = [
+    "agree",
+    "collective_device",
+    "control_group",
+    "gather_objects",
+    "is_distributed",
+    "is_dtensor",
+    "is_sharded",
+    "local",
+    "max_over_ranks",
+    "no_sync",
+    "rank",
+    "replicated",
+    "reshard",
+    "sharded_parts",
+    "sum_over_ranks",
+    "tell_ranks",
+    "unwrap",
+    "world_size",
+]

@@ -1,0 +1,373 @@
+"""How the ranks share gradients in a step: replicas by buckets during the last backward pass, sharded models by FSDP2.
+
+Whatever happened in its forward and backward passes, every rank starts the same collectives in the same order, so a
+micro-batch without a loss, or a parameter that was not used, makes nobody wait for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from treadle import distributed
+from treadle.distributed.ranks import is_dtensor
+from treadle.distributed.state_names import clean_name
+from treadle.errors import ConfigError
+from treadle.nested import map_nested_tensor
+from treadle.task import StepOutput
+
+_log = logging.getLogger("treadle.distributed")
+_NOTHING = contextlib.nullcontext()
+_FIRST_BUCKET = 1 << 20  # bytes; small, so that the exchange starts soon
+_BUCKET = 64 << 20  # fewer messages cost less Python; the last one, which nothing hides, takes a fraction of a ms
+_MESSAGES = 40  # of a large model, about: each takes the time of Python while backward has to be kept going
+
+
+class GradientExchange:
+    """What a step does for a model whose gradients nobody has to exchange: one process, or a wrapper of the user's.
+
+    Args:
+        model: the model of the run.
+
+    Attributes:
+        equal: whether gradients, and so every number computed from them, are the same on all ranks after a step.
+    """
+
+    equal = False
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def micro_batch(self, *, syncs: bool) -> AbstractContextManager[None]:
+        """Goes round forward and backward of one micro-batch.
+
+        Args:
+            syncs: whether gradients are exchanged with this micro-batch; where not, they only add up.
+        """
+        return _NOTHING if syncs else distributed.no_sync(self.model)
+
+    def second_look(self, *, last: bool) -> AbstractContextManager[None]:
+        """Goes round forward and backward of a micro-batch that is only run again to see where it went wrong.
+
+        Args:
+            last: whether it is the last of its step.
+        """
+        return self.micro_batch(syncs=False)
+
+    def loss_of(self, output: StepOutput, scaled: Callable[[StepOutput], Tensor | None]) -> Tensor | None:
+        """Returns the loss to run backward from; None where there is none and no rank waits for this one.
+
+        Args:
+            output: of the micro-batch.
+            scaled: gives its loss as the step weighs it, which ranks may have to agree on.
+        """
+        return scaled(output)
+
+    def close(self) -> None:
+        """Takes every hook off the model; a later step puts them on again."""
+
+
+def gradient_exchange(model: nn.Module) -> GradientExchange:
+    """Returns how the ranks share the gradients of a model: by what is around it and in it.
+
+    Example:
+        >>> type(gradient_exchange(nn.Linear(1, 1))).__name__
+        'GradientExchange'
+    """
+    replicas = distributed.replicated(model)
+    if replicas is not None:
+        return ReplicaExchange(replicas)
+    return ShardExchange(model) if distributed.is_sharded(model) else GradientExchange(model)
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Parameters of one type and place, whose gradients are one message.
+
+    Attributes:
+        numbers: of the parameters, in the order of the message.
+        arrived: those whose gradient is there.
+        flat: the message, from the moment it is on its way.
+    """
+
+    numbers: list[int] = field(default_factory=list)
+    arrived: set[int] = field(default_factory=set)
+    flat: Tensor | None = None
+    work: Any = None
+
+
+_NONE, _PRESENT, _LATE = 0, 1, 2
+
+
+class ReplicaExchange(GradientExchange):
+    """Gives every replica the mean gradients over the ranks, while the last backward pass still runs.
+
+    A bucket is sent as soon as its gradients are there and all earlier ones are sent; the rest is sent at the end. A
+    gradient that this rank lacks counts as zeros; a parameter without one on every rank stays without. The reducer of
+    DistributedDataParallel itself stays off: it would wait for ever for a rank without a loss.
+
+    Args:
+        replicas: the model in its wrapper, whose process group and ``broadcast_buffers`` are used.
+    """
+
+    def __init__(self, replicas: nn.parallel.DistributedDataParallel):
+        super().__init__(replicas)
+        self.replicas = replicas
+        self.equal = True
+        self._group = replicas.process_group
+        self._ranks = dist.get_world_size(self._group)
+        ignored = set(getattr(replicas, "parameters_to_ignore", ()))
+        named = {name: value for name, value in replicas.module.named_parameters() if name not in ignored}
+        self._names, self._all = list(named), list(named.values())
+        self._looks_for_unused = not getattr(replicas, "find_unused_parameters", False)
+        self._trained: list[bool] = []
+        self._parameters: list[nn.Parameter] = []
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: list[_Bucket] = []
+        self._handles: list[Any] = []
+        self._late: set[int] = set()
+        self._next = 0
+        self._armed = False
+
+    @contextlib.contextmanager
+    def micro_batch(self, *, syncs: bool) -> Iterator[None]:
+        """Keeps torch's reducer off; exchanges the gradients of the whole step where ``syncs``."""
+        self.replicas.require_forward_param_sync = False  # buffers are exchanged with the gradients
+        exchanges = syncs and self._ranks > 1
+        with self.replicas.no_sync():
+            if exchanges:
+                self._arm()
+            try:
+                yield
+            finally:
+                self._armed = False  # after an error too: no more collectives then
+        if exchanges:
+            self._finish()
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._trained = [], []
+
+    def _arm(self) -> None:
+        trained = [parameter.requires_grad for parameter in self._all]
+        if trained != self._trained:  # at the first step, and after something was frozen or unfrozen
+            self.close()
+            self._trained = trained
+            self._parameters = [parameter for parameter in self._all if parameter.requires_grad]
+            self._buckets = _buckets(self._parameters)
+            by_number = {number: bucket for bucket in self._buckets for number in bucket.numbers}
+            self._bucket_of = [by_number[number] for number in range(len(self._parameters))]
+            self._handles = [
+                parameter.register_post_accumulate_grad_hook(self._noting(number))  # type: ignore[no-untyped-call]
+                for number, parameter in enumerate(self._parameters)
+            ]
+        for bucket in self._buckets:
+            bucket.arrived, bucket.flat, bucket.work = set(), None, None
+        self._late, self._next, self._armed = set(), 0, True
+
+    def _noting(self, number: int) -> Callable[[Tensor], None]:
+        def note(_: Tensor) -> None:
+            if not self._armed:
+                return
+            bucket = self._bucket_of[number]
+            if bucket.flat is not None:  # it was added to after it was sent, as reentrant checkpoints may do
+                self._late.add(number)
+                return
+            bucket.arrived.add(number)
+            while self._next < len(self._buckets) and self._is_complete(self._buckets[self._next]):
+                self._send(self._buckets[self._next])
+                self._next += 1
+
+        return note
+
+    def _is_complete(self, bucket: _Bucket) -> bool:
+        return len(bucket.arrived) == len(bucket.numbers)
+
+    @torch.no_grad()
+    def _send(self, bucket: _Bucket) -> None:
+        parts = []
+        for number in bucket.numbers:
+            parameter = self._parameters[number]
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise ConfigError(
+                    "gradients: a sparse gradient cannot be exchanged between replicas; build the embedding with "
+                    "sparse=False"
+                )
+            parts.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        bucket.flat = flat.to(distributed.collective_device(flat.device))
+        mean = dist.get_backend(self._group) == "nccl"  # it divides on the way; gloo does not
+        if not mean:
+            bucket.flat.mul_(1.0 / self._ranks)
+        operation = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        bucket.work = dist.all_reduce(bucket.flat, op=operation, group=self._group, async_op=True)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Sends what is left, waits, and hands out the means."""
+        for bucket in self._buckets[self._next :]:
+            self._send(bucket)
+        heard = self._heard()
+        if self._looks_for_unused and any(heard):
+            self._looks_for_unused = False
+            self._name_unused(heard)
+        for bucket in self._buckets:
+            bucket.work.wait()
+            if any(heard[number] == _LATE for number in bucket.numbers):
+                self._send(bucket)
+                bucket.work.wait()
+            self._hand_out(bucket, heard)
+            bucket.flat = bucket.work = None
+        if self.replicas.broadcast_buffers:
+            _share_buffers(list(self.replicas.buffers()), self._group)
+
+    def _heard(self) -> Sequence[int]:
+        """Returns for each parameter what any rank has to say of its gradient."""
+        told = torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.uint8)
+        told[list(self._late)] = _LATE
+        return distributed.max_over_ranks(told).tolist()
+
+    def _name_unused(self, heard: Sequence[int]) -> None:
+        trained = [clean_name(name) for name, value in zip(self._names, self._all, strict=True) if value.requires_grad]
+        unused = [name for name, said in zip(trained, heard, strict=True) if said == _NONE]
+        if unused and distributed.rank() == 0:
+            _log.warning(
+                "%d parameters got no gradient on any rank in the first step: %s. Freeze what no loss needs, by "
+                "requires_grad_(False); where only some steps use a part, find_unused_parameters=True of the wrapper "
+                "says that it is meant",
+                len(unused), ", ".join(unused[:10]),
+            )  # fmt: skip
+
+    def _hand_out(self, bucket: _Bucket, heard: Sequence[int]) -> None:
+        """Makes the gradients parts of the message, so that they need not be copied out of it."""
+        assert bucket.flat is not None
+        parameters = [self._parameters[number] for number in bucket.numbers]
+        parts = torch.split(bucket.flat, [parameter.numel() for parameter in parameters])
+        for number, parameter, part in zip(bucket.numbers, parameters, parts, strict=True):
+            if heard[number] == _NONE:
+                continue
+            mean = part.view_as(parameter).to(parameter.device)
+            # Another layout, such as channels_last, stays: fused optimizers want weights and gradients alike.
+            parameter.grad = mean if parameter.is_contiguous() else torch.empty_like(parameter).copy_(mean)
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
+    """Groups parameters in the order in which backward reaches them, the last first.
+
+    A bucket is closed once it is full, so that a bias goes with the weight beside it, however large that is.
+    """
+    total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    usual = max(_BUCKET, total // _MESSAGES)
+    buckets: list[_Bucket] = []
+    open_ones: dict[tuple[torch.dtype, torch.device], tuple[_Bucket, int]] = {}
+    for number, parameter in reversed(list(enumerate(parameters))):
+        key = parameter.dtype, parameter.device
+        if key not in open_ones:
+            open_ones[key] = (_Bucket(), 0)
+            buckets.append(open_ones[key][0])
+        bucket, filled = open_ones[key]
+        bucket.numbers.append(number)
+        filled += parameter.numel() * parameter.element_size()
+        open_ones[key] = (bucket, filled)
+        if filled >= (_FIRST_BUCKET if bucket is buckets[0] else usual):
+            del open_ones[key]
+    return buckets
+
+
+@torch.no_grad()
+def _share_buffers(buffers: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Gives every rank the buffers of the first, in one message for each type and place."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in buffers:
+        by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for some in by_kind.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in some])
+        flat = flat.to(distributed.collective_device(flat.device))
+        dist.broadcast(flat, group=group, group_src=0)
+        for buffer, part in zip(some, torch.split(flat, [buffer.numel() for buffer in some]), strict=True):
+            buffer.copy_(part.view_as(buffer))
+
+
+class ShardExchange(GradientExchange):
+    """Gradients of a model that ``fully_shard`` spread over ranks: torch reduces them in the backward pass.
+
+    That pass is collective, so a rank whose micro-batch has no loss runs one of zeros through what the model gave.
+    Saved buffers, such as the running mean of a batch norm, are those of rank 0 after a step, as in replicas.
+
+    Args:
+        model: has parameters that are spread over ranks.
+
+    Raises:
+        ConfigError: on several ranks, a parameter is trained that is not sharded.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__(model)
+        self.equal = True
+        self._parts = distributed.sharded_parts(model)
+        self._outputs: list[Tensor] = []
+        self._inner = distributed.unwrap(model)
+        self._saved_buffers = self._inner.state_dict().keys() & {name for name, _ in self._inner.named_buffers()}
+        plain = [name for name, value in model.named_parameters() if value.requires_grad and not is_dtensor(value)]
+        if plain and distributed.world_size() > 1:
+            raise ConfigError(
+                f"model: parameter {plain[0]!r} is trained and not sharded, so nobody would exchange its gradient; "
+                "call fully_shard on the whole model too, as treadle.parallelize does, or freeze it"
+            )
+
+    @contextlib.contextmanager
+    def micro_batch(self, *, syncs: bool) -> Iterator[None]:
+        """Lets gradients be reduced where ``syncs``; elsewhere they add up on each rank, whole."""
+        for part in self._parts:
+            part.set_requires_gradient_sync(syncs, recurse=False)
+        handle = self.model.register_forward_hook(self._keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._outputs = []
+        if syncs and self._saved_buffers and distributed.world_size() > 1:
+            named = self._inner.named_buffers()
+            _share_buffers([buffer for name, buffer in named if name in self._saved_buffers])
+
+    def second_look(self, *, last: bool) -> AbstractContextManager[None]:
+        """As in a step: what is not reduced in the end would be added to the next step's gradients."""
+        return self.micro_batch(syncs=last)
+
+    def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        def keep(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
+                self._outputs.append(tensor)
+            return tensor
+
+        map_nested_tensor(keep, output)
+
+    def loss_of(self, output: StepOutput, scaled: Callable[[StepOutput], Tensor | None]) -> Tensor | None:
+        """Returns the loss, or zero times what the model gave.
+
+        Raises:
+            ConfigError: there is no loss and the model was not run.
+        """
+        if output.loss is None and not self._outputs:
+            raise ConfigError(
+                "loss: None, and the model was not run on this micro-batch. The forward and backward passes of a "
+                "sharded model exchange weights, so every rank must run it on every micro-batch; call the model first "
+                "and return loss None afterwards"
+            )
+        loss = scaled(output)
+        if loss is not None:
+            return loss
+        kept = self._outputs
+        if output.loss is not None and not kept:  # a loss whose weight is 0, of a task that runs parts of the model
+            kept = [output.loss]
+        return torch.stack([(each.sum() * 0).float() for each in kept]).sum()

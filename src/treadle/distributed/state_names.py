@@ -1,0 +1,114 @@
+"""Names of weights: the same with and without wrappers, in files and in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from treadle.distributed.ranks import unwrap
+from treadle.distributed.shards import placed_like
+from treadle.errors import CheckpointError
+
+
+def clean_name(name: str) -> str:
+    """Returns the name of a weight without the prefixes of compiled parts.
+
+    The prefix of DistributedDataParallel is not taken off here, since a part of the user's own model may be called
+    ``module``; :func:`treadle.distributed.unwrap` takes off the wrapper.
+
+    Example:
+        >>> clean_name("layers.0._orig_mod.weight")
+        'layers.0.weight'
+    """
+    return name.replace("_orig_mod.", "")
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Returns the model's raw weights without the prefixes of wrappers.
+
+    Example:
+        >>> list(model_state(nn.DataParallel(nn.Linear(1, 1))))
+        ['weight', 'bias']
+    """
+    return {clean_name(name): value for name, value in unwrap(model).state_dict().items()}
+
+
+def load_model_state(
+    model: nn.Module, saved: Mapping[str, Any], *, what: str = "model", kept: Collection[str] = ()
+) -> None:
+    """Copies saved weights into a model in place; of a sharded one, every rank takes its part.
+
+    Args:
+        model: wrapped or not, sharded or not.
+        saved: whole tensors by name, or stored ones; names with the prefixes of wrappers are understood.
+        what: names it in messages.
+        kept: names that stay as they are where they are not in ``saved``.
+
+    Raises:
+        CheckpointError: names are missing, unexpected or of another shape; all are listed.
+    """
+    check_model_state(model, saved, what=what, kept=kept)
+    target = unwrap(model)
+    live = {clean_name(name): (name, value) for name, value in target.state_dict().items()}
+    fitting = {
+        live[name][0]: placed_like(value, live[name][1]) for name, value in without_wrappers(saved, live).items()
+    }
+    target.load_state_dict(fitting, strict=not kept)
+
+
+def check_model_state(
+    model: nn.Module, saved: Mapping[str, Any], *, what: str = "model", kept: Collection[str] = ()
+) -> None:
+    """Raises what :func:`load_model_state` would, and loads nothing.
+
+    Raises:
+        CheckpointError: names are missing, unexpected or of another shape; all are listed.
+
+    Example:
+        >>> check_model_state(nn.Linear(2, 1), nn.Linear(2, 1).state_dict())
+    """
+    wrong = state_mismatches(model, saved, what=what, kept=kept)
+    if wrong:
+        raise CheckpointError(
+            f"the checkpoint does not fit this {what}: {wrong}. Use another folder for another model, "
+            "or start without resuming"
+        )
+
+
+def state_mismatches(
+    model: nn.Module, saved: Mapping[str, Any], *, what: str = "model", kept: Collection[str] = ()
+) -> str:
+    """Returns the first names that are missing, unexpected or of another shape, or nothing if saved weights fit.
+
+    Example:
+        >>> state_mismatches(nn.Linear(2, 1), {"weight": nn.Linear(3, 1).weight})
+        'missing bias; weight is (1, 3) in the checkpoint and (1, 2) in the model'
+    """
+    live = {clean_name(name): value for name, value in unwrap(model).state_dict().items()}
+    saved = without_wrappers(saved, live)
+    wrong = [f"missing {name}" for name in live if name not in saved and name not in kept]
+    wrong += [f"unexpected {name}" for name in saved if name not in live]
+    for name, value in live.items():
+        other = getattr(saved.get(name), "shape", None)
+        if isinstance(value, Tensor) and other is not None and value.shape != other:
+            wrong.append(f"{name} is {tuple(other)} in the checkpoint and {tuple(value.shape)} in the {what}")
+    return "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+
+
+def without_wrappers(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Takes wrappers' prefixes off the names of a file that plain torch wrote.
+
+    Args:
+        saved: weights by name.
+        live: those of the model, by clean name.
+
+    Example:
+        >>> without_wrappers({"module.weight": 1}, {"weight": 0})
+        {'weight': 1}
+    """
+    cleaned = {clean_name(name): value for name, value in saved.items()}
+    while cleaned and not set(cleaned) & set(live) and all(name.startswith("module.") for name in cleaned):
+        cleaned = {name.removeprefix("module."): value for name, value in cleaned.items()}
+    return cleaned

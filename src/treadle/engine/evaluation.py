@@ -1,0 +1,210 @@
+"""Evaluation: the same weights give the same numbers to the bit, and training does not notice."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DistributedSampler
+
+from treadle import distributed
+from treadle.data.cursor import Cursor
+from treadle.data.samplers import generators_of, samplers_of
+from treadle.errors import ConfigError
+from treadle.means import RunningMeans
+from treadle.nested import as_number, flatten_nested_dict, unflatten
+from treadle.optim.precision import Precision
+from treadle.seed import forked_rng, mix_seed
+from treadle.task import HasMetrics, Task, add_output, as_step_output, update_of
+
+
+class EvaluationAbandoned(Exception):
+    """A signal arrived during an evaluation; the step boundary before it is saved."""
+
+
+def evaluate(
+    model: nn.Module,
+    loader: Iterable[Any],
+    task: Task,
+    *,
+    precision: Precision,
+    eval_seed: int = 0,
+    cursor: Cursor | None = None,
+    interrupted: Callable[[], bool] | None = None,
+) -> dict[str, Any]:
+    """Returns the weighted mean loss, records and epoch metrics of a task over a loader.
+
+    Args:
+        model: on the device of ``precision``.
+        loader: any iterable of micro-batches.
+        task: turns a batch into a loss.
+        precision: autocast as in training.
+        eval_seed: seeds the RNG of the evaluation.
+        cursor: reused between evaluations to keep a loader's persistent workers.
+        interrupted: asked before each batch; on several ranks, before each that all of them have.
+
+    Returns:
+        ``loss``, the records, then the metrics; all reduced over ranks.
+
+    Raises:
+        EvaluationAbandoned: ``interrupted`` says so.
+    """
+    means = RunningMeans()
+    metrics = task.new_metrics() if isinstance(task, HasMetrics) else None
+    update = None
+    if metrics is not None:
+        metrics.reset()
+        update = update_of(metrics)
+
+    def score(batch: Any) -> None:
+        output = as_step_output(task.step(model, batch), training=False)
+        add_output(means, output)
+        if update is not None and output.outputs is not None:
+            update(output.outputs)
+
+    for_each_batch(
+        model, loader, score, precision=precision, eval_seed=eval_seed, cursor=cursor, interrupted=interrupted
+    )
+    if distributed.world_size() > 1:
+        means.align(distributed.gather_objects(means.names()))  # a rank may have had no batch, and so no names
+    values = means.compute(distributed.sum_over_ranks)
+    result = {"loss": values.get("loss", math.nan), **values.get("records", {})}
+    return {**result, **(_as_plain(metrics.compute()) if metrics is not None else {})}
+
+
+def _as_plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Turns numbers into floats and tensors and arrays into lists, for records and files; texts stay as they are."""
+    flat: dict[tuple[str, ...], Any] = {}
+    for path, value in flatten_nested_dict(values).items():
+        try:
+            flat[path] = float(as_number(path, value))
+        except TypeError:
+            flat[path] = value.tolist() if isinstance(value, (torch.Tensor, np.ndarray)) else value
+    return unflatten(flat)
+
+
+def for_each_batch(
+    model: nn.Module,
+    loader: Iterable[Any],
+    fn: Callable[[Any], None],
+    *,
+    precision: Precision,
+    eval_seed: int = 0,
+    cursor: Cursor | None = None,
+    interrupted: Callable[[], bool] | None = None,
+) -> None:
+    """Calls ``fn`` with every batch under the rules of an evaluation.
+
+    Eval mode, no gradients, autocast, and an RNG of its own. The mode of every module, the generators of the loader
+    and the training RNG are put back, also after an exception. Ranks may have unequal numbers of batches, unless the
+    model is sharded: then they need each other in every forward pass.
+
+    Raises:
+        ConfigError: the model is sharded and the ranks have unequal numbers of batches.
+        EvaluationAbandoned: ``interrupted`` says so.
+    """
+    cursor = Cursor() if cursor is None else cursor
+    cursor.ranks = "together" if distributed.is_sharded(model) else "apart" if interrupted is None else "told"
+    with evaluation_rules(model, loader, eval_seed=eval_seed):
+        cursor.restart()
+        cursor.warn(copies_in(loader))
+        cursor.open(loader)
+        left_in_common = math.inf if cursor.lengths is None else cursor.lengths.common
+        try:
+            while batches := cursor.take(1).batches:
+                if interrupted is not None and left_in_common > 0 and interrupted():
+                    raise EvaluationAbandoned
+                left_in_common -= 1
+                with precision.autocast():
+                    fn(batches[0])
+        except BaseException:
+            cursor.close()  # workers must not live as long as the error does
+            raise
+
+
+def refuse_no_batch(count: int, loader: str) -> None:
+    """Raises ConfigError where a loader gave no batch on any rank; all ranks call it.
+
+    Args:
+        count: how many it gave on this one.
+        loader: names it, as in ``"val_loader: it"``.
+
+    Example:
+        >>> refuse_no_batch(1, "val_loader: it")
+    """
+    if not distributed.agree(count):
+        raise ConfigError(f"{loader} gave no batch; there is nothing to take a mean over")
+
+
+def copies_in(loader: Any) -> list[str]:
+    """Says what a DistributedSampler does to the means of an evaluation; nothing for other loaders.
+
+    Example:
+        >>> from torch.utils.data import DataLoader, DistributedSampler
+        >>> copies_in(DataLoader(range(4), sampler=DistributedSampler(range(4), num_replicas=2, rank=0)))
+        []
+    """
+    padding = [one for one in samplers_of(loader) if isinstance(one, DistributedSampler) and not one.drop_last]
+    copies = {one.num_replicas: one.total_size - len(one.dataset) for one in padding}  # type: ignore[arg-type]
+    return [
+        f"the evaluation's DistributedSampler repeats {count} samples so that the {ranks} ranks have equally many: "
+        "they count twice in means over ranks; a treadle.data.RankBatchSampler repeats none"
+        for ranks, count in copies.items()
+        if count
+    ]
+
+
+@contextlib.contextmanager
+def evaluation_rules(model: nn.Module, loader: Any, *, eval_seed: int = 0) -> Iterator[None]:
+    """Eval mode, no gradients, and random numbers of its own inside the block; training does not notice."""
+    rank = distributed.rank()
+    seed = mix_seed(eval_seed, rank) if rank else eval_seed  # ranks must not draw the same
+    with forked_rng(seed), _kept_generators(loader), evaluation_mode(model):
+        yield
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Puts every module into eval mode without gradients, and each module's own mode back afterwards.
+
+    A sharded model has its parts as parameters before and after.
+    """
+    distributed.reshard(model)
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), _kept_to_itself(distributed.replicated(model)):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        distributed.reshard(model)
+
+
+@contextlib.contextmanager
+def _kept_to_itself(replicas: nn.parallel.DistributedDataParallel | None) -> Iterator[None]:
+    """Keeps a replica from exchanging buffers in its forward passes, of which other ranks may have fewer."""
+    if replicas is None:
+        yield
+        return
+    before, replicas.require_forward_param_sync = replicas.require_forward_param_sync, False
+    try:
+        yield
+    finally:
+        replicas.require_forward_param_sync = before
+
+
+@contextlib.contextmanager
+def _kept_generators(loader: Any) -> Iterator[None]:
+    """Puts the generators of an evaluation loader back, so that its next pass draws the same order."""
+    states = [(generator, generator.get_state()) for generator in generators_of(loader)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)

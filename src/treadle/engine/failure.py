@@ -1,0 +1,151 @@
+"""How a rank fails: it says so at once and by name, and the others say that they are not the cause.
+
+The line is logged before anything is closed, so that nothing which waits for other ranks can keep it back. A process
+that torchrun launched also leaves its error where torchrun's summary looks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from treadle import distributed
+from treadle.errors import RankLostError, TreadleError
+
+if TYPE_CHECKING:
+    from treadle.engine.loop import Engine
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+NOTE = "in step"
+"""How the note begins that an error of a step is given."""
+
+_SHOWN = 6
+_LATER = 5  # seconds; torchrun takes the earliest error for the cause, and its clock ticks in whole seconds
+_GONE = ("closed by peer", "reset by peer", "broken pipe", "socket closed", "connection refused", "remote process")
+_SILENT = ("timed out", "timeout")
+_BACKENDS = ("gloo", "nccl", "tcpstore")
+
+
+@contextlib.contextmanager
+def failing_by_name(engine: Engine) -> Iterator[None]:
+    """Logs an error that leaves the block, with the rank and its place, if there are several ranks.
+
+    Raises:
+        RankLostError: instead of what a collective raised since another rank is gone or does not answer.
+    """
+    _forget_error()
+    try:
+        yield
+    except (SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        _note_batches(engine, error)
+        if distributed.world_size() == 1:
+            raise
+        lost = lost_rank(error)
+        if lost is None:
+            engine.logger.error("%s", _line(engine, error))
+            leave_error(error)
+            raise
+        engine.logger.error("rank %d: %s", distributed.rank(), lost)
+        leave_error(lost)
+        if lost is error:
+            raise
+        raise lost from error
+
+
+def _note_batches(engine: Engine, error: BaseException) -> None:
+    """Adds the step and the shapes of its batches to an error that was raised in it, as a note: the error stays as it
+    is."""
+    inside = bool(engine.step_info) and "step_time" not in engine.step_info
+    if not inside or isinstance(error, TreadleError) or not hasattr(error, "add_note"):  # before Python 3.11
+        return
+    shapes = " ".join(dict.fromkeys(shapes_of(batch) for batch in engine.group.batches))
+    error.add_note(f"{NOTE} {engine.step}, epoch {engine.epoch + 1}; what the loader gave: {shapes}")
+
+
+def shapes_of(value: Any) -> str:
+    """Returns types and shapes in a batch, in few words.
+
+    Example:
+        >>> import torch
+        >>> shapes_of((torch.ones(4, 3), {"label": torch.zeros(4, dtype=torch.int64), "name": "a"}))
+        '(float32 (4, 3), {label: int64 (4,), name: str})'
+    """
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {shapes_of(part)}' for key, part in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        shown = ", ".join(shapes_of(part) for part in value[:_SHOWN])
+        return f"({shown}{f', and {len(value) - _SHOWN} more' if len(value) > _SHOWN else ''})"
+    return type(value).__name__
+
+
+def _line(engine: Engine, error: BaseException) -> str:
+    rank, size = distributed.rank(), distributed.world_size()
+    where = f"{socket.gethostname()}, process {os.getpid()}"
+    text = " ".join(str(error).split())
+    described = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"rank {rank} of {size} ({where}) failed at step {engine.step}, epoch {engine.epoch}: {described}"
+
+
+def lost_rank(error: BaseException) -> RankLostError | None:
+    """Returns what an error of a collective means if another rank is its cause; None for any other error.
+
+    Example:
+        >>> lost_rank(RuntimeError("Gloo: Connection closed by peer [10.0.0.7]:4711"))
+        RankLostError('another rank ended first; its own error is the cause')
+        >>> lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+        True
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RankLostError):
+            return cause
+        text = str(cause).lower()
+        of_torch = dist.is_available() and isinstance(cause, dist.DistError)
+        if of_torch or (isinstance(cause, RuntimeError) and any(word in text for word in _BACKENDS)):
+            if any(word in text for word in _GONE):
+                return RankLostError("another rank ended first; its own error is the cause")
+            if any(word in text for word in _SILENT):
+                return RankLostError(
+                    "another rank did not answer within the timeout of the process group: it is stuck, or its machine "
+                    "is gone. StuckRankHook names the one that is stuck"
+                )
+        cause = cause.__cause__
+    return None
+
+
+def leave_error(error: BaseException) -> None:
+    """Writes an error where torchrun looks for it; does nothing in a process that torchrun did not launch.
+
+    The same file as ``torch.distributed.elastic.multiprocessing.errors.record`` writes, at the moment of the error. One
+    that another rank caused is dated later, so that it is not taken for the cause. The first error of a run stays, and
+    goes when the process caught it and begins another run.
+    """
+    path = os.environ.get(_ERROR_FILE)
+    if not path:
+        return
+    moment = int(time.time()) + (_LATER if isinstance(error, RankLostError) else 0)
+    stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    extra = {"py_callstack": stack, "timestamp": str(moment)}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+    # Without it the summary is poorer; the error itself is raised anyway.
+    with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
+        json.dump({"message": message}, file)
+
+
+def _forget_error() -> None:
+    path = os.environ.get(_ERROR_FILE)
+    if path:
+        with contextlib.suppress(OSError):
+            os.unlink(path)

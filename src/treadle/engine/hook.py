@@ -1,0 +1,208 @@
+"""The base of all hooks, and the one place where the loop and its events are written down.
+
+The loop, with every event at its place::
+
+    run(max_steps= | epochs=):                      # absolute targets
+        load what a hook's `checkpoint_to_resume` names
+        finished already -> log one line, return
+        on_before_train
+        while step < max_steps / epoch < epochs and no stop:
+            open the epoch, or reopen it at the stored position
+            while a group of 1..k micro-batches remains in this epoch:
+                step += 1
+                on_before_step
+                repeat:
+                    zero gradients
+                    for each micro-batch: autocast(forward); scaled backward
+                        ranks tell each other weights, signal and stop once the last loss is there
+                        ranks exchange gradients during the last backward
+                    no loss on any rank -> not applied; leave
+                    unscale; normalise once by the total weight; measure the norm
+                    on_before_optimizer_step        # gradients are final but for clipping
+                    finite on every rank -> clip; optimizer.step; scheduler; EMA; leave
+                    otherwise -> lower the fp16 scale (leave) | a hook's refusal_plan goes on without it (leave)
+                                 | zero gradients; fresh group | NonFiniteError
+                on_after_step
+                write the requested checkpoints; leave if max_steps or a signal says so
+            epoch complete: evaluate; best rule; scheduler; epoch += 1; append the record
+            on_after_epoch
+            write epoch checkpoints; user callbacks; then act on early stop
+        on_after_train
+    finally: on_close(error), hooks in reverse order
+
+On several ranks a signal or a stop that one of them got counts once all have been told: at the end of this step or of
+the next one.
+
+`on_log`, `on_log_images`, `on_state_dict` and `on_load_state_dict` fire when asked for.
+
+Which hooks override the three events of a step is looked up after `on_before_train`, and again when hooks are added or
+removed; a method that is replaced on a hook later than that is not called if the hook did not override it before.
+
+A hook sees the engine as ``trainer``. Besides the eleven events it may *declare* six values, which the engine asks
+for and acts on itself: the averages it keeps, the checkpoint to resume from, what it claims for a run, what to do at a
+signal, what to do with a step whose gradient is not finite, and what ranks tell each other for it in each step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from treadle.engine.loop import Engine
+    from treadle.engine.signals import ExitPlan
+    from treadle.optim.ema import Ema
+    from treadle.optim.nonfinite import RefusalPlan
+
+EVENTS = (
+    "on_before_train",
+    "on_before_step",
+    "on_before_optimizer_step",
+    "on_after_step",
+    "on_after_epoch",
+    "on_after_train",
+    "on_close",
+    "on_log",
+    "on_log_images",
+    "on_state_dict",
+    "on_load_state_dict",
+)
+Event = TypeVar("Event", bound=Callable[..., None])
+
+
+STEP_EVENTS = ("on_before_step", "on_before_optimizer_step", "on_after_step")
+
+
+def looks_only(method: Event) -> Event:
+    """Marks an ``on_before_optimizer_step`` that leaves the gradients alone, so that they are not measured again.
+
+    Example:
+        >>> class Counts(BaseHook):
+        ...     steps = 0
+        ...     @looks_only
+        ...     def on_before_optimizer_step(self, trainer):
+        ...         self.steps += 1
+    """
+    method.looks_only = True  # type: ignore[attr-defined]
+    return method
+
+
+class BaseHook:
+    """Does nothing at every event; subclass it and override what you need.
+
+    Example:
+        >>> class CountSteps(BaseHook):
+        ...     def on_after_step(self, trainer):
+        ...         print(trainer.step)
+    """
+
+    writes: bool = False
+    """Whether the hook writes files or reports to a log or a tracker; ``treadle replay`` leaves such hooks out."""
+
+    @property
+    def state_key(self) -> str:
+        """The key of this hook's state in a checkpoint; two hooks of one trainer must not share it."""
+        return type(self).__name__
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Called once before the first step, after a checkpoint was loaded."""
+
+    def on_before_step(self, trainer: Engine) -> None:
+        """Called before each step; ``trainer.step`` counts it already."""
+
+    def on_before_optimizer_step(self, trainer: Engine) -> None:
+        """Called when the gradients are final but for clipping.
+
+        What it changes in them is clipped and checked, too. On several ranks change them alike on every rank: they
+        were exchanged before, and are not compared again.
+        """
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Called after each step, applied or not; ``trainer.step_info`` says what happened."""
+
+    def on_after_epoch(self, trainer: Engine) -> None:
+        """Called after an epoch was evaluated and counted."""
+
+    def on_after_train(self, trainer: Engine) -> None:
+        """Called once when training ended without an error."""
+
+    def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
+        """Called at the very end, in reverse order, with the error that ended training, if any."""
+
+    def on_log(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
+        """Called with aggregated records; ``dry_run`` does all but the writing."""
+
+    def on_log_images(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
+        """Called with nested images."""
+
+    def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
+        """Called when a checkpoint is made; may set ``state_dict["hooks"][self.state_key]`` or a new key."""
+
+    def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
+        """Called when a checkpoint is loaded, with the whole tree."""
+
+    # -- declarations ---------------------------------------------------------------------------------------------
+
+    def averages(self, trainer: Engine) -> Mapping[str, Ema]:
+        """Returns the averaged models this hook keeps, by name; asked for once, before any load."""
+        return {}
+
+    def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
+        """Returns the checkpoint to start from, or None; asked for before any event of a fresh run."""
+        return None
+
+    def claim(self, trainer: Engine) -> AbstractContextManager[None]:
+        """Returns what is entered before any event of a run and left after the last: a folder held for this process.
+
+        What another process holds is refused there, before any hook has touched a file of it.
+        """
+        return contextlib.nullcontext()
+
+    def exit_plan(self, trainer: Engine) -> ExitPlan | None:
+        """Returns what to do at a signal, or None; asked for when training starts."""
+        return None
+
+    def notice(self, trainer: Engine) -> Callable[[], float] | None:
+        """Returns what gives a number that ranks tell each other in each step, or None; asked for once.
+
+        ``trainer.heard_of`` gives the numbers of all ranks; nothing is exchanged for it but what a step exchanges
+        anyway. All ranks must answer alike.
+        """
+        return None
+
+    def wait_for_writes(self) -> None:
+        """Returns when all that this hook writes in the background lies on the disk; may raise its error."""
+
+    def refusal_plan(self, trainer: Engine) -> RefusalPlan | None:
+        """Returns what to do with a step whose gradient is not finite, or None; asked for once, before any load."""
+        return None
+
+
+def listeners(hooks: Sequence[BaseHook], event: str) -> list[BaseHook]:
+    """Returns the hooks that do something at an event, in order: whose class, or they themselves, have it replaced.
+
+    Example:
+        >>> listeners([BaseHook()], "on_after_step")
+        []
+    """
+    nothing = getattr(BaseHook, event)
+    return [hook for hook in hooks if getattr(getattr(hook, event), "__func__", None) is not nothing]
+
+
+def reaches_hooks(method: Callable[..., None], event: str) -> Callable[..., None]:
+    """Wraps an overridden ``log`` so that every hook gets the records exactly once, whatever the override does."""
+
+    @functools.wraps(method)
+    def served(trainer: Any, records: Mapping[str, Any], dry_run: bool = False) -> None:
+        trainer.hooks_served = False
+        method(trainer, records, dry_run)
+        if not trainer.hooks_served:
+            trainer.hooks_served = True
+            trainer.emit(event, records, dry_run)
+
+    return served

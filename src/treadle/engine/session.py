@@ -1,0 +1,262 @@
+"""What surrounds a run: checks before it, hooks opened and closed around it, signals acted on at its boundaries."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from torch.nn.parameter import is_lazy
+
+from treadle import distributed
+from treadle.distributed.state_names import clean_name
+from treadle.engine.failure import failing_by_name
+from treadle.engine.hook import BaseHook
+from treadle.engine.out_of_memory import explaining_out_of_memory
+from treadle.engine.rank_state import separate_streams
+from treadle.engine.start_log import start_block
+from treadle.errors import ConfigError
+from treadle.optim.ema import Ema
+from treadle.optim.nonfinite import FiniteGuard, RefusalPlan, skips_on_device
+from treadle.optim.optimizer import check_scheduler, uncovered_parameters
+
+if TYPE_CHECKING:
+    from treadle.engine.loop import Engine
+
+
+def averages_of_hooks(engine: Engine) -> dict[str, Ema]:
+    """Returns the averages that hooks keep.
+
+    Raises:
+        ConfigError: two hooks share a state key, or two averages a name.
+    """
+    keys: set[str] = set()
+    averages: dict[str, Ema] = {}
+    for hook in engine.hooks:
+        if hook.state_key in keys:
+            raise ConfigError(
+                f"hooks: two hooks have the state key {hook.state_key!r}; pass another name= to one if it takes one, "
+                "else override state_key in one"
+            )
+        keys.add(hook.state_key)
+        for name, ema in hook.averages(engine).items():
+            if name in averages:
+                raise ConfigError(f"hooks: two averages are named {name!r}; pass another name= to one")
+            averages[name] = ema
+    return averages
+
+
+def refusal_plan(engine: Engine) -> RefusalPlan | None:
+    """Returns what a hook asks for when a gradient is not finite, or None.
+
+    Raises:
+        ConfigError: two hooks ask.
+    """
+    plans = {hook.state_key: plan for hook in engine.hooks if (plan := hook.refusal_plan(engine)) is not None}
+    if len(plans) > 1:
+        raise ConfigError(f"hooks: {' and '.join(plans)} both decide about non-finite gradients; keep one of them")
+    return next(iter(plans.values()), None)
+
+
+def finite_guard(engine: Engine) -> FiniteGuard:
+    """Returns what protects the weights: on the device, where nobody must know of a refused step at once."""
+    plan = refusal_plan(engine)
+    must_know_now = bool(engine.max_non_finite_grad_retries) or engine.precision.scaled or plan is not None
+    deferred = not must_know_now and skips_on_device(engine.optimizer, engine.device)
+    return FiniteGuard(deferred=deferred, plan=plan, agreed=engine.exchange.equal)
+
+
+def resume_from_hooks(engine: Engine) -> None:
+    """Loads what a hook names, before any event of the first run; a state loaded by hand wins."""
+    if engine.resumed or (engine.step > 0 and not engine.loaded):
+        return  # this object goes on from where it stands
+    for hook in engine.hooks:
+        tree = hook.checkpoint_to_resume(engine)
+        if tree is not None and engine.loaded:
+            engine.logger.warning("%s: a state was loaded already and wins", type(hook).__name__)
+        elif tree is not None:
+            engine.load_state_dict(tree)
+    engine.resumed = True  # not before: after an error here, the next run must not start from nothing
+
+
+@contextlib.contextmanager
+def training_session(engine: Engine) -> Iterator[None]:
+    """Opens the hooks and signal handlers for a run and closes them whatever happens."""
+    opened: list[BaseHook] = []
+    failure: BaseException | None = None
+    with contextlib.ExitStack() as held:
+        signals = _make_ready(engine, held)
+        try:
+            with engine.signals.listening(signals), failing_by_name(engine), explaining_out_of_memory(engine):
+                for hook in engine.hooks:
+                    opened.append(hook)
+                    hook.on_before_train(engine)
+                engine.listen()
+                into_training_mode(engine)
+                yield
+                leave_on_signal(engine)  # one that came after the last boundary must not be lost
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            engine.exit_plans = []
+            engine.cursor.close()
+            engine.eval_cursor.close()
+            engine.exchange.close()
+            engine.call_all()
+            close_hooks(engine, opened, failure)
+
+
+def into_training_mode(engine: Engine) -> None:
+    """Puts every module into training mode, and warns of layers whose running statistics somebody froze before.
+
+    A model that is in eval mode as a whole was loaded to be used; nobody asked to freeze a part of it.
+    """
+    model = engine.model
+    frozen = [
+        (name, module)
+        for name, module in (model.named_modules() if model.training else ())
+        if not module.training and getattr(module, "running_mean", None) is not None
+    ]
+    model.train()
+    thawed = [clean_name(name) for name, module in frozen if module.training]
+    if thawed:
+        engine.logger.warning(
+            "model: %d layers with running statistics were in eval mode (first: %s) and are in training mode now, as "
+            "every module is when training starts; to keep them frozen, override train() of the model",
+            len(thawed), thawed[0],
+        )  # fmt: skip
+
+
+def check_added_hooks(engine: Engine) -> None:
+    """Raises for a hook that came too late for what it declares.
+
+    Raises:
+        ConfigError: it keeps averages, or decides about gradients that are not finite.
+    """
+    late = [hook for hook in engine.hooks if all(hook is not asked for asked in engine.asked_hooks)]
+    for hook in late:
+        if type(hook).averages is not BaseHook.averages or type(hook).refusal_plan is not BaseHook.refusal_plan:
+            raise ConfigError(
+                f"hooks: {hook.state_key} was added after a run, a state or an evaluation had asked the hooks what "
+                "they declare, so it would do nothing; pass it with the others, before all of these"
+            )
+
+
+def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
+    """Checks a run and takes what hooks hold for it, before any event; returns the signals that hooks wait for."""
+    with failing_by_name(engine):
+        check_added_hooks(engine)
+        for hook in engine.hooks:
+            held.enter_context(hook.claim(engine))
+        check_before_training(engine)
+        engine.heard = []
+        if engine.step == 0 and not engine.loaded:
+            separate_streams()
+    engine.exit_plans = [plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None]
+    if distributed.rank() == 0:
+        engine.logger.info(start_block(engine), extra={"topic": "start block"})
+    return [number for plan in engine.exit_plans for number in plan.signals]
+
+
+def close_hooks(engine: Engine, opened: list[BaseHook], failure: BaseException | None) -> None:
+    """Closes hooks in reverse order; an error in one does not keep the others open, nor hide ``failure``."""
+    first: BaseException | None = None
+    for hook in reversed(opened):
+        try:
+            hook.on_close(engine, failure)
+        except Exception as error:  # noqa: BLE001  (raised below, once every hook is closed)
+            engine.logger.error("%s.on_close failed: %s", type(hook).__name__, error)
+            first = first or error
+    if first is not None and failure is None:
+        raise first
+
+
+def check_before_training(engine: Engine) -> None:
+    """Raises or warns about what would train a wrong model in silence.
+
+    Raises:
+        ConfigError: a lazy parameter is not initialised, the optimizer wants a closure, or the scheduler moves another
+            optimizer's learning rate.
+    """
+    lazy = [name for name, parameter in engine.model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ConfigError(
+            f"model: lazy parameter {lazy[0]!r} is not initialised, so no optimizer or average can hold it; "
+            "run one batch through the model before building the optimizer"
+        )
+    check_scheduler(engine.lr_scheduler, engine.optimizer)
+    wanted = inspect.signature(engine.optimizer.step).parameters.get("closure")
+    if wanted is not None and wanted.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer: a {type(engine.optimizer).__name__} wants a closure that runs the model several times a step; "
+            "here a step runs it once. Use an optimizer whose step() needs no closure"
+        )
+    engine.stray_parameters = [parameter for _, parameter in uncovered_parameters(engine.model, engine.optimizer)]
+    names = [name for name, _ in uncovered_parameters(engine.model, engine.optimizer)]
+    if names:
+        engine.logger.warning(
+            "%d parameters require gradients but are in no optimizer group and will not be trained: %s",
+            len(names), ", ".join(names[:10]),
+        )  # fmt: skip
+
+
+def notices(engine: Engine) -> list[float]:
+    """Returns what this rank tells the others in each step: a signal, whether it is to stop, hooks' notices."""
+    own = [float(engine.signals.received or 0), float(engine.should_stop)]
+    return own + [notice() for notice in engine.notices]
+
+
+def heard_of(engine: Engine, notice: Callable[[], float]) -> list[float]:
+    """Returns what each rank told by a hook's notice in the present step."""
+    if distributed.world_size() == 1:
+        return [notice()]
+    column = 2 + engine.notices.index(notice)
+    return [told[column] for told in engine.heard]
+
+
+def stops_here(engine: Engine) -> bool:
+    """Returns whether the run stops after this step, alike on all ranks: a stop counts once they have been told."""
+    return engine.should_stop if engine.num_ranks == 1 else any(told[1] for told in engine.heard)
+
+
+def ranks_stop(engine: Engine) -> bool:
+    """Returns whether any rank is to stop, between two epochs, and stops this one too."""
+    engine.should_stop = bool(distributed.agree(int(engine.should_stop)))
+    return engine.should_stop
+
+
+def leave_after_step(engine: Engine) -> None:
+    """As :func:`leave_on_signal`, by what the ranks told each other in the step: nothing more is exchanged."""
+    if engine.num_ranks == 1:
+        leave_on_signal(engine)
+    elif engine.exit_plans:
+        _leave(engine, int(max((told[0] for told in engine.heard), default=0)))
+
+
+def interruption(engine: Engine) -> Callable[[], bool] | None:
+    """Returns what says that an evaluation is to be abandoned for a signal; None where no hook waits for one."""
+    if not engine.exit_plans:
+        return None
+    return lambda: bool(distributed.agree(engine.signals.received or 0))
+
+
+def leave_on_signal(engine: Engine) -> None:
+    """If a signal arrived on any rank: saves by each hook's plan, waits, and raises SystemExit."""
+    if engine.exit_plans:
+        _leave(engine, distributed.agree(engine.signals.received or 0))
+
+
+def _leave(engine: Engine, received: int) -> None:
+    if not received:
+        return
+    plans = [plan for plan in engine.exit_plans if received in plan.signals] or engine.exit_plans
+    engine.logger.warning("signal %d: saving at step %d and leaving", received, engine.step)
+    for plan in plans:
+        plan.write()
+    wait = max(plan.wait for plan in plans)
+    if wait > 0:
+        time.sleep(wait)
+    raise SystemExit(plans[0].exit_code(received))

@@ -1,0 +1,74 @@
+"""The target of a run, in steps or in epochs, and what it says about where the run stands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Integral
+from typing import TYPE_CHECKING
+
+from treadle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from treadle.engine.loop import Engine
+
+
+@dataclass(frozen=True)
+class Target:
+    """An absolute target and what happens when an epoch is complete.
+
+    Attributes:
+        max_steps: optimizer steps to have attempted at the end.
+        epochs: epochs to have completed at the end.
+        score_epoch: evaluates a complete epoch; returns the value of the best metric.
+        after_epoch: writes epoch checkpoints and calls user callbacks.
+
+    Raises:
+        ConfigError: not exactly one target is given, or it is no whole number >= 0.
+    """
+
+    max_steps: int | None = None
+    epochs: int | None = None
+    score_epoch: Callable[[], float | None] | None = None
+    after_epoch: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.max_steps is None) == (self.epochs is None):
+            raise ConfigError(f"run: give exactly one of max_steps={self.max_steps} and epochs={self.epochs}")
+        for name, value in (("max_steps", self.max_steps), ("epochs", self.epochs)):
+            if value is not None and not (isinstance(value, Integral) and value >= 0):
+                raise ConfigError(f"run: {name}={value!r} must be a whole number >= 0, of the whole run")
+
+    def __str__(self) -> str:
+        return f"step {self.max_steps}" if self.max_steps is not None else f"epoch {self.epochs}"
+
+    def reached(self, engine: Engine) -> bool:
+        """Returns whether nothing is left to do."""
+        if self.max_steps is not None:
+            return engine.step >= self.max_steps
+        stopped_early = any(part.finished for part in engine.state_parts)
+        return stopped_early or (self.epochs is not None and engine.epoch >= self.epochs)
+
+    def completes_epoch(self, engine: Engine) -> bool:
+        """Returns whether the running epoch is complete and to be finished before the run goes on or ends."""
+        if not engine.cursor.ended or self.reached(engine):
+            return False
+        return self.epochs is not None or not engine.should_stop
+
+    def is_last_step(self, engine: Engine) -> bool:
+        """Returns whether no step follows the present one."""
+        if self.max_steps is not None:
+            return engine.step >= self.max_steps
+        return self.epochs is not None and engine.cursor.ended and engine.epoch + 1 >= self.epochs
+
+    def total_steps(self, engine: Engine) -> int | None:
+        """Returns the step at which the run ends, where that is known."""
+        if self.max_steps is not None:
+            return self.max_steps
+        length = engine.cursor.length
+        if self.epochs is None or length is None:
+            return None
+        in_this_epoch = math.ceil((length - engine.cursor.position) / engine.accumulation_steps)
+        per_epoch = math.ceil(length / engine.accumulation_steps)
+        return engine.step + in_this_epoch + (self.epochs - engine.epoch - 1) * per_epoch

@@ -1,0 +1,199 @@
+"""The epoch driver: train, evaluate, best rule, history. It sits on the engine and adds no loop of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from treadle.engine import Engine
+from treadle.engine.best import BestRule
+from treadle.engine.evaluation import for_each_batch, refuse_no_batch
+from treadle.engine.predictions import joined, kept_outputs
+from treadle.engine.stopping import Target
+
+
+class EpochTrainer:
+    """Trains to an absolute number of epochs and keeps one record per epoch.
+
+    Args:
+        engine: runs the steps.
+        best: selects the best epoch and stops early; None does neither.
+        prefix: goes before the names of evaluation results in a record.
+
+    Attributes:
+        history: list of records; each has ``epoch`` (1-based), ``train_loss``, the evaluation results and ``lr``.
+        metrics: the last evaluation's results, without the prefix; None before.
+        improved: whether the last epoch was an improvement.
+        loss_name: what records call the loss, after ``train_`` or the prefix; a face may have a name of its own.
+
+    Example:
+        >>> # trainer = EpochTrainer(engine, best=BestRule("val_loss"))
+        >>> # trainer.fit(train_loader, val_loader, epochs=10)
+    """
+
+    loss_name = "loss"
+
+    def __init__(self, engine: Engine, *, best: BestRule | None = None, prefix: str = "val_"):
+        self.engine = engine
+        self.best = best
+        self.prefix = prefix
+        self.history: list[dict[str, Any]] = []
+        self.metrics: dict[str, Any] | None = None
+        self.improved = False
+        engine.state_parts.append(self)
+
+    def fit(
+        self,
+        train_loader: Iterable[Any],
+        val_loader: Iterable[Any] | None,
+        epochs: int,
+        *,
+        after_epoch: Callable[[dict[str, Any]], None] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Trains until ``epochs`` epochs are completed or the best rule stops; a finished run is a no-op.
+
+        Args:
+            train_loader: micro-batches for training.
+            val_loader: micro-batches for evaluation, or None.
+            epochs: absolute target.
+            after_epoch: called with the epoch's record after ``on_after_epoch``: checkpoints and user callbacks.
+
+        Returns:
+            The history.
+        """
+        self.engine.run(
+            train_loader,
+            epochs=epochs,
+            score_epoch=lambda: self._score(val_loader),
+            after_epoch=None if after_epoch is None else lambda: after_epoch(self.history[-1]),
+        )
+        return self.history
+
+    def train_epoch(self, loader: Iterable[Any]) -> dict[str, Any]:
+        """Trains one epoch without evaluation and returns its weighted means."""
+        means: dict[str, Any] = {}
+
+        def score() -> float | None:
+            means.update(self.engine.train_means())
+            return means.get("loss")
+
+        self.engine.run(loader, epochs=self.engine.epoch + 1, score_epoch=score)
+        return means
+
+    def train_step(self, batch: Any) -> None:
+        """Runs one optimizer step on one micro-batch, with its hooks; between two epochs it belongs to neither.
+
+        Raises:
+            NonFiniteError: the gradient is not finite.
+        """
+        engine = self.engine
+        engine.target = Target(epochs=engine.epoch + 1)  # no step is the last one here
+        engine.model.train()
+        engine.step_group([batch])
+        if engine.cursor.position == 0:
+            engine.epoch_means.reset()
+            engine.epoch_applied_steps = 0
+
+    def evaluate(self, loader: Iterable[Any]) -> dict[str, Any]:
+        """Returns the weighted means over a loader: of the averaged weights if the engine keeps an average.
+
+        Raises:
+            ConfigError: the loader is empty, on every rank.
+        """
+        with self.scored_weights():
+            values = self.engine.evaluate(loader)
+        refuse_no_batch(self.engine.eval_cursor.position, "val_loader: it")
+        return values
+
+    def predict(self, loader: Iterable[Any], forward: Callable[[Any], Any]) -> Any:
+        """Returns the joined outputs of ``forward(batch)`` over a loader, by the rules of an evaluation."""
+        engine, outputs = self.engine, []
+        with self.scored_weights():
+            for_each_batch(
+                engine.model,
+                loader,
+                lambda batch: outputs.append(kept_outputs(forward(batch))),
+                precision=engine.precision,
+                eval_seed=engine.eval_seed,
+                cursor=engine.eval_cursor,
+            )
+        return joined(outputs)
+
+    @contextlib.contextmanager
+    def scored_weights(self) -> Iterator[None]:
+        """Puts the weights that evaluations score into the model inside the block."""
+        self.engine.prepare()
+        average = next(iter(self.engine.averages.values()), None)
+        if average is None:
+            yield
+        else:
+            with average.swapped_into(self.engine.model):
+                yield
+
+    def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what a record says about the training of its epoch: ``train_loss``; a face may say more."""
+        return {"train_loss": means.get("loss", math.nan)}
+
+    def _score(self, val_loader: Iterable[Any] | None) -> float:
+        """Evaluates a complete epoch, appends its record, and returns the value that plateau schedulers watch."""
+        engine = self.engine
+        train = engine.train_means()
+        record: dict[str, Any] = {"epoch": engine.epoch + 1, **self.train_record(train)}
+        if val_loader is not None:
+            self.metrics = self.evaluate(val_loader)
+            engine.scored = "ema" if engine.averages else "model"
+            record.update({f"{self.prefix}{name}": value for name, value in self.metrics.items()})
+        record["lr"] = _as_float(engine.last_lr[0]) if engine.last_lr else math.nan
+        value = float(record[f"train_{self.loss_name}"])
+        if self.best is not None:
+            value = self.best.value_in(record)
+            self.improved = self.best.update(record["epoch"], value)
+        elif val_loader is not None:
+            value = float(record.get(f"{self.prefix}{self.loss_name}", value))
+        self.history.append(record)
+        return value
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        """Whether the best rule has stopped this run."""
+        return self.best is not None and self.best.should_stop
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the checkpoint entries of the epoch driver."""
+        return {
+            "best_metric": None if self.best is None else self.best.best,
+            "best_epoch": None if self.best is None else self.best.best_epoch,
+            "selection": None if self.best is None else self.best.state_dict(),
+            "metrics": self.metrics,
+            "history": [dict(record) for record in self.history],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores them from a checkpoint tree."""
+        selection = state_dict.get("selection")
+        if self.best is not None and selection is not None:
+            self.best.load_state_dict(selection)
+        elif self.best is not None:
+            self.engine.logger.warning("the checkpoint has no state of the best rule: selection starts fresh")
+        self.metrics = state_dict.get("metrics")
+        self.history = [dict(record) for record in state_dict.get("history") or []]
+
+
+def _as_float(value: float | Tensor) -> float:
+    return float(value)
+
+
+def numbers_of(record: Mapping[str, Any]) -> str:
+    """Returns the numbers of an epoch's record for a line of a log.
+
+    Example:
+        >>> numbers_of({"epoch": 1, "train_loss": 0.5, "lr": 1e-3})
+        'train_loss 0.5 lr 0.001'
+    """
+    return " ".join(f"{key} {value:.4g}" for key, value in record.items() if isinstance(value, float))

@@ -1,0 +1,309 @@
+"""One setting for several ranks: replicas (DistributedDataParallel) or a sharded model (FSDP2), by torch's classes."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from treadle import distributed
+from treadle.capture.compile import compile_in_place, repeated_blocks, warn_of_sharded
+from treadle.errors import ConfigError, refuse_unknown
+
+ParallelName = Literal["ddp", "fsdp"]
+Block = type[nn.Module] | nn.Module | str
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How a model is spread over ranks; what a face takes as ``parallel=``.
+
+    Attributes:
+        kind: ``"ddp"``: every rank has the whole model. ``"fsdp"``: every rank has a part of each parameter.
+        blocks: what is compiled, and gathered one at a time when sharded: modules, their classes or their names. None
+            takes the items of the model's ModuleLists.
+        param_dtype: ``"fsdp"``: the type in which weights are gathered and computed with: a torch dtype, ``"bf16"``,
+            ``"fp16"`` or ``"fp32"``; None keeps theirs.
+        reduce_dtype: ``"fsdp"``: the type in which gradients are reduced; None takes ``param_dtype``.
+        reshard_after_forward: ``"fsdp"``: free a block's gathered weights after its forward pass and gather them again
+            for its backward pass: less memory for more messages.
+        replicas: ``"fsdp"``: groups of ranks that each hold a whole sharded model (HSDP); None makes one group.
+        compile_blocks: compile each block in place; names in files stay the same.
+
+    Raises:
+        ConfigError: an unknown kind or dtype, or a setting of ``"fsdp"`` for ``"ddp"``.
+
+    Example:
+        >>> ParallelConfig("fsdp", param_dtype="bf16").kind
+        'fsdp'
+    """
+
+    kind: ParallelName
+    blocks: Sequence[Block] | None = None
+    param_dtype: torch.dtype | str | None = None
+    reduce_dtype: torch.dtype | str | None = None
+    reshard_after_forward: bool = True
+    replicas: int | None = None
+    compile_blocks: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(ParallelName):
+            raise ConfigError(f"parallel={self.kind!r}: must be 'ddp', 'fsdp' or None")
+        for name in ("param_dtype", "reduce_dtype"):
+            _dtype(name, getattr(self, name))
+        if self.replicas is not None and self.replicas < 1:
+            raise ConfigError(f"replicas={self.replicas!r}: must be at least 1 group of ranks")
+        of_both = ("kind", "blocks", "compile_blocks")
+        given = [field for field in fields(self) if getattr(self, field.name) != field.default]
+        for field in given if self.kind == "ddp" else ():
+            if field.name not in of_both:
+                value = getattr(self, field.name)
+                raise ConfigError(f"{field.name}={value!r}: is a setting of kind 'fsdp'; leave it out for 'ddp'")
+
+
+def as_parallel(value: ParallelConfig | Mapping[str, Any] | str | None) -> ParallelConfig | None:
+    """Returns the setting of a face as a ParallelConfig; None stays None.
+
+    Raises:
+        ConfigError: an unknown name, key or kind.
+
+    Example:
+        >>> as_parallel("ddp").kind, as_parallel({"kind": "fsdp", "replicas": 2}).replicas, as_parallel(None)
+        ('ddp', 2, None)
+    """
+    if value is None or isinstance(value, ParallelConfig):
+        return value
+    if isinstance(value, str):
+        return ParallelConfig(value)  # type: ignore[arg-type]  # checked when it is made
+    if isinstance(value, Mapping):
+        refuse_unknown("parallel", value, [field.name for field in fields(ParallelConfig)])
+        if "kind" not in value:
+            raise ConfigError("parallel: the key 'kind' is missing; it is 'ddp' or 'fsdp'")
+        return ParallelConfig(**value)
+    raise ConfigError(f"parallel={value!r}: must be 'ddp', 'fsdp', a ParallelConfig or None")
+
+
+def parallelize(
+    model: nn.Module,
+    kind: ParallelName | ParallelConfig,
+    *,
+    optimizer: Optimizer | None = None,
+    **settings: Any,
+) -> nn.Module:
+    """Spreads a model over the ranks of the process group and returns it.
+
+    All ranks start from the weights and buffers of rank 0; tied weights stay tied. ``"ddp"`` returns a
+    DistributedDataParallel for an engine, which exchanges the gradients itself: a backward pass anywhere else raises.
+    ``"fsdp"`` shards the model in place and returns it.
+
+    Args:
+        model: on its device, the same on every rank but for its values.
+        kind: ``"ddp"``, ``"fsdp"`` or a whole :class:`ParallelConfig`.
+        optimizer: made before over the model's parameters; goes on with the sharded ones, in the same groups.
+        settings: those of :class:`ParallelConfig`, with a ``kind`` in words.
+
+    Raises:
+        ConfigError: no process group, a model that is spread already or differs between the ranks, a parameter that
+            cannot be sharded, an optimizer that has a state already, or ranks that cannot be grouped as asked.
+
+    Example:
+        >>> # torchrun --nproc_per_node=2 train.py, with torch.distributed.init_process_group() in it
+        >>> # model = parallelize(model, "fsdp", param_dtype="bf16")
+        >>> # optimizer = torch.optim.AdamW(model.parameters())
+    """
+    config = kind if isinstance(kind, ParallelConfig) else ParallelConfig(kind, **settings)
+    if not distributed.is_distributed():
+        raise ConfigError(
+            f"parallel={config.kind!r}: no process group was started, so there is one rank only; launch with torchrun "
+            "and call torch.distributed.init_process_group(), or leave parallel out"
+        )
+    if distributed.replicated(model) is not None or distributed.is_sharded(model):
+        raise ConfigError(f"parallel={config.kind!r}: the model is spread over ranks already; do it once")
+    blocks = _blocks(model, config.blocks)
+    if config.compile_blocks:
+        for block in blocks:
+            compile_in_place(block)
+    if config.kind == "ddp":
+        return _replicas(model)
+    _shard(model, blocks, config, optimizer)
+    warn_of_sharded(model)
+    return model
+
+
+def spread(
+    model: nn.Module, parallel: ParallelConfig | Mapping[str, Any] | str | None, optimizer: Optimizer
+) -> nn.Module:
+    """Returns the model as the ``parallel=`` of a face asks for it; None leaves it as it is.
+
+    Example:
+        >>> model = nn.Linear(1, 1)
+        >>> spread(model, None, torch.optim.SGD(model.parameters())) is model
+        True
+    """
+    config = as_parallel(parallel)
+    return model if config is None else parallelize(model, config, optimizer=optimizer)
+
+
+def _replicas(model: nn.Module) -> nn.parallel.DistributedDataParallel:
+    """Wraps a model without the buckets of torch's reducer, which has nothing to do in an engine's step.
+
+    They would be as large as the gradients. The wrapper makes them for what is trained at that moment, so all but the
+    smallest parameter are frozen meanwhile.
+    """
+    _check_alike(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    frozen_meanwhile = sorted(trained, key=Tensor.numel)[1:]
+    for parameter in frozen_meanwhile:
+        parameter.requires_grad_(False)
+    try:
+        replicas = nn.parallel.DistributedDataParallel(model)
+    finally:
+        for parameter in frozen_meanwhile:
+            parameter.requires_grad_(True)
+    replicas.register_comm_hook(None, lambda state, bucket: _refuse_own_loop())  # it refuses annotations in words
+    return replicas
+
+
+def _check_alike(model: nn.Module) -> None:
+    """Raises on every rank unless the parameters have the same names, shapes and types on all."""
+    # DistributedDataParallel looks at what it makes buckets for only.
+    described = [(name, tuple(value.shape), str(value.dtype)) for name, value in model.named_parameters()]
+    mark = zlib.crc32(repr(described).encode())
+    device = distributed.collective_device(next(model.parameters()).device)
+    extremes = torch.tensor([mark, -mark], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    largest, smallest = extremes.tolist()
+    if largest != -smallest:
+        raise ConfigError(
+            f"parallel='ddp': the ranks have different models; this one has {len(described)} parameters, from "
+            f"{described[0]} to {described[-1]}. Build the same model on every rank"
+        )
+
+
+def _refuse_own_loop() -> torch.futures.Future[Tensor]:
+    """Is called when torch's reducer is to exchange gradients, which no engine lets it do."""
+    raise ConfigError(
+        "parallel='ddp': a backward pass was run outside an engine's step, so that nobody would exchange its "
+        "gradients; for a loop of your own, wrap the model in DistributedDataParallel yourself, or use the model's "
+        "no_sync() where no exchange is wanted"
+    )
+
+
+def _shard(model: nn.Module, blocks: Sequence[nn.Module], config: ParallelConfig, optimizer: Optimizer | None) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise ConfigError(
+            f"parallel='fsdp': parameter {scalars[0]!r} is a scalar, which cannot be sharded; give it the shape (1,)"
+        )
+    places = _places(model, optimizer)
+    _start_equal(model)
+    mesh = _mesh(next(model.parameters()).device.type, config.replicas)
+    policy = MixedPrecisionPolicy(
+        param_dtype=_dtype("param_dtype", config.param_dtype), reduce_dtype=_dtype("reduce_dtype", config.reduce_dtype)
+    )
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    if optimizer is not None:
+        sharded = dict(model.named_parameters())
+        for group, names in zip(optimizer.param_groups, places, strict=True):
+            group["params"] = [sharded[name] for name in names]
+
+
+def _places(model: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
+    """Returns the names of the parameters in each group of an optimizer."""
+    if optimizer is None:
+        return []
+    if optimizer.state:
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} has a state already, which belongs to the whole parameters; make "
+            "it after the model is sharded, or load a checkpoint afterwards"
+        )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    places = []
+    for number, group in enumerate(optimizer.param_groups):
+        missing = [parameter for parameter in group["params"] if id(parameter) not in names]
+        if missing:
+            raise ConfigError(
+                f"optimizer: group {number} holds {len(missing)} parameters that are not the model's; make it over "
+                "model.parameters()"
+            )
+        places.append([names[id(parameter)] for parameter in group["params"]])
+    return places
+
+
+@torch.no_grad()
+def _start_equal(model: nn.Module) -> None:
+    """Gives every rank the weights and buffers of rank 0, as DistributedDataParallel does.
+
+    Weights become contiguous, as FSDP2 wants them.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        shared = tensor.detach().to(distributed.collective_device(tensor.device))
+        dist.broadcast(shared, src=0)
+        tensor.copy_(shared)
+
+
+def _mesh(device_type: str, replicas: int | None) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size = distributed.world_size()
+    if replicas is None:
+        return init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
+    if size % replicas:
+        raise ConfigError(f"replicas={replicas!r}: {size} ranks cannot be divided into groups of one size")
+    return init_device_mesh(device_type, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def _blocks(model: nn.Module, asked: Sequence[Block] | None) -> list[nn.Module]:
+    """Returns the blocks, those inside others first.
+
+    Raises:
+        ConfigError: a block is no part of the model, or there is none of a class.
+    """
+    if asked is None:
+        return repeated_blocks(model)
+    found: dict[nn.Module, None] = {}
+    for block in asked:
+        kind: Any = block if isinstance(block, type) else ()
+        some = [part for part in model.modules() if block in (part, type(part).__name__) or isinstance(part, kind)]
+        if not some or some == [model]:
+            name = block_name(block)
+            raise ConfigError(f"blocks: the model has no {name} inside; its parts are {_kinds(model)}")
+        found.update(dict.fromkeys(part for part in some if part is not model))
+    return [part for part in reversed(list(model.modules())) if part in found]
+
+
+def block_name(block: Block) -> str:
+    """Returns the name of a block's class.
+
+    Example:
+        >>> block_name("Linear"), block_name(nn.Linear), block_name(nn.Linear(1, 1))
+        ('Linear', 'Linear', 'Linear')
+    """
+    if isinstance(block, str):
+        return block
+    return block.__name__ if isinstance(block, type) else type(block).__name__
+
+
+def _kinds(model: nn.Module) -> str:
+    return ", ".join(sorted({type(part).__name__ for part in model.modules() if part is not model})) or "none"
+
+
+def _dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    if value not in _DTYPES:
+        raise ConfigError(f"{name}={value!r}: must be a torch dtype, 'bf16', 'fp16', 'fp32' or None")
+    return _DTYPES[value]

@@ -1,0 +1,84 @@
+"""An epoch driver whose best rule is chosen when training is asked for, and goes on from what is known."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from treadle.engine import Engine
+from treadle.engine.best import BestRule
+from treadle.engine.session import resume_from_hooks
+from treadle.errors import ConfigError
+from treadle.faces.epochs import EpochTrainer
+
+
+class SelectingEpochs(EpochTrainer):
+    """Keeps what was selected from call to call, also through calls that select nothing.
+
+    Args:
+        engine: runs the steps.
+        prefix: goes before the names of evaluation results in a record.
+
+    Example:
+        >>> # epochs = SelectingEpochs(engine)
+        >>> # epochs.select_by(lambda: BestRule("val_loss"))
+    """
+
+    def __init__(self, engine: Engine, *, prefix: str = "val_"):
+        super().__init__(engine, prefix=prefix)
+        self._make_rule: Callable[[], BestRule] | None = None
+        self._kept: dict[str, Any] | None = None  # what a rule knew that is not in force
+
+    @property
+    def selection(self) -> dict[str, Any] | None:
+        """The state of the best rule, also of one that is not in force at present; None before there was any."""
+        return self._kept if self.best is None else self.best.state_dict()
+
+    def select_by(self, make_rule: Callable[[], BestRule] | None) -> None:
+        """Puts a rule in force that goes on from what is known, or none."""
+        self._kept = self.selection
+        self._make_rule = make_rule
+        self.best = None if make_rule is None else self._informed(make_rule())
+        self.improved = False
+
+    def prepare_alone(self) -> None:
+        """Makes ready for an epoch that is asked for by itself: nothing is selected, and nothing ends it early.
+
+        What hooks load is loaded here, before the target is set, which is one epoch beyond it.
+        """
+        self.select_by(None)
+        self.engine.prepare()
+        resume_from_hooks(self.engine)
+
+    def _informed(self, rule: BestRule) -> BestRule:
+        known = self._kept
+        if known is not None and (known["metric"], known["mode"]) == (rule.metric, rule.mode):
+            rule.load_state_dict(known)
+            return rule
+        if known is not None:
+            self.engine.logger.warning(
+                "best metric %r (%s): the run selected by %r (%s) so far; the best epoch is looked for anew in its "
+                "history", rule.metric, rule.mode, known["metric"], known["mode"],
+            )  # fmt: skip
+        for record in self.history:
+            with contextlib.suppress(ConfigError):  # an epoch that was not evaluated
+                rule.update(record["epoch"], rule.value_in(record))
+        return rule
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the checkpoint entries of the epoch driver."""
+        known = self.selection
+        return {
+            **super().state_dict(),
+            "best_metric": None if known is None else known["best"],
+            "best_epoch": None if known is None else known["best_epoch"],
+            "selection": known,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores them from a checkpoint tree; a rule that is in force takes over what the tree's knew."""
+        self.best, self._kept = None, state_dict.get("selection")
+        super().load_state_dict(state_dict)
+        if self._make_rule is not None:
+            self.best = self._informed(self._make_rule())

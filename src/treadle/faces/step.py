@@ -1,0 +1,256 @@
+"""The step face: subclass it, say how things are built and how a batch becomes a loss, and call ``train()``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from treadle.capture.compile import Compile, check_compile, compile_model
+from treadle.distributed import unwrap
+from treadle.engine import Engine
+from treadle.engine.failure import failing_by_name
+from treadle.engine.hook import BaseHook
+from treadle.engine.observers import announce_building
+from treadle.engine.settings import Capture, check_accumulation
+from treadle.engine.state_options import state_options
+from treadle.errors import ConfigError
+from treadle.hooks.trackers import TrackerChoice, with_trackers
+from treadle.hooks.validate import check_hooks
+from treadle.optim.precision import Precision, check_precision
+from treadle.task import StepOutput, Task, as_step_output
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+
+class BaseTrainer(Engine):
+    """Trains to ``max_steps`` optimizer steps; the loop is written down in ``treadle.hooks.base``.
+
+    Implement ``build_data_loader``, ``build_model``, ``build_optimizer`` and ``forward``. The constructor builds
+    nothing and touches no file; everything is built once, on the first of ``train()``, ``state_dict()`` and
+    ``load_state_dict()``.
+
+    Args:
+        max_steps: absolute target, >= 0. An epoch that ends with the last step is completed only when the run goes on,
+            so that the checkpoint of the last step is the state that the run ends with.
+        grad_clip: total 2-norm; None or 0 off.
+        max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None or 0: none.
+        mixed_precision: None, ``"bf16"`` or ``"fp16"``.
+        gradient_accumulation_steps: micro-batches per step, >= 1; None = 1.
+        workspace: folder for what hooks write; None if they write nothing relative.
+        device: None takes CUDA, then MPS, then the CPU.
+        no_sync_accumulate: exchange gradients between ranks with the last micro-batch of a step only.
+        state_dict_options: torch's options, of any model: ``ignore_frozen_params`` leaves frozen weights out of states
+            but for a fingerprint, ``strict=False`` loads what fits and warns about the rest, ``full_state_dict`` makes
+            checkpoints of a sharded model single files. Whole tensors lie on the CPU of rank 0 anyway.
+        logger: by default ``treadle.trainer``.
+        scheduler_interval: ``"step"`` or ``"epoch"``.
+        hooks: come after those of ``build_hooks``.
+        capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
+        compile: True compiles what ``build_model`` returns, in place; ``"blocks"`` each of its repeated blocks.
+        trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
+
+    Raises:
+        ConfigError: a value is outside its range, or one of ``state_dict_options`` has no meaning here.
+
+    Example:
+        >>> class Fit(BaseTrainer):
+        ...     def build_data_loader(self):
+        ...         return [torch.ones(2, 1)] * 3
+        ...     def build_model(self):
+        ...         return nn.Linear(1, 1).to(self.device)
+        ...     def build_optimizer(self):
+        ...         return torch.optim.SGD(self.model.parameters(), lr=0.1)
+        ...     def forward(self, input):
+        ...         return ((self.model(input) - 1) ** 2).mean(), {"size": len(input)}
+        >>> trainer = Fit(max_steps=5, device="cpu")
+        >>> trainer.train()
+        >>> trainer.step, trainer.epoch
+        (5, 1)
+    """
+
+    face = "mini"
+    model: Any
+    optimizer: Any
+    hooks: Any
+
+    def __init__(
+        self,
+        max_steps: int,
+        grad_clip: float | None = None,
+        max_non_finite_grad_retries: int | None = None,
+        mixed_precision: Literal["fp16", "bf16"] | None = None,
+        gradient_accumulation_steps: int | None = 1,
+        workspace: Path | str | None = None,
+        device: torch.device | str | int | None = None,
+        no_sync_accumulate: bool = True,
+        state_dict_options: StateDictOptions | None = None,
+        logger: logging.Logger | None = None,
+        *,
+        scheduler_interval: Literal["step", "epoch"] = "step",
+        hooks: Sequence[BaseHook] = (),
+        trackers: str | Sequence[TrackerChoice] = (),
+        capture: Capture = False,
+        compile: Compile = False,
+    ):
+        if not isinstance(max_steps, int) or max_steps < 0:
+            raise ConfigError(f"max_steps={max_steps!r}: must be a whole number of optimizer steps, >= 0")
+        check_precision(mixed_precision, argument="mixed_precision")
+        accumulation_steps = 1 if gradient_accumulation_steps is None else gradient_accumulation_steps
+        check_accumulation(accumulation_steps, argument="gradient_accumulation_steps")
+        self._configure(
+            scheduler_interval=scheduler_interval,
+            device=device,
+            precision=mixed_precision,
+            grad_clip=grad_clip,
+            accumulation_steps=accumulation_steps,
+            max_non_finite_grad_retries=max_non_finite_grad_retries,
+            eval_seed=0,
+            capture=capture,
+            logger=logger or logging.getLogger("treadle.trainer"),
+        )
+        self.max_steps = max_steps
+        self.trackers = trackers
+        self.compile_setting = check_compile(compile)
+        self._given_hooks = check_hooks(hooks)
+        with_trackers([], trackers)  # a wrong name is told here
+        # Absolute, so that a hook given `trainer.workspace / "checkpoints"` does not put it below itself once more.
+        self.workspace = None if workspace is None else Path(workspace).absolute()
+        self.no_sync_accumulate = no_sync_accumulate
+        self.state_dict_options = state_dict_options
+        self.state_options = state_options(state_dict_options)
+        self.task = _ForwardTask(self)
+        self.model = self.optimizer = self.lr_scheduler = self.hooks = None
+        self.grad_scaler: torch.amp.GradScaler | None = None
+        self.data_loader: Any = None
+        self.config = {
+            "max_steps": max_steps,
+            "grad_clip": grad_clip,
+            "max_non_finite_grad_retries": max_non_finite_grad_retries,
+            "mixed_precision": mixed_precision,
+            "gradient_accumulation_steps": self.accumulation_steps,
+            "scheduler_interval": scheduler_interval,
+            "capture": capture,
+            "compile": compile,
+        }
+
+    def train(self) -> None:
+        """Trains to ``max_steps``; a finished run is a no-op. An exception leaves unchanged."""
+        with failing_by_name(self):
+            self.prepare()
+        self.run(self.data_loader, max_steps=self.max_steps)
+
+    def evaluate(self, loader: Iterable[Any], task: Task | None = None) -> dict[str, Any]:
+        """Returns the weighted mean loss, records and epoch metrics over a loader; see :meth:`Engine.evaluate`.
+
+        Raises:
+            ConfigError: nothing is built yet.
+        """
+        if self.hooks is None:
+            raise ConfigError(
+                "evaluate() came before train(): there is no model yet; call train(), which only loads what a finished "
+                "run left, or prepare() to evaluate fresh weights"
+            )
+        return super().evaluate(loader, task)
+
+    # -- to implement ---------------------------------------------------------------------------------------------
+
+    def build_data_loader(self) -> Iterable[Any]:
+        """Returns any iterable of micro-batches; a finite one is opened again for each epoch."""
+        raise self._missing("build_data_loader")
+
+    def build_model(self) -> nn.Module:
+        """Returns the model, moved to ``self.device`` and wrapped or compiled as you like.
+
+        On the ranks of a process group, ``treadle.parallelize(model, "ddp")`` or ``"fsdp"`` spreads it.
+        """
+        raise self._missing("build_model")
+
+    def build_optimizer(self) -> Optimizer:
+        """Returns the optimizer; ``self.model`` exists."""
+        raise self._missing("build_optimizer")
+
+    def forward(self, input: Any) -> Any:
+        """Returns ``(loss, records)``, ``(loss, records, weight)`` or a StepOutput; runs under autocast.
+
+        Args:
+            input: the loader's item, untouched.
+        """
+        raise self._missing("forward")
+
+    def _missing(self, method: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} must implement {method}()")
+
+    # -- may be overridden ----------------------------------------------------------------------------------------
+
+    def build_lr_scheduler(self) -> LRScheduler | None:
+        """Returns the learning-rate scheduler, or None."""
+        return None
+
+    def build_grad_scaler(self) -> torch.amp.GradScaler:
+        """Returns the gradient scaler; enabled for fp16 only."""
+        return torch.amp.GradScaler(self.device.type, enabled=self.precision.name == "fp16")
+
+    def build_hooks(self) -> list[BaseHook]:
+        """Returns the hooks, in order."""
+        return []
+
+    # -- building, once and on demand -----------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Builds data loader, model, optimizer, scheduler, scaler and hooks, in this order, the first time."""
+        if self.hooks is None:
+            announce_building(self)
+            self.data_loader = self._built("build_data_loader")
+            self.model = compile_model(self._built("build_model"), self.compile_setting)
+            self.optimizer = self._built("build_optimizer")
+            self.lr_scheduler = self.build_lr_scheduler()
+            self.grad_scaler = self.build_grad_scaler()
+            self.precision = Precision(self.precision.name, self.device, scaler=self.grad_scaler)
+            hooks = self._built("build_hooks")
+            if self._given_hooks:
+                hooks = [*check_hooks(hooks), *self._given_hooks]
+            self.hooks = with_trackers(hooks, self.trackers)
+        super().prepare()
+
+    def _built(self, method: str) -> Any:
+        part = getattr(self, method)()
+        if part is None:
+            raise ConfigError(f"{type(self).__name__}.{method}() returned None; return what it builds")
+        return part
+
+    def _syncs(self, *, last: bool) -> bool:
+        return last or not self.no_sync_accumulate
+
+    @staticmethod
+    def unwrap(module: nn.Module) -> nn.Module:
+        """Peels ``torch.compile``, DistributedDataParallel, DataParallel and AveragedModel, in any nesting."""
+        return unwrap(module)
+
+    @property
+    def unwrapped_model(self) -> nn.Module:
+        """The model without its wrappers."""
+        return unwrap(self.model)
+
+
+class _ForwardTask:
+    """Lets evaluations use the trainer's own ``forward``; training calls it directly."""
+
+    def __init__(self, trainer: BaseTrainer):
+        self.trainer = trainer
+
+    def step(
+        self,
+        model: nn.Module,
+        batch: Any,
+        totals: Mapping[str, float] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> StepOutput:
+        return as_step_output(self.trainer.forward(batch), training=False)

@@ -1,0 +1,94 @@
+"""Settings that a user gave and that a graph run would not read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from treadle.errors import ConfigError
+from treadle.graphs import ModelOptions, parse_pe_config
+from treadle.graphs.run_config import GraphsConfig, given
+
+_OF_RELATIVE = {
+    "spd": ("num_buckets", "max_distance"),
+    "bfs": ("num_buckets", "max_distance"),
+    "diffusion": ("scales",),
+    "resistance": (),
+    "landmark": ("num_landmarks", "reduce", "seed"),
+}
+_OF_OPTIMIZER = {"adamw": ("betas", "eps"), "adam": ("betas", "eps"), "sgd": ("momentum",)}
+_OF_SCHEDULER = {
+    "cosine_warmup": ("warmup_epochs", "min_lr"),
+    "cosine": ("min_lr",),
+    "linear": ("min_lr",),
+    "step": ("step_size", "gamma"),
+    "warmup": ("warmup_epochs",),
+    "none": (),
+}
+
+
+def refuse_idle(settings: Sequence[str], config: GraphsConfig, *, level: str, task_type: str) -> None:
+    """Refuses what was set by hand and changes nothing beside the other settings.
+
+    The groups hold every key of a section, also those of other types, so only what was given can tell a mistake.
+
+    Args:
+        settings: the texts ``key=value`` that were given.
+        config: what was composed of them.
+        level: of the data.
+        task_type: of the data.
+
+    Raises:
+        ConfigError: a setting would be without effect.
+
+    Example:
+        >>> from treadle.graphs.run_config import read_settings
+        >>> given = ["pe.node.type=rwse", "pe.node.lap.k=8"]
+        >>> refuse_idle(given, read_settings(given), level="graph", task_type="regression")
+        Traceback (most recent call last):
+        treadle.errors.ConfigError: pe.node.lap.k=8: would be without effect, as pe.node.type is 'rwse'; leave it out
+    """
+    idle = dict(_idle(config, level, task_type))
+    for text in settings:
+        key = text.partition("=")[0].strip().lstrip("+")
+        reason = next((why for prefix, why in idle.items() if f"{key}.".startswith(f"{prefix}.")), None)
+        value = _value(config.to_dict(), key)
+        if reason is not None and value is not None:
+            raise ConfigError(f"{key}={value}: would be without effect, as {reason}; leave it out")
+
+
+def _value(values: Any, key: str) -> Any:
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values
+
+
+def _idle(config: GraphsConfig, level: str, task_type: str) -> Iterator[tuple[str, str]]:
+    """Gives the keys, or the sections, that nothing reads, with the reason."""
+    yield from _idle_encodings(config)
+    for section, used in (("optimizer", _OF_OPTIMIZER), ("scheduler", _OF_SCHEDULER)):
+        chosen = getattr(config.training, section).get("type")
+        for key in {key for keys in used.values() for key in keys} - set(used.get(chosen, ())):
+            yield f"training.{section}.{key}", f"training.{section}.type is {chosen!r}"
+    for task in config.training.loss:
+        if task != task_type:
+            yield f"training.loss.{task}", f"the task of the data is {task_type!r}"
+    if level != "graph":
+        yield "model.readout", f"the targets of the data are those of {'pairs' if level == 'edge' else 'nodes'}"
+    model = ModelOptions(num_features=1, **given(config.model))
+    if not (model.has_attention or (model.use_local and model.mpnn_type == "gat")):
+        yield "model.num_heads", "the model has no attention"
+
+
+def _idle_encodings(config: GraphsConfig) -> Iterator[tuple[str, str]]:
+    read = parse_pe_config(config.pe)
+    for name, section in (("node", read.node), ("relative", read.relative)):
+        keys = config.pe.get(name, {})
+        if section is None:
+            switch = "enabled" if keys.get("enabled") is False else "type"
+            for key in keys.keys() - {"enabled", switch}:
+                yield f"pe.{name}.{key}", f"pe.{name}.{switch} is {keys[switch]!r}"
+            continue
+        used: Sequence[str] = list(read.node.blocks) if read.node is section else _OF_RELATIVE[section.type]
+        for key in keys.keys() - {"enabled", "type", "dim", "normalize", *used}:
+            yield f"pe.{name}.{key}", f"pe.{name}.type is {section.type!r}"

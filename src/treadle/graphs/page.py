@@ -1,0 +1,132 @@
+"""The pictures of a graph run's results, and the page that shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treadle.graphs import GraphDataset, GraphTrainer, parse_pe_config
+from treadle.graphs.distances import errors_by_distance, plot_distances
+from treadle.graphs.pictures import is_molecule, plot_encodings, plot_molecules, plot_predictions
+from treadle.graphs.run_build import loader
+from treadle.graphs.run_config import GraphsConfig
+from treadle.runs.curves import plot_training_curves
+from treadle.runs.page import Picture, write_page
+
+_LOGP = ("nci", "zinc_clean_leads")  # data sets whose target is penalised logP
+_MOLECULE_SIZES = range(18, 27)  # of the molecule whose encodings are drawn: large enough to show, small enough to read
+
+
+def write_run_page(
+    config: GraphsConfig,
+    data: GraphDataset,
+    trainer: GraphTrainer,
+    out: Path,
+    *,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    facts: Mapping[str, str],
+) -> Path:
+    """Draws what the trainer's model does on the test set, and writes ``page.html``.
+
+    Args:
+        config: the settings of the run.
+        data: the data set.
+        trainer: its model has the best weights.
+        out: gets ``pictures/`` and ``page.html``.
+        columns: of the table of test metrics.
+        rows: of the same, the model first.
+        facts: what was trained and how.
+    """
+    what = {"graph": "", "node": "the nodes of ", "edge": "pairs of nodes of "}[data.level]
+    return write_page(
+        out / "page.html",
+        title=f"{config.model['name']} on {data.name}",
+        lead=f"The test is on {what}{len(data.test):,} graphs that were kept out of training. The weights are those of "
+        f"epoch {trainer.best_epoch} of {trainer.epoch}, the best by validation {config.training.metric_for_best}.",
+        columns=columns,
+        rows=rows,
+        pictures=_draw(config, data, trainer, out / "pictures"),
+        facts=facts,
+    )
+
+
+def _draw(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, folder: Path) -> list[Picture]:
+    predicted = trainer.predict(loader(data.test, config.training.batch_size))
+    curves = plot_training_curves(_curves(trainer), folder / "training_curves.png")
+    caption = (
+        "The loss of every epoch on training and validation graphs, the best epoch marked; the learning rate below."
+    )
+    return [
+        *_predictions(data, predicted, folder),
+        *_distances(data, predicted, folder),
+        *_encodings(config, data, folder),
+        Picture(curves, "Training", caption),
+    ]
+
+
+def _predictions(data: GraphDataset, predicted: Tensor, folder: Path) -> list[Picture]:
+    """Pictures of a regression with one target per graph: one axis is for one target."""
+    if data.task_type != "regression" or data.level != "graph" or predicted.shape[1] != 1:
+        return []
+    graphs = list(data.test)
+    true = torch.cat([graph.y.flatten() for graph in graphs]).double().numpy()
+    guessed, sizes = predicted[:, 0].double().numpy(), torch.tensor([graph.num_nodes for graph in graphs]).numpy()
+    what = "penalised logP" if data.name in _LOGP else "target"
+    path = plot_predictions(true, guessed, sizes, folder / "predictions.png", what=what)
+    caption = (
+        "Left: a dot for each test graph; on the line, prediction and truth are equal. Right: the absolute error by "
+        "the number of nodes, with the median and the middle half of groups of graphs of like size."
+    )
+    pictures = [Picture(path, "Predicted against true", caption)]
+    if "smiles" in graphs[0]:
+        path = plot_molecules([graph.smiles for graph in graphs], true, guessed, folder / "molecules.png")
+        caption = "The test molecules with the smallest and with the largest errors."
+        pictures.append(Picture(path, "Best and worst molecules", caption))
+    return pictures
+
+
+def _distances(data: GraphDataset, predicted: Tensor, folder: Path) -> list[Picture]:
+    errors = errors_by_distance(data, predicted)
+    path = None if errors is None else plot_distances(errors, folder / "distances.png")
+    if errors is None or path is None:
+        return []
+    caption = (
+        f"The {errors.measure} by the {errors.across}, beside that of a guess that knows no graph; shaded is the "
+        "standard error. Below, how many test answers there are at each distance."
+    )
+    return [Picture(path, "Error by distance", caption)]
+
+
+def _encodings(config: GraphsConfig, data: GraphDataset, folder: Path) -> list[Picture]:
+    pe = parse_pe_config(config.pe)
+    graph = _shown_molecule(data)
+    if graph is None or (pe.node is None and pe.relative is None):
+        return []
+    path = plot_encodings(graph, pe, folder / "encodings.png")
+    caption = (
+        "What the model is told of each atom of one test molecule, drawn as colours: columns of the encodings of nodes"
+        f"{', and the encoding of the pairs with one atom' if pe.relative is not None else ''}. The molecule is the "
+        "one with most rings among those of a size that can be read."
+    )
+    return [Picture(path, "Encodings", caption)]
+
+
+def _shown_molecule(data: GraphDataset) -> Any:
+    """The test molecule with most rings among those of a size that can be read, none picked by hand; None if none."""
+    graphs = list(data.test)
+    fitting = [graph for graph in graphs if graph.num_nodes in _MOLECULE_SIZES] or graphs
+    by_rings = sorted(fitting, key=lambda graph: graph.num_edges - 2 * graph.num_nodes, reverse=True)
+    return next(filter(is_molecule, by_rings), None)
+
+
+def _curves(trainer: GraphTrainer) -> list[dict[str, Any]]:
+    train, val = trainer.history["train"], trainer.history["val"]
+    return [
+        {"epoch": t["epoch"], "train_loss": t["loss"], "val_loss": v["loss"], "lr": t["lr"]}
+        for t, v in zip(train, val, strict=True)
+    ]

@@ -1,0 +1,198 @@
+"""What a graph run shows and leaves: decisions at the start, test metrics beside baselines, pictures, a short table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from treadle.checkpoint.store import write_text
+from treadle.data import steps_per_epoch
+from treadle.graphs import GraphDataset, GraphTrainer, parse_pe_config
+from treadle.graphs.baselines import mean_baseline, ridge_baseline, tabulate
+from treadle.graphs.datasets.molecules import ATOM_COLUMNS
+from treadle.graphs.page import write_run_page
+from treadle.graphs.run_build import loader
+from treadle.graphs.run_config import GraphsConfig
+from treadle.hooks.files import to_json
+from treadle.runs.ranks import ranks_line
+from treadle.runs.start_block import device_line, print_block
+from treadle.runs.tables import print_table
+
+_ELEMENTS = sum(name.startswith("element ") for name in ATOM_COLUMNS)
+
+# -- the block at the start ---------------------------------------------------------------------------------------
+
+
+def print_start(
+    config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, *, start: str, explicit: bool, console: Console
+) -> None:
+    """Prints what was decided and why, a line each."""
+    lines = {
+        "device": device_line(trainer.device, explicit=explicit),
+        "precision": f"{config.training.mixed_precision} autocast" if config.training.mixed_precision else "fp32",
+        **_decisions(config, data, trainer),
+        **_speed_line(config),
+        **ranks_line(config.training.parallel),
+        "start": start,
+    }
+    print_block(lines, console)
+
+
+def _speed_line(config: GraphsConfig) -> dict[str, str]:
+    """Says into how many shapes batches are padded and whether steps are captured; nothing without either."""
+    training = config.training
+    if training.num_buckets is None:
+        return {}
+    steps = {True: "each step is one CUDA graph", "auto": "each step is one CUDA graph where that is possible"}
+    captured = f"; {steps[training.capture]}" if training.capture is not False else ""
+    return {"shapes": f"training batches are padded into at most {training.num_buckets}{captured}"}
+
+
+def _decisions(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer) -> dict[str, str]:
+    """What is trained and how, in words: of the block at the start and of the page at the end."""
+    training, model, optimizer = config.training, trainer.model, trainer.optimizer
+    parts = zip(data.get_splits(), ("train", "validate", "test"), strict=True)
+    steps = steps_per_epoch(loader(data.train, training.batch_size, shuffle=True), training.accumulation_steps)
+    weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    rate = optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"])
+    return {
+        "data": f"{data.name}, {sum(map(len, data.get_splits())):,} graphs; {data.task_type} of each "
+        f"{'pair of nodes' if data.level == 'edge' else data.level}",
+        "split": ", ".join(f"{len(part):,} {name}" for part, name in parts),
+        "encodings": _encodings_line(config),
+        "model": f"{config.model['name']}, {weights:,} parameters, {config.model['num_layers']} layers of width "
+        f"{config.model['hidden_dim']}",
+        "loss": f"{getattr(trainer.loss_fn, 'loss_type', trainer.loss_fn)}; the epoch of the best validation "
+        f"{training.metric_for_best} is kept",
+        "schedule": f"{training.epochs} epochs of {steps} steps, batches of {training.batch_size}, "
+        f"{type(optimizer).__name__}, learning rate {rate:g}, {config.training.scheduler['type']}, "
+        f"seed {config.seed}",
+    }  # fmt: skip
+
+
+def _encodings_line(config: GraphsConfig) -> str:
+    pe = parse_pe_config(config.pe)
+    nodes = "none" if pe.node is None else f"{' + '.join(pe.node.blocks)} in {pe.node.dim} columns"
+    pairs = "none" if pe.relative is None else f"{pe.relative.type} in {pe.relative.dim} columns"
+    return f"of nodes {nodes}; of pairs {pairs}"
+
+
+# -- the end ------------------------------------------------------------------------------------------------------
+
+
+def finish_run(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, out: Path) -> dict[str, Any]:
+    """Tests the weights that the trainer's model has, compares with baselines, draws, and writes the results.
+
+    Args:
+        config: the settings of the run.
+        data: the data set.
+        trainer: its model has the best weights.
+        out: gets ``test_results.json``, ``pictures/``, ``page.html``, and ``metrics.json`` last of all.
+
+    Returns:
+        What was written to ``metrics.json``.
+    """
+    test = trainer.eval_epoch(loader(data.test, config.training.batch_size))
+    results = to_json({
+        "test_metrics": test,
+        "best_epoch": trainer.best_epoch,
+        "best_val_metric": trainer.best_metric,
+        "seed": config.seed,
+    })  # fmt: skip
+    write_text(_as_text(results), out / "test_results.json")
+    metrics: dict[str, Any] = to_json({
+        "treadle": version("treadle"),
+        "epochs": trainer.epoch,
+        "best_epoch": trainer.best_epoch,
+        "metric_for_best": config.training.metric_for_best,
+        "best_val_metric": trainer.best_metric,
+        "test": test,
+        "baselines": _baselines(data) if data.task_type == "regression" else {},
+        "graphs": {name: len(part) for name, part in zip(("train", "val", "test"), data.get_splits(), strict=True)},
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "device": str(trainer.device),
+        "config": config.to_dict(),
+    })  # fmt: skip
+    columns, rows = _test_rows(metrics)
+    write_run_page(config, data, trainer, out, columns=columns, rows=rows, facts=_decisions(config, data, trainer))
+    # The last file of a run: where it is and has these settings, nothing is left to do.
+    write_text(_as_text(metrics), out / "metrics.json")
+    return metrics
+
+
+def _as_text(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, indent=2, allow_nan=False) + "\n"
+
+
+def _baselines(data: GraphDataset) -> dict[str, dict[str, float]]:
+    """Errors on the test set of what needs no graphs: the mean, and ridges on the node features summed up.
+
+    Targets of nodes and pairs have the mean alone. Molecules have two ridges: on the counts of their atoms by element,
+    and on all that is said of the atoms, such as hybridisation and hydrogens.
+    """
+    if data.level != "graph":
+        train, test = (torch.cat([graph.y.flatten() for graph in part])[:, None] for part in (data.train, data.test))
+        return {"mean": mean_baseline(train, test)}
+    tables = [tabulate(part, data.num_features) for part in data.get_splits()]
+    targets = [table.targets_GT for table in tables]
+    found = {"mean": mean_baseline(targets[0], targets[2])}
+    if not all(bool(part.isfinite().all()) for part in targets):
+        return found
+    sums = [table.sums_GF for table in tables]
+    if sums[0].shape[1] == len(ATOM_COLUMNS):
+        found["ridge_atom_counts"] = ridge_baseline([part[:, :_ELEMENTS] for part in sums], targets)
+        found["ridge_atom_features"] = ridge_baseline(sums, targets)
+    else:
+        found["ridge_node_features"] = ridge_baseline(sums, targets)
+    return found
+
+
+# -- the table ----------------------------------------------------------------------------------------------------
+
+_NAMES = {
+    "mean": "guess: mean of the training targets",
+    "ridge_atom_counts": "ridge on the counts of atoms",
+    "ridge_atom_features": "ridge on all features of the atoms",
+    "ridge_node_features": "ridge on the summed node features",
+}
+
+
+def print_results(metrics: Mapping[str, Any], out: Path, console: Console) -> None:
+    """Prints the short table of a run from what ``metrics.json`` holds."""
+    columns, rows = _test_rows(metrics)
+    table = Table(title=f"Test, {metrics['graphs']['test']:,} graphs", title_justify="left", box=None, pad_edge=False)
+    table.add_column(columns[0], min_width=36)
+    for name in columns[1:]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    console.print()
+    print_table(table, console)
+    console.print(f"\nFiles in {out}:", soft_wrap=True)
+    pictures = sorted(path.name for path in (out / "pictures").glob("*.png"))
+    for line in (
+        "  checkpoints/ (best.pt, last.pt, history.json)  metrics.json  test_results.json  config.yaml  steps.jsonl",
+        f"  page.html (what it learned, with the pictures)  pictures/  {'  '.join(pictures)}",
+    ):
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def _test_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Returns the columns and the rows of the table of test metrics, the model first and then the baselines."""
+    test, baselines = metrics["test"], metrics["baselines"]
+    names = [name for name in test if not baselines or name in ("mae", "rmse")]
+    rows = {f"{metrics['config']['model']['name']}, epoch {metrics['best_epoch']}": test}
+    rows |= {_NAMES[baseline]: errors for baseline, errors in reversed(baselines.items())}
+    return ["", *names], [[row, *_cells(values, names)] for row, values in rows.items()]
+
+
+def _cells(values: Mapping[str, Any], names: list[str]) -> list[str]:
+    # An undefined metric is null in the file.
+    return ["undefined" if values[name] is None else f"{values[name]:.4f}" for name in names]

@@ -1,0 +1,212 @@
+"""What graph runs are built of: data, model, loaders and trainer, the same for training and for evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from treadle.capture.compile import check_compile
+from treadle.engine.hook import BaseHook
+from treadle.engine.settings import check_capture
+from treadle.errors import ConfigError, refuse_unknown
+from treadle.graphs import (
+    GraphDataset,
+    GraphTrainer,
+    GraphTransformer,
+    PaddingCollater,
+    get_dataset,
+    get_loss_fn,
+    get_model,
+    get_optimizer_from_config,
+    get_scheduler,
+)
+from treadle.graphs.padding import buckets_for
+from treadle.graphs.run_config import GraphsConfig, given
+from treadle.runs.ranks import shared_batches
+from treadle.seed import set_seed
+
+_SCHEDULER_KEYS = ("type", "warmup_epochs", "min_lr", "step_size", "gamma")
+
+
+def prepare_data(config: GraphsConfig, messages: Console) -> GraphDataset:
+    """Loads the data set with its encodings; a bar shows how far the encodings are.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong, or the data are not there and cannot be downloaded.
+        ImportError: a package is missing; the message names what to install.
+    """
+    try:
+        with _encoding_bar(messages) as progress:
+            return get_dataset(**given(config.dataset), pe_config=config.pe, progress=progress)
+    except FileNotFoundError as error:
+        raise ConfigError(f"dataset={config.dataset.get('name')}: {error}") from error
+
+
+@contextmanager
+def _encoding_bar(console: Console) -> Iterator[Any]:
+    columns = (TextColumn("encodings"), BarColumn(24), MofNCompleteColumn(), TextColumn("graphs"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None, visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+
+
+def build_model(config: GraphsConfig, data: GraphDataset) -> GraphTransformer:
+    """Returns the model with its initial weights, for the widths and the level of the data.
+
+    Raises:
+        ConfigError: an option is unknown, out of range, or without effect.
+    """
+    options = given(config.model)
+    if data.level != "graph":
+        options.pop("readout", None)  # nothing is read out over the nodes; the groups have one for graph targets
+    has_attention = options.get("name") != "mpnn" and options.get("use_global", True)
+    if data.relative_pe_dim and not has_attention:
+        raise ConfigError(
+            "pe.relative.enabled=True: encodings of pairs of nodes bias the attention, and this model has none; set "
+            "pe.relative.enabled=false"
+        )
+    return get_model(
+        num_features=data.num_features,
+        num_classes=data.num_classes,
+        num_edge_features=data.num_edge_features if options.get("use_local", True) else None,
+        node_pe_dim=data.node_pe_dim,
+        relative_pe_dim=data.relative_pe_dim,
+        task=data.level,
+        **options,
+    )
+
+
+def loader(
+    graphs: Sequence[Any],
+    batch_size: int,
+    *,
+    shuffle: bool = False,
+    num_workers: int = 0,
+    seed: int = 0,
+    num_buckets: int | None = None,
+    level: str = "graph",
+) -> Iterable[Any]:
+    """Returns a loader of torch_geometric over a split; on several ranks, of this one's part of each batch.
+
+    Args:
+        graphs: the split.
+        batch_size: graphs in a batch of all ranks together.
+        shuffle: a new order for each epoch.
+        num_workers: processes that load, and pad.
+        seed: seeds the orders of ranks.
+        num_buckets: shapes that batches are padded into; None pads nothing.
+        level: what a target belongs to, for padding.
+    """
+    from torch_geometric.loader import DataLoader
+
+    shared = shared_batches(graphs, batch_size, shuffle=shuffle, seed=seed)
+    batches: Any = DataLoader(graphs, num_workers=num_workers, **shared)
+    if num_buckets is not None:
+        collate = PaddingCollater(buckets_for(batches, num_buckets), level=level)
+        plain: Any = torch.utils.data.DataLoader
+        batches = plain(graphs, num_workers=num_workers, collate_fn=collate, **shared)
+    return batches  # type: ignore[no-any-return]
+
+
+def train_loader(config: GraphsConfig, data: GraphDataset) -> Iterable[Any]:
+    """Returns the loader of the training split, which pads its batches where the settings say so."""
+    training = config.training
+    return loader(
+        data.train,
+        training.batch_size,
+        shuffle=True,
+        num_workers=training.num_workers,
+        seed=config.seed,
+        num_buckets=training.num_buckets,
+        level=data.level,
+    )
+
+
+def optimizer_and_schedule(config: GraphsConfig, model: torch.nn.Module) -> tuple[Optimizer, LRScheduler | None]:
+    """Returns the optimizer of a model and its schedule, over the epochs of the run.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong.
+    """
+    optimizer = get_optimizer_from_config(model, given(config.training.optimizer))
+    schedule = given(config.training.scheduler)
+    refuse_unknown("training.scheduler", schedule, _SCHEDULER_KEYS)
+    kind = schedule.pop("type", "cosine_warmup")
+    return optimizer, get_scheduler(optimizer, kind, total_epochs=config.training.epochs, **schedule)
+
+
+def refuse_wrong(config: GraphsConfig) -> None:
+    """Refuses what optimizer and schedule would refuse, without data and model.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong.
+    """
+    longer = (config.training.scheduler.get("warmup_epochs") or 0) + config.training.epochs + 1
+    without_warning = dataclasses.replace(config.training, epochs=longer)  # a long warm-up is told of once, later
+    optimizer_and_schedule(dataclasses.replace(config, training=without_warning), torch.nn.Linear(1, 1))
+
+
+def build_trainer(
+    config: GraphsConfig,
+    data: GraphDataset,
+    *,
+    device: torch.device,
+    name: str = "graphs",
+    checkpoint_dir: Path | None = None,
+    hooks: Sequence[BaseHook] = (),
+    parallel: str | None = None,
+) -> GraphTrainer:
+    """Seeds, and returns the trainer with a new model, its optimizer and its schedule.
+
+    Args:
+        config: the settings; what they say of ranks is for the caller to decide.
+        data: the data set.
+        device: where it computes.
+        name: of the run, in log lines and checkpoints.
+        checkpoint_dir: folder of checkpoints; None writes none.
+        hooks: further hooks.
+        parallel: how the model is spread over ranks.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong.
+    """
+    training = config.training
+    set_seed(config.seed, deterministic=config.deterministic)
+    model = build_model(config, data).to(device)
+    optimizer, scheduler = optimizer_and_schedule(config, model)
+    loss_fn = get_loss_fn(
+        data.task_type,
+        training.loss.get(data.task_type),
+        num_classes=data.num_classes,
+        class_weights=training.class_weights,
+    )
+    trainer = GraphTrainer(
+        model,
+        optimizer,
+        scheduler,
+        loss_fn,
+        device=device,
+        task_type=data.task_type,
+        num_classes=data.num_classes,
+        grad_clip=training.grad_clip,
+        mixed_precision=training.mixed_precision,
+        log_every=config.log_every,
+        checkpoint_dir=checkpoint_dir,
+        experiment_name=name,
+        accumulation_steps=training.accumulation_steps,
+        hooks=hooks,
+        parallel=parallel,
+        capture=check_capture(training.capture),
+        compile=check_compile(training.compile),
+    )
+    trainer.config |= {"run": config.to_dict(), "threads": torch.get_num_threads()}
+    return trainer

@@ -1,0 +1,271 @@
+"""The settings of graph runs: composed by Hydra from the groups of the pack, checked, and what a rerun may change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from treadle.capture.compile import check_compile
+from treadle.config.sections import typed
+from treadle.config.tree import copied
+from treadle.engine.settings import check_capture
+from treadle.errors import ConfigError, MissingExtraError, nearest, refuse_unknown
+from treadle.faces.parallel import as_parallel
+from treadle.graphs.model_options import ModelOptions
+from treadle.runs.overrides import from_mapping, refuse_unknown_setting
+from treadle.runs.setting_names import as_settings
+from treadle.runs.settings import at_least, check_seeds, flat
+
+CONF = "treadle.graphs.conf"
+GROUPS = ("dataset", "model", "pe", "train")
+FLAGS = {
+    "device": "--device",
+    "resume": "--resume or --no-resume",
+    "log_dir": "--out",
+    "experiment_name": "--out",
+    "checkpoint": "--out, the folder of the run to go on with",
+}  # fmt: skip
+"""Settings of scripts/train.py that the command takes as options."""
+
+FREE = (
+    "threads", "log_every", "training.epochs", "training.num_workers", "training.grad_clip",
+    "training.mixed_precision", "training.early_stopping", "training.parallel", "training.capture", "training.buckets",
+    "training.compile",
+    "training.scheduler.warmup_epochs", "training.scheduler.min_lr", "dataset.root", "dataset.pe_cache_dir",
+    "dataset.use_preprocessed_pe", "dataset.num_workers",
+)  # fmt: skip
+"""What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
+
+RENAMED = {
+    "optimizer_type": "training.optimizer.type", "scheduler_type": "training.scheduler.type",
+    "loss_type": "training.loss", "patience": "training.early_stopping", "get_dataset": "dataset.name",
+}  # fmt: skip
+"""Arguments of the library -> settings, where the two have other names."""
+
+_AT_LEAST_0 = ("lr", "weight_decay", "eps", "momentum")
+_KINDS: dict[str, Any] = {
+    "model.dropout": float, "model.attn_dropout": float | None, "model.drop_path_rate": float | None,
+    "model.use_local": bool | None, "model.use_global": bool | None,
+    "dataset.root": str, "dataset.pe_cache_dir": str | None, "dataset.use_preprocessed_pe": bool,
+    "dataset.num_workers": int | None,
+    **{f"training.optimizer.{name}": float | None for name in _AT_LEAST_0}, "training.optimizer.betas": list | None,
+    "training.scheduler.warmup_epochs": int | None, "training.scheduler.step_size": int | None,
+    "training.scheduler.min_lr": float | None, "training.scheduler.gamma": float | None,
+}  # fmt: skip
+"""Of settings in sections whose keys are for others to know: what takes them compares or hands on without a look."""
+_TASKS = ("regression", "classification", "multilabel", "edge_prediction")
+_NONE_IS_A_CHOICE = ("pe.node.type", "pe.node.normalize", "pe.relative.type", "training.scheduler.type")
+_OPEN = ("dataset.graph_params", "dataset.task_params")  # their keys are for the data set to know
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The section ``training``; `train/default.yaml` says what each key means."""
+
+    epochs: int
+    batch_size: int
+    accumulation_steps: int
+    num_workers: int
+    grad_clip: float | None
+    mixed_precision: bool | str | None
+    loss: dict[str, str | None]
+    class_weights: list[float] | None
+    metric_for_best: str
+    minimize_metric: bool | None
+    early_stopping: int | None
+    parallel: str | None
+    capture: bool | str
+    compile: bool | str
+    buckets: int | None
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        at_least(
+            1, training__epochs=self.epochs, training__batch_size=self.batch_size, training__buckets=self.buckets,
+            training__accumulation_steps=self.accumulation_steps, training__early_stopping=self.early_stopping,
+        )  # fmt: skip
+        at_least(0, training__num_workers=self.num_workers, training__grad_clip=self.grad_clip)
+        numbers = {f"training__optimizer__{name}": self.optimizer.get(name) for name in _AT_LEAST_0}
+        at_least(0, **numbers)
+        betas = self.optimizer.get("betas")
+        if betas is not None and not (len(betas) == 2 and all(0 <= float(beta) < 1 for beta in betas)):
+            raise ConfigError(f"training.optimizer.betas={betas}: must be two numbers in [0, 1), such as [0.9,0.999]")
+        refuse_unknown("training.loss", self.loss, _TASKS)
+        as_parallel(self.parallel)
+        check_capture(self.capture)
+        check_compile(self.compile, name="training.compile")
+
+    @property
+    def num_buckets(self) -> int | None:
+        """How many shapes batches are padded into; None for no padding."""
+        return 4 if self.buckets is None and self.capture is not False else self.buckets
+
+
+@dataclass(frozen=True)
+class GraphsConfig:
+    """All settings of a graph run, as plain values.
+
+    `dataset`, `pe` and `model` go to `get_dataset` and `get_model`, which use or refuse each key; a null in `dataset`,
+    `model`, `training.optimizer` or `training.scheduler` leaves the value to them.
+
+    Example:
+        >>> read_settings(["model.hidden_dim=32"]).model["hidden_dim"]
+        32
+    """
+
+    training: TrainingConfig
+    model: dict[str, Any]
+    dataset: dict[str, Any]
+    pe: dict[str, Any]
+    seed: int
+    deterministic: bool
+    threads: int | None
+    log_every: int
+
+    def __post_init__(self) -> None:
+        at_least(1, threads=self.threads)
+        at_least(0, dataset__num_workers=self.dataset.get("num_workers"))
+        check_seeds(seed=self.seed)
+        options = given(self.model)
+        if options.keys() <= vars(ModelOptions(num_features=1)).keys():  # what is unknown, get_model names
+            with as_settings("model", self.model):
+                ModelOptions(num_features=1, **options)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> GraphsConfig:
+        """Builds the settings from nested plain values, as a configuration or a checkpoint has them.
+
+        Raises:
+            ConfigError: a key is unknown or missing, or a value is wrong.
+        """
+        # Of runs of before they were settings.
+        added = {"parallel": None, "capture": False, "buckets": None, "compile": False}
+        values = with_kinds(values)
+        section = {**added, **_section(values, "training")}
+        training = from_mapping(TrainingConfig, section, where="training")
+        return from_mapping(cls, {**values, "training": training}, where="")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings as nested plain values."""
+        return {**vars(self), "training": dict(vars(self.training))}
+
+
+def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = values.get(name)
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{name}={section!r}: must be a section of settings")
+    return section
+
+
+def with_kinds(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested settings with those of open sections checked for their type; a number may stand for a text.
+
+    Raises:
+        ConfigError: a value is of the wrong type.
+
+    Example:
+        >>> with_kinds({"dataset": {"root": 2024}})
+        {'dataset': {'root': '2024'}}
+    """
+    made = copied(dict(values))
+    for key, kind in _KINDS.items():
+        *path, name = key.split(".")
+        section: Any = made
+        for part in path:
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict) and name in section:
+            section[name] = typed(section[name], kind, key=key, text=str(section[name]))
+    return made  # type: ignore[no-any-return]
+
+
+def given(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a section without its nulls, which leave a value to the code.
+
+    Example:
+        >>> given({"lr": 0.1, "eps": None})
+        {'lr': 0.1}
+    """
+    return {key: value for key, value in section.items() if value is not None}
+
+
+# -- texts of the command line ------------------------------------------------------------------------------------
+
+
+def read_settings(settings: Sequence[str], device: str | None = None) -> GraphsConfig:
+    """Returns the settings of ``treadle train graphs`` with texts ``key=value`` applied; the later of two counts.
+
+    Args:
+        settings: ``model=gps`` chooses from a group, ``model.hidden_dim=64`` sets a value.
+        device: has no influence on the defaults.
+
+    Raises:
+        ConfigError: a group, a choice or a key is unknown, or a value is wrong.
+        ImportError: Hydra is not installed; the message names the extra.
+    """
+    choices: dict[str, str] = {}
+    assignments: list[tuple[str, str]] = []
+    for text in settings:
+        key, equals, value = (part.strip() for part in text.partition("="))
+        key = key.lstrip("+")
+        if not equals or not key:
+            raise ConfigError(f"{text!r}: settings are written key=value, for example model=gps or training.epochs=5")
+        if key in FLAGS:
+            raise ConfigError(f"{key}: is not set this way; use {FLAGS[key]}")
+        if key in GROUPS:
+            choices[key] = _choice(key, value.strip("'\""))
+        else:
+            is_null = value.lower() == "none" and key not in _NONE_IS_A_CHOICE
+            assignments.append((key, "null" if is_null else value))
+    chosen = [f"{key}={value}" for key, value in choices.items()]
+    with _composer() as compose:
+        known = flat(compose(chosen))
+        for key, _ in assignments:
+            if not key.startswith(_OPEN):
+                refuse_unknown_setting(key, known)
+        return GraphsConfig.from_values(compose([*chosen, *(f"++{key}={value}" for key, value in assignments)]))
+
+
+def _choice(group: str, value: str) -> str:
+    root = files(CONF).joinpath(group)
+    options = _options(root)
+    if value not in options:
+        raise ConfigError(f"{group}={value}: {nearest(value, options)}")
+    return value
+
+
+def _options(folder: Any, prefix: str = "") -> list[str]:
+    found = []
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found += _options(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(".yaml") and not entry.name.startswith("_"):
+            found.append(f"{prefix}{entry.name.removesuffix('.yaml')}")
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def _composer() -> Iterator[Callable[[list[str]], dict[str, Any]]]:
+    """Gives a function from overrides, as Hydra reads them, to plain values."""
+    try:
+        from hydra import compose, initialize_config_module
+        from hydra.errors import HydraException
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+    except ImportError as error:
+        raise MissingExtraError(f"graph runs need Hydra ({error}): pip install 'treadle[graphs]'") from error
+
+    def plain(overrides: list[str]) -> dict[str, Any]:
+        try:
+            composed = OmegaConf.to_container(compose("quick", overrides), resolve=True)
+        except (HydraException, OmegaConfBaseException) as error:
+            reason = str(error).strip().splitlines()[0].replace("++", "")
+            raise ConfigError(f"{reason}; values are written as Hydra reads them: lists as [1,2]") from error
+        assert isinstance(composed, dict)
+        return {str(key): value for key, value in composed.items()}
+
+    with initialize_config_module(CONF, version_base="1.3"):
+        yield plain

@@ -1,0 +1,95 @@
+"""The setting ``trackers``: which services a run is followed in, by name or by an object of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Union
+
+from treadle.engine.hook import BaseHook
+from treadle.errors import ConfigError, nearest
+from treadle.hooks.jsonl import JsonlHook
+from treadle.hooks.logging import LoggingHook
+from treadle.hooks.mlflow import MlflowHook
+from treadle.hooks.own_tracker import OwnTrackerHook, Tracker
+from treadle.hooks.tensorboard import TensorBoardHook
+from treadle.hooks.tracking import epoch_records
+from treadle.hooks.trackio import TrackioHook
+from treadle.hooks.validate import check_hooks
+from treadle.hooks.wandb import WandbHook
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+TrackerChoice = Union[str, BaseHook, Tracker]  # noqa: UP007  (a type alias, also on Python 3.10 with a protocol in it)
+_INTERVAL = 10
+_NAMED: dict[str, Callable[[], BaseHook]] = {
+    "jsonl": JsonlHook,
+    "mlflow": MlflowHook,
+    "tensorboard": TensorBoardHook,
+    "trackio": TrackioHook,
+    "wandb": WandbHook,
+}
+
+
+def with_trackers(hooks: Sequence[BaseHook], trackers: str | Sequence[TrackerChoice]) -> list[BaseHook]:
+    """Returns hooks with those behind them that follow a run in trackers; every face takes them as ``trackers=``.
+
+    Steps are sent as means over 10 steps, or as a LoggingHook among ``hooks`` sends them; epochs as their records,
+    under ``epoch/...``. Settings go along when the run starts, final metrics when it ends.
+
+    Args:
+        hooks: of the run.
+        trackers: each is ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"trackio"``, ``"jsonl"``, one of the hooks
+            with these names for further arguments, or an object with the methods of :class:`treadle.hooks.Tracker`.
+            A text names one, or several with commas between.
+
+    Raises:
+        ConfigError: there is no tracker of that name, or ``hooks`` is no list of hooks.
+
+    Example:
+        >>> [hook.state_key for hook in with_trackers([], "tensorboard,jsonl")]
+        ['LoggingHook', 'EpochRecordsHook', 'TensorBoardHook', 'JsonlHook']
+    """
+    given = check_hooks(hooks)
+    chosen = [_hook(tracker) for tracker in _listed(trackers)]
+    if not chosen:
+        return given
+    logging = [] if any(isinstance(hook, LoggingHook) for hook in given) else [LoggingHook(_INTERVAL)]
+    return [*given, *logging, EpochRecordsHook(), *chosen]
+
+
+def _listed(trackers: str | Sequence[TrackerChoice]) -> list[TrackerChoice]:
+    if isinstance(trackers, str):
+        return [name.strip() for name in trackers.split(",") if name.strip()]
+    if not isinstance(trackers, Sequence):
+        raise ConfigError(f"trackers={trackers!r}: must be a list, such as ['tensorboard']")
+    return list(trackers)
+
+
+def _hook(tracker: TrackerChoice) -> BaseHook:
+    if isinstance(tracker, BaseHook):
+        return tracker
+    if isinstance(tracker, str):
+        if tracker not in _NAMED:
+            raise ConfigError(f"trackers: there is no tracker {tracker!r}; {nearest(tracker, _NAMED)}")
+        return _NAMED[tracker]()
+    if isinstance(tracker, Tracker):
+        return OwnTrackerHook(tracker)
+    missing = [name for name in ("start", "log", "finish") if not hasattr(tracker, name)]
+    raise ConfigError(
+        f"trackers: {type(tracker).__name__} is no name and no hook and has no method {', '.join(missing)}; see "
+        "treadle.hooks.Tracker"
+    )
+
+
+class EpochRecordsHook(BaseHook):
+    """Logs the record of each epoch under ``epoch/...``, for trackers; nothing in a run that counts in steps.
+
+    Example:
+        >>> hook = EpochRecordsHook()
+    """
+
+    def on_after_epoch(self, trainer: Engine) -> None:
+        """Logs the numbers of the last record."""
+        for record in epoch_records(trainer)[-1:]:
+            trainer.log({"epoch": {key: value for key, value in record.items() if isinstance(value, (int, float))}})

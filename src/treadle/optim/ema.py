@@ -1,0 +1,251 @@
+"""The averaged model: one implementation on ``torch.optim.swa_utils.AveragedModel``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from treadle.device import get_device
+from treadle.distributed import is_sharded, local, reshard, unwrap
+from treadle.distributed.state_names import load_model_state, model_state
+from treadle.errors import ConfigError
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def check_average(decay: float, update_interval: int) -> None:
+    """Raises ConfigError for a decay or an interval outside its range.
+
+    Example:
+        >>> check_average(0.999, 1)
+    """
+    if not 0.0 <= decay <= 1.0:
+        raise ConfigError(f"decay={decay!r}: the average needs 0 <= decay <= 1, for example 0.999")
+    if update_interval < 1:
+        raise ConfigError(f"update_interval={update_interval!r}: must be at least 1 applied step")
+
+
+class Ema(AveragedModel):
+    """Exponential moving average of a model's weights: s = d·s + (1 - d)·w.
+
+    The shadow starts as a copy of the weights it is given, so there is no first-update copy. Half-precision
+    weights are averaged in float32: in bfloat16 a step of 1e-4 of the difference would round to nothing. A buffer whose
+    shape changes, such as a table that grows with the inputs, is copied anew.
+
+    Of a sharded model every rank averages its parts. ``module`` then has the parameters and buffers under their names
+    and cannot be called: use :meth:`swapped_into`.
+
+    Args:
+        model: the model to average, wrapped or not.
+        decay: d in [0, 1].
+        update_interval: applied steps between updates, >= 1.
+        use_buffers: average floating and complex buffers; False copies them. Integer buffers are always copied.
+        device: where the shadow lives; None puts it beside the model.
+
+    Raises:
+        ConfigError: a value is outside its range, or a device is given for the average of a sharded model.
+
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False); _ = nn.init.ones_(model.weight)
+        >>> ema = Ema(model, decay=0.9)
+        >>> _ = nn.init.constant_(model.weight, 2.0); ema.update(model, applied_steps=1)
+        >>> round(ema.module.weight.item(), 4)
+        1.1
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float,
+        *,
+        update_interval: int = 1,
+        use_buffers: bool = False,
+        device: torch.device | str | int | None = None,
+    ):
+        check_average(decay, update_interval)
+        source = unwrap(model)
+        sharded = is_sharded(source)
+        if sharded:
+            if device is not None:
+                raise ConfigError(f"device={device!r}: the average of a sharded model lies beside its parts; use None")
+            reshard(source)
+            source = _bare(source, set(source.state_dict()))
+        super().__init__(source, device=get_device(device) if device is not None else None)
+        self.decay = decay
+        self.update_interval = update_interval
+        self.use_buffers = use_buffers
+        self.num_updates = 0
+        self._sharded = sharded
+        self.n_averaged.fill_(1)  # 0 would make torch replace the shadow by the first weights it sees
+        _widen_halves(self.module)
+        self.module.requires_grad_(False)
+
+    def update(self, model: nn.Module, *, applied_steps: int) -> None:
+        """Moves the shadow towards the model's weights if ``applied_steps`` is due; reads nothing on the host."""
+        if applied_steps % self.update_interval == 0:
+            self.move(model)
+            self.count_update()
+
+    def count_update(self) -> None:
+        """Counts a move of the shadow, also one that a graph made."""
+        self.__dict__["num_updates"] += 1  # at each step, and a module's own way to set an attribute is a long one
+
+    @torch.no_grad()
+    def move(self, model: nn.Module) -> None:
+        """Moves the shadow towards the model's weights and counts nothing, so that it can be recorded."""
+        source = unwrap(model)
+        shadows: list[Tensor] = []
+        lives: list[Tensor] = []
+        for shadow, live, is_buffer in self._pairs(source):
+            if (shadow.is_floating_point() or shadow.is_complex()) and (not is_buffer or self.use_buffers):
+                alike = live.dtype == shadow.dtype and live.device == shadow.device
+                shadows.append(shadow)
+                lives.append(live if alike else live.to(device=shadow.device, dtype=shadow.dtype))
+            else:
+                shadow.copy_(live)
+        if shadows:
+            torch._foreach_lerp_(shadows, lives, 1.0 - self.decay)
+
+    def lies_beside(self, model: nn.Module) -> bool:
+        """Returns whether each weight of the average lies on the device of the model's own."""
+        return all(shadow.device == live.device for shadow, live, _ in self._pairs(unwrap(model)))
+
+    def _pairs(self, source: nn.Module) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """Gives shadow, live weight, and whether it is a buffer: of what is spread over ranks, this rank's parts."""
+        if self._sharded:
+            reshard(source)
+        own, theirs = _tensors(self.module), _tensors(source)
+        if [buffer.numel() for buffer in own[1]] != [buffer.numel() for buffer in theirs[1]]:  # quicker than shapes
+            _follow_buffers(self.module, source)
+            own = _tensors(self.module)
+        for number, (shadows, lives) in enumerate(zip(own, theirs, strict=True)):
+            for shadow, live in zip(shadows, lives, strict=True):
+                yield (local(shadow), local(live), number == 1) if self._sharded else (shadow, live, number == 1)
+
+    @torch.no_grad()
+    def restart_from(self, model: nn.Module) -> None:
+        """Makes the shadow a copy of the model's present weights, with no update counted."""
+        for shadow, live, _ in self._pairs(unwrap(model)):
+            shadow.copy_(live)
+        self.num_updates = 0
+
+    @contextlib.contextmanager
+    def swapped_into(self, model: nn.Module) -> Iterator[None]:
+        """Puts the averaged weights into ``model`` inside the block and the raw ones back afterwards, to the bit."""
+        target = unwrap(model)
+        before = [live for _, live, _ in self._pairs(target)]
+        raw = [live.detach().clone() for live in before]
+        try:
+            with torch.no_grad():
+                for shadow, live, _ in self._pairs(target):
+                    live.copy_(shadow)
+            yield
+        finally:
+            with torch.no_grad():
+                now = [live for _, live, _ in self._pairs(target)]
+                for live, saved in zip(now if len(now) == len(raw) else before, raw, strict=True):
+                    if live.shape == saved.shape:  # else a buffer that grew, which its module relies on by now
+                        live.copy_(saved)
+
+    def export(self, model: nn.Module) -> dict[str, Tensor]:
+        """Returns the averaged weights in the model's own dtypes and names: what an evaluation scored."""
+        live = model_state(model)
+        return {
+            name: value.detach().to(live[name].dtype) if isinstance(value, Tensor) else value
+            for name, value in model_state(self.module).items()
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns the checkpoint entry: decay, update_interval, num_updates, shadow."""
+        return {
+            "decay": self.decay,
+            "update_interval": self.update_interval,
+            "num_updates": self.num_updates,
+            "shadow": model_state(self.module),
+        }
+
+    def restore(self, entry: Mapping[str, Any], *, kept: Collection[str] = ()) -> None:
+        """Restores what :meth:`snapshot` returned, in place; weights in ``kept`` may be missing and then stay.
+
+        Raises:
+            CheckpointError: it is the average of another model.
+        """
+        load_model_state(self.module, entry["shadow"], what="average", kept=kept)
+        self.num_updates = int(entry["num_updates"])
+
+
+def _bare(module: nn.Module, persistent: Collection[str]) -> nn.Module:
+    """Returns a tree of empty modules with the parameters and buffers of another, which refuses to be copied.
+
+    Args:
+        module: what ``fully_shard`` was called on.
+        persistent: the names of its state dict.
+    """
+    made: dict[int, nn.Module] = {}
+
+    def build(inner: nn.Module, prefix: str) -> nn.Module:
+        if id(inner) in made:
+            return made[id(inner)]
+        bare = made[id(inner)] = nn.Module()
+        for name, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
+            bare.register_parameter(name, parameter)
+        for name, buffer in inner.named_buffers(recurse=False, remove_duplicate=False):
+            bare.register_buffer(name, buffer, persistent=prefix + name in persistent)
+        for name, child in inner._modules.items():
+            bare.add_module(name, None if child is None else build(child, f"{prefix}{name}."))
+        return bare
+
+    return build(module, "")
+
+
+def _tensors(root: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the parameters and the buffers of a tree of modules, each once, in one walk: it is taken at each step."""
+    parameters: dict[int, Tensor] = {}
+    buffers: dict[int, Tensor] = {}
+    seen: set[nn.Module] = set()
+    waiting: list[nn.Module | None] = [root]
+    while waiting:
+        module = waiting.pop()
+        if module is None or module in seen:
+            continue
+        seen.add(module)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameters[id(parameter)] = parameter
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                buffers[id(buffer)] = buffer
+        if children := module._modules:
+            waiting.extend(reversed(children.values()))
+    return list(parameters.values()), list(buffers.values())
+
+
+def _follow_buffers(module: nn.Module, source: nn.Module) -> None:
+    """Gives an average the buffers that have come, gone or changed their shape in the model, as tables that grow do."""
+    for inner, live in zip(module.modules(), source.modules(), strict=True):
+        for name, buffer in live._buffers.items():
+            own = inner._buffers.get(name)
+            if own is None or buffer is None or own.shape != buffer.shape:
+                copied = None if buffer is None else buffer.detach().clone()
+                if copied is not None and own is not None:
+                    copied = copied.to(own.device)
+                inner.register_buffer(name, copied, persistent=name not in live._non_persistent_buffers_set)
+    _widen_halves(module)
+
+
+def _widen_halves(module: nn.Module) -> None:
+    widened: dict[int, nn.Parameter] = {}  # by identity, so that tied parameters stay tied
+    buffers: dict[int, Tensor] = {}
+    for child in module.modules():
+        for name, parameter in child.named_parameters(recurse=False):
+            if parameter.dtype in _HALF:
+                wide = widened.setdefault(id(parameter), nn.Parameter(parameter.detach().float(), requires_grad=False))
+                setattr(child, name, wide)
+        for name, buffer in child.named_buffers(recurse=False):
+            if buffer.dtype in _HALF:
+                setattr(child, name, buffers.setdefault(id(buffer), buffer.float()))

@@ -1,0 +1,298 @@
+"""How micro-batches share one step: gradients of Σ w·loss / Σ w, over micro-batches and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from treadle import distributed
+from treadle.errors import ConfigError
+from treadle.optim.gradients import Inverse
+from treadle.task import StepOutput
+
+
+class GroupWeights:
+    """Scales the losses of one group and says what the gradients are still to be divided by.
+
+    Each loss is divided by ``size · reference / weight`` before its backward pass and the gradients once more by
+    ``Σ weight / (size · reference)`` at the end. The reference is the first weight, so a scaled loss does not grow
+    with the weights (fp16), equal weights give exactly ``loss / size`` and no second division, and a single
+    micro-batch on one rank is not scaled at all: a plain loop is matched to the bit.
+
+    Ranks tell each other their numbers after the first and after the last forward pass of a step, which is one
+    exchange where a step has one micro-batch. It is between the hosts; only weights that lie on a device are reduced
+    there.
+
+    Args:
+        size: micro-batches in the group.
+        device: where weights on a device are reduced over ranks.
+        undivided: gradients are summed, not averaged (the task divided by its totals already).
+        largest: micro-batches of a whole group, equal on all ranks; by default ``size``.
+        num_ranks: of the run; by default as many as the process group has.
+        notices: what ranks tell each other on the last of these occasions.
+
+    Attributes:
+        total: the weight of the group; after its last micro-batch that of all ranks.
+        heard: the notices of each rank, after the last micro-batch on several ranks.
+
+    Example:
+        >>> weights = GroupWeights(1, device=torch.device("cpu"))
+        >>> loss = torch.tensor(2.0, requires_grad=True)
+        >>> weights.scaled(StepOutput(loss, weight=7)) is loss, weights.divisor()
+        (True, None)
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: torch.device,
+        undivided: bool = False,
+        largest: int | None = None,
+        num_ranks: int | None = None,
+        notices: Callable[[], Sequence[float]] = tuple,
+    ):
+        self.size = size
+        self.device = device
+        self.undivided = undivided
+        self.num_losses = 0
+        self.total: float | Tensor = 0.0
+        self.heard: list[list[float]] = []
+        self._last = size
+        self._tells_twice = max(largest or 1, size) > 1
+        self._notices = notices
+        self._seen = 0
+        self._first: float | Tensor = 0.0
+        self._reference: float | Tensor | None = None
+        self._reduction: str | None = None
+        self._ranks = distributed.world_size() if num_ranks is None else num_ranks
+        self._alone = size == 1 and self._ranks == 1
+        self._anybody = False
+
+    def scaled(self, output: StepOutput) -> Tensor | None:
+        """Returns the loss to backpropagate, or None when the micro-batch contributes nothing.
+
+        Raises:
+            ConfigError: the weight is negative or not finite, or means and sums meet in one step.
+        """
+        weight = _checked(output.weight)
+        missing = output.loss is None or (not isinstance(weight, Tensor) and weight == 0)
+        if not missing:
+            self._count(output, weight)
+        self._seen += 1
+        if not self._alone:
+            self._agree(0.0 if missing else weight)
+        if output.loss is None or missing:
+            return None
+        if self.undivided or self._alone or self._reference is None:
+            return output.loss
+        return output.loss / (self.size * self._reference / weight)
+
+    def _count(self, output: StepOutput, weight: float | Tensor) -> None:
+        if self._reduction not in (None, output.reduction):
+            raise _mixed(output.reduction, f"an earlier micro-batch had {self._reduction!r}")
+        self._reduction = output.reduction
+        self.undivided |= output.reduction == "sum"
+        self.num_losses += 1
+        self.total = self.total + weight
+
+    def _agree(self, weight: float | Tensor) -> None:
+        """Finds the reference, and on several ranks everything else that must be the same on all of them."""
+        if self._ranks == 1:
+            if self._reference is None and not self.undivided:
+                self._take_reference(weight)
+            return
+        if self._seen == 1:
+            self._first = weight
+            if self._tells_twice:
+                self._share_reference(self._told())
+        if self._seen == self._last:
+            told = self._told()
+            if not self._tells_twice:
+                self._share_reference(told)
+            self._share_total(told)
+
+    def _take_reference(self, weight: float | Tensor) -> None:
+        if isinstance(weight, Tensor):
+            self._reference = torch.where(weight > 0, weight, torch.ones_like(weight)).float()
+        elif weight > 0:
+            self._reference = weight
+
+    def _told(self) -> dict[str, list[float]]:
+        """Tells the other ranks this one's numbers and returns those of all by their names."""
+        own = {
+            "size": self.size, "undivided": self.undivided, "losses": self.num_losses,
+            "summed": self._reduction == "sum", "averaged": self._reduction == "mean",
+            "first": _number(self._first), "first on device": isinstance(self._first, Tensor),
+            "total": _number(self.total), "total on device": isinstance(self.total, Tensor),
+        }  # fmt: skip
+        numbers = distributed.tell_ranks([*own.values(), *self._notices()])
+        self.heard = [told[len(own) :] for told in numbers]
+        return {name: [told[index] for told in numbers] for index, name in enumerate(own)}
+
+    def _share_reference(self, told: Mapping[str, list[float]]) -> None:
+        self.size = int(max(told["size"]))  # groups may differ where one rank's data ends first
+        self.undivided = any(told["undivided"])
+        if self.undivided:
+            return
+        if any(told["first on device"]):
+            first = torch.as_tensor(self._first, dtype=torch.float32, device=self.device)
+            self._take_reference(distributed.max_over_ranks(first))
+        else:
+            self._reference = max(told["first"]) or 1.0
+
+    def _share_total(self, told: Mapping[str, list[float]]) -> None:
+        if any(told["summed"]) and any(told["averaged"]):
+            raise _mixed(self._reduction or "none here", "another rank had another one")
+        self.undivided = any(told["undivided"])
+        self._anybody = any(told["losses"])
+        if any(told["total on device"]):
+            total = torch.as_tensor(self.total, dtype=torch.float64, device=self.device)
+            self.total = distributed.sum_over_ranks(total)
+        else:
+            self.total = sum(told["total"])
+
+    def any_loss(self) -> bool:
+        """Returns whether any micro-batch had a loss, on any rank."""
+        return self._anybody if self._ranks > 1 else self.num_losses > 0
+
+    def divisor(self) -> float | Tensor | None:
+        """Returns what the gradients must be divided by, or None for nothing; they are averaged over ranks before."""
+        if self.undivided:
+            return None if self._ranks == 1 else 1.0 / self._ranks
+        if self._alone or self._reference is None:
+            return None
+        divisor = self.total / (self._ranks * self.size * self._reference)
+        return None if not isinstance(divisor, Tensor) and divisor == 1.0 else divisor
+
+
+class GivenWeights:
+    """Scales the losses of a recorded step as :class:`GroupWeights` does, by numbers that the host gives later.
+
+    Args:
+        size: micro-batches in the group.
+        device: where the losses are.
+        equal: whether the weights of a step are always equal, so that the gradients need no division.
+
+    Attributes:
+        total: above 0.
+        heard: nothing: there is one rank.
+
+    Example:
+        >>> weights = GivenWeights(2, device=torch.device("cpu"), equal=False)
+        >>> weights.give([3.0, 6.0]); weights.begin()
+        >>> [weights.scaled(StepOutput(torch.tensor(3.0))).item() for _ in range(2)], weights.divisor()
+        ([1.5, 3.0], tensor(1.5000))
+    """
+
+    def __init__(self, size: int, *, device: torch.device, equal: bool):
+        self.total = 1.0
+        self._equal = equal
+        self.heard: list[list[float]] = []
+        self._size = size
+        self._factors = torch.ones(size + 1, device=device)
+        self._on_cuda = device.type == "cuda"
+        self._seen = 0
+        self._undivided = False
+
+    def give(self, weights: Sequence[float]) -> None:
+        """Takes the weights of the micro-batches of the next step, each above 0."""
+        reference, total = weights[0], sum(weights)
+        divisors = [self._size * reference / weight for weight in weights] + [total / (self._size * reference)]
+        if self._on_cuda:  # there torch divides by a number of the host so: by its inverse, which is taken in float64
+            divisors = [1.0 / divisor for divisor in divisors]
+        self._factors.copy_(torch.tensor(divisors), non_blocking=True)
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self._seen = 0
+
+    def scaled(self, output: StepOutput) -> Tensor | None:
+        """Returns the loss to backpropagate.
+
+        Raises:
+            RuntimeError: the loss is not float32, so that its scale would be rounded otherwise.
+        """
+        if output.loss is None:
+            return None
+        self._undivided |= output.reduction == "sum"
+        factor = self._factors[self._seen]
+        self._seen += 1
+        if self._undivided:
+            return output.loss
+        if output.loss.dtype != torch.float32:
+            raise RuntimeError(f"the loss of accumulated micro-batches is {output.loss.dtype}, it must be float32")
+        return output.loss * factor if self._on_cuda else output.loss / factor
+
+    def any_loss(self) -> bool:
+        """Returns whether every micro-batch had a loss."""
+        return self._seen == self._size
+
+    def divisor(self) -> Tensor | Inverse | None:
+        """Returns what the gradients must be divided by."""
+        if self._undivided or self._equal:
+            return None
+        return Inverse(self._factors[-1]) if self._on_cuda else self._factors[-1]
+
+
+class KnownWeights(GroupWeights):
+    """Weighs a group as ever, by numbers that the host knew before; on its device the step finds tensors instead.
+
+    Args:
+        weights: of the micro-batches.
+        device: where the losses are.
+    """
+
+    def __init__(self, weights: Sequence[float], *, device: torch.device):
+        super().__init__(len(weights), device=device, num_ranks=1)
+        self._known = weights
+
+    def scaled(self, output: StepOutput) -> Tensor | None:
+        """Returns the loss to backpropagate."""
+        return super().scaled(replace(output, weight=self._known[self._seen]))
+
+
+def _mixed(reduction: str, other: str) -> ConfigError:
+    return ConfigError(
+        f"reduction={reduction!r}: {other} in this step; a step either averages its losses or adds them up"
+    )
+
+
+def _number(value: float | Tensor) -> float:
+    return 0.0 if isinstance(value, Tensor) else value  # the host does not know what lies on a device
+
+
+def _checked(weight: float | Tensor | None) -> float | Tensor:
+    if weight is None:
+        return 1.0
+    if isinstance(weight, Tensor):  # its value is not known here: reading it would wait for the device
+        return weight.detach()
+    if not 0.0 <= weight < math.inf:
+        raise ConfigError(f"weight={weight!r}: how many things the loss is a mean over must be finite and >= 0")
+    return float(weight)
+
+
+def as_count(count: Tensor) -> float | Tensor:
+    """Returns a count on the CPU as a number, since reading it waits for nothing; on a device it stays a tensor."""
+    return float(count.numpy()) if count.device.type == "cpu" else count
+
+
+def without_empty(loss: Tensor, weight: float | Tensor) -> Tensor | None:
+    """Returns the loss of a batch, or None if nothing in it counts.
+
+    Where the weight lies on a device, a loss over nothing (0/0) becomes an exact 0 that keeps its graph, so that it
+    neither reaches the gradient nor has to be looked at.
+
+    Example:
+        >>> without_empty(torch.tensor(float("nan")), 0.0) is None
+        True
+        >>> without_empty(torch.tensor(float("nan")), torch.tensor(0))
+        tensor(0.)
+    """
+    if isinstance(weight, Tensor):
+        return torch.where(weight.to(loss.device) > 0, loss, torch.zeros_like(loss))
+    return None if weight == 0 else loss

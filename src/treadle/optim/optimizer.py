@@ -1,0 +1,274 @@
+"""Optimizer state by parameter name, what an optimizer covers, and what may decay or be fused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from treadle.distributed import unwrap
+from treadle.distributed.shards import placed_state
+from treadle.distributed.state_names import clean_name
+from treadle.errors import CheckpointError, ConfigError
+
+# nn.modules.batchnorm._NormBase is the common base of BatchNorm*, SyncBatchNorm and InstanceNorm*.
+_NORM_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+_FUSED_DEVICES = ("cpu", "cuda")
+# Keys of parameter groups that a schedule or the user adds.
+_OF_NO_OPTIMIZER = {
+    "params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr",
+}  # fmt: skip
+
+
+def is_normalisation(module: nn.Module) -> bool:
+    """Returns whether a module is one of torch's normalisation layers, by its type and not by its name.
+
+    Example:
+        >>> is_normalisation(nn.LayerNorm(2)), is_normalisation(nn.Linear(2, 2))
+        (True, False)
+    """
+    return isinstance(module, _NORM_TYPES)
+
+
+def decay_groups(
+    model: nn.Module, weight_decay: float, *, undecayed: tuple[type[nn.Module], ...] = ()
+) -> list[dict[str, Any]]:
+    """Returns two parameter groups, matrices that decay and the rest that does not; frozen parameters are left out.
+
+    The rest: parameters with fewer than two dimensions, and those of normalisation layers, whatever their names.
+
+    Args:
+        model: the model.
+        weight_decay: of the first group.
+        undecayed: kinds of modules whose own matrices belong to the rest too.
+
+    Raises:
+        ConfigError: no parameter requires a gradient.
+
+    Example:
+        >>> groups = decay_groups(nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3)), 0.1, undecayed=(nn.Embedding,))
+        >>> [(len(group["params"]), group["weight_decay"]) for group in groups]
+        [(1, 0.1), (2, 0.0)]
+    """
+    spared = [module for module in model.modules() if is_normalisation(module) or isinstance(module, undecayed)]
+    spared_ids = {id(parameter) for module in spared for parameter in module.parameters()}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ConfigError(f"model: {type(model).__name__} has no parameter that requires a gradient; unfreeze one")
+    decayed = [parameter for parameter in trainable if parameter.dim() >= 2 and id(parameter) not in spared_ids]
+    rest = [parameter for parameter in trainable if parameter.dim() < 2 or id(parameter) in spared_ids]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+
+
+def can_be_fused(parameters: Iterable[Tensor]) -> bool:
+    """Returns whether torch's fused optimizers take all of these parameters."""
+    return all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Returns the clean name of each parameter by its identity."""
+    return {id(parameter): clean_name(name) for name, parameter in unwrap(model).named_parameters()}
+
+
+def uncovered_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """Returns the parameters that require gradients but are in no group of the optimizer."""
+    covered = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [
+        (clean_name(name), parameter)
+        for name, parameter in unwrap(model).named_parameters()
+        if parameter.requires_grad and id(parameter) not in covered
+    ]
+
+
+def scale_learning_rate(optimizer: Optimizer, scheduler: Any, factor: float) -> None:
+    """Multiplies every learning rate and what a schedule starts from, in place; a checkpoint's state holds both.
+
+    Schedules that are made of others are gone through; a lower limit such as ``eta_min`` stays.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        >>> scale_learning_rate(optimizer, None, 0.5)
+        >>> optimizer.param_groups[0]["lr"]
+        0.5
+    """
+    for group in optimizer.param_groups:
+        for name in ("lr", "initial_lr", "max_lr"):
+            if isinstance(group.get(name), Tensor):
+                group[name].mul_(factor)
+            elif name in group:
+                group[name] *= factor
+    schedulers = [] if scheduler is None else [scheduler]
+    while schedulers:
+        part = schedulers.pop()
+        schedulers += getattr(part, "_schedulers", [])
+        for name in ("base_lrs", "max_lrs", "_last_lr"):
+            if isinstance(getattr(part, name, None), list):
+                setattr(part, name, [value * factor for value in getattr(part, name)])
+
+
+def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """Returns the optimizer's state dict with ``param_names`` in each group, so it can be loaded by name."""
+    names = parameter_names(model)
+    state = optimizer.state_dict()
+    groups = []
+    for saved, live in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        groups.append({**saved, "param_names": [names.get(id(parameter), "") for parameter in live["params"]]})
+    return {**state, "param_groups": groups}  # an optimizer may keep more than these two
+
+
+def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Restores what :func:`optimizer_state` returned, matching parameters by name where names are known.
+
+    Beside a sharded parameter, every rank takes its part of the state.
+
+    Raises:
+        CheckpointError: the groups hold other parameters than those of the checkpoint.
+    """
+    groups = aligned_groups(optimizer, model, saved)
+    state = dict(saved["state"])
+    for group, live in zip(groups, optimizer.param_groups, strict=True):
+        for index, parameter in zip(group["params"], live["params"], strict=True):
+            if isinstance(state.get(index), Mapping):
+                state[index] = {key: _own(placed_state(value, parameter)) for key, value in state[index].items()}
+        if "param_names" not in live:
+            group.pop("param_names", None)
+        for key, value in live.items():  # plain trees hold lists where torch has tuples, as in betas
+            if isinstance(value, tuple) and isinstance(group.get(key), list):
+                group[key] = tuple(group[key])
+    optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})
+
+
+def aligned_groups(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns copies of the saved parameter groups, with the parameters in the order of the live ones.
+
+    Raises:
+        CheckpointError: the groups hold other parameters than those of the checkpoint, or are another optimizer's.
+    """
+    groups = [dict(group) for group in saved["param_groups"]]
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"optimizer: the checkpoint has {len(groups)} parameter groups, this optimizer has "
+            f"{len(optimizer.param_groups)}; build the optimizer as it was, or start a new run in another folder"
+        )
+    names = parameter_names(model)
+    for number, (group, live) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        _refuse_another_kind(optimizer, group)
+        group["params"] = live_order(number, group, [names.get(id(parameter), "") for parameter in live["params"]])
+    return groups
+
+
+def _refuse_another_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Raises for the group of another optimizer: it has settings of its own and lacks some of this one's.
+
+    Switches do not count: torch adds some from version to version and fills them in.
+    """
+    own = getattr(optimizer, "defaults", {})
+    missing = [key for key, value in own.items() if key not in saved and not isinstance(value, (bool, type(None)))]
+    strange = [key for key in saved if key not in own and key not in _OF_NO_OPTIMIZER]
+    if missing and strange:
+        raise CheckpointError(
+            f"optimizer: the checkpoint's is of another kind: it has {', '.join(strange)}, the "
+            f"{type(optimizer).__name__} of this run has {', '.join(missing)}. Build the optimizer as it was, or start "
+            "a new run from load_weights(...)"
+        )
+
+
+def overruled_settings(optimizer: Optimizer, saved: Mapping[str, Any], *, scheduled: bool) -> list[str]:
+    """Returns what a checkpoint's optimizer sets otherwise than the optimizer was built: ``"lr=0.1 (built as 0.2)"``.
+
+    Args:
+        optimizer: as built, before the checkpoint is loaded.
+        saved: what :func:`optimizer_state` returned.
+        scheduled: whether a schedule moves learning rate and momentum; then only what it starts from is compared.
+
+    Example:
+        >>> import torch
+        >>> old, new = (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=lr) for lr in (0.1, 0.2))
+        >>> overruled_settings(new, old.state_dict(), scheduled=False)
+        ['lr=0.1 (built as 0.2)']
+    """
+    left_out = {"params", "param_names", "capturable", *(("lr", "momentum", "betas", "max_lr") if scheduled else ())}
+    found: list[str] = []
+    for group, live in zip(saved["param_groups"], optimizer.param_groups, strict=False):
+        for key in live.keys() & group.keys() - left_out:
+            old, new = _comparable(group[key]), _comparable(live[key])
+            if not is_same_setting(old, new):
+                found.append(f"{key}={old!r} (built as {new!r})")
+    return sorted(set(found))
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def is_same_setting(old: Any, new: Any) -> bool:
+    """Returns whether two values of a setting are equal, whatever containers hold them; a rate may be a float32.
+
+    Example:
+        >>> is_same_setting([0.9, 0.95], (0.9, 0.95)), is_same_setting(1, 2)
+        (True, False)
+    """
+    old, new = _comparable(old), _comparable(new)
+    numbers = isinstance(old, float) and isinstance(new, float)
+    return bool(math.isclose(old, new, rel_tol=1e-6) if numbers else old == new)
+
+
+def _own(value: Any) -> Any:
+    """Returns a copy of a tensor: torch would take the checkpoint's own one, and every step would change it."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def live_order(number: int, group: Mapping[str, Any], live_names: list[str]) -> list[Any]:
+    """Returns the indices of a saved parameter group in the order of a live one, by name where both have names.
+
+    Args:
+        number: of the group, for messages.
+        group: the saved one.
+        live_names: the names of the live parameters, empty where unknown.
+
+    Raises:
+        CheckpointError: the groups hold other parameters, or another number of them.
+
+    Example:
+        >>> live_order(0, {"params": [0, 1], "param_names": ["bias", "weight"]}, ["weight", "bias"])
+        [1, 0]
+    """
+    indices, saved_names = list(group["params"]), group.get("param_names")
+    if len(indices) != len(live_names):
+        raise CheckpointError(
+            f"optimizer: group {number} has {len(live_names)} parameters, the checkpoint's has {len(indices)}"
+        )
+    if not saved_names or "" in saved_names or "" in live_names:
+        return indices
+    by_name = dict(zip(saved_names, indices, strict=True))
+    missing = [name for name in live_names if name not in by_name]
+    if missing:
+        raise CheckpointError(f"optimizer: group {number} of the checkpoint has no state for {', '.join(missing[:5])}")
+    return [by_name[name] for name in live_names]
+
+
+def move_optimizer_state(optimizer: Optimizer) -> None:
+    """Moves state tensors that lie elsewhere beside their parameters, in place.
+
+    Step counters of unfused optimizers stay on the CPU, where torch keeps them.
+    """
+    for parameter, entries in optimizer.state.items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.device != parameter.device:
+                entries[key] = value.to(parameter.device)
+
+
+def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
+    """Raises ConfigError if a scheduler moves another optimizer's learning rate."""
+    built_over = getattr(scheduler, "optimizer", optimizer)
+    if built_over is not optimizer and getattr(built_over, "param_groups", None) is not optimizer.param_groups:
+        raise ConfigError(
+            f"scheduler: the {type(scheduler).__name__} was built over another optimizer and would never move this "
+            "one's learning rate; build it over the optimizer that you pass"
+        )

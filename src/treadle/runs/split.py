@@ -1,0 +1,51 @@
+"""Which rows of the shipped data a pack's command takes, and how their objects are dealt out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from treadle.datasets.splits import Rows
+from treadle.errors import ConfigError
+from treadle.runs.settings import check_seeds
+
+
+@dataclass
+class DataConfig:
+    """Which rows, and how their objects are dealt out."""
+
+    val_fraction: float = 0.1
+    """Share of the objects for validation: it selects the best epoch."""
+    test_fraction: float = 0.1
+    """Share of the objects for the test: they are looked at once, at the end."""
+    split_seed: int = 0
+    """Decides which objects go where."""
+    max_rows: int | None = None
+    """Take about this many rows of a table, evenly spaced over it; None takes all."""
+
+    def __post_init__(self) -> None:
+        for name in ("val_fraction", "test_fraction"):
+            if not 0 < getattr(self, name) < 1:
+                raise ConfigError(f"data.{name}={getattr(self, name)!r}: must lie between 0 and 1")
+        if self.val_fraction + self.test_fraction >= 1:
+            raise ConfigError(
+                f"data.val_fraction={self.val_fraction!r} and data.test_fraction={self.test_fraction!r} leave nothing "
+                "to train on: their sum must be below 1"
+            )
+        check_seeds(data__split_seed=self.split_seed)
+        if self.max_rows is not None and self.max_rows < 10:
+            raise ConfigError(
+                f"data.max_rows={self.max_rows!r}: must be None or at least 10, so that every part has rows"
+            )
+
+    def rows_of(self, count: int) -> Rows:
+        """Returns which rows to take of a table of ``count`` rows.
+
+        Example:
+            >>> DataConfig(max_rows=10).rows_of(100)[:3].tolist()
+            [0, 11, 22]
+        """
+        if self.max_rows is None or self.max_rows >= count:
+            return np.arange(count)
+        return np.unique(np.linspace(0, count - 1, self.max_rows).round().astype(np.intp))

@@ -1,0 +1,96 @@
+"""What a pack's command decides and shows before it trains: threads, device, one line per decision."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from treadle.runs.overrides import leaves
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@contextlib.contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Sets torch's number of threads inside the block; None leaves it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def device_line(device: torch.device, *, explicit: bool) -> str:
+    """Says where a run computes and why there.
+
+    Args:
+        device: the device.
+        explicit: whether the user named it.
+
+    Example:
+        >>> with cpu_threads(1):
+        ...     device_line(torch.device("cpu"), explicit=True)
+        'cpu, 1 thread (as asked)'
+    """
+    if device.type == "cpu":
+        why = "as asked" if explicit else "neither CUDA nor MPS is here"
+        count = torch.get_num_threads()
+        return f"cpu, {count} thread{'s' if count > 1 else ''} ({why})"
+    name = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
+    return f"{device}{name} ({'as asked' if explicit else 'the first accelerator found'})"
+
+
+def precision_line(mixed_precision: str | None, device: torch.device, *, setting: str) -> str:
+    """Says in what precision a run computes and why.
+
+    Args:
+        mixed_precision: the type of autocast; None for none.
+        device: where it computes.
+        setting: the name of the setting.
+
+    Example:
+        >>> precision_line("bf16", torch.device("cuda"), setting="mixed_precision")
+        'bf16 autocast (mixed_precision=none turns it off)'
+    """
+    if mixed_precision is not None:
+        return f"{mixed_precision} autocast ({setting}=none turns it off)"
+    why = "bf16 is slower than fp32 on most CPUs" if device.type == "cpu" else f"{setting}=none"
+    return f"fp32 ({why})"
+
+
+def print_settings(config: Any, console: Console, *, hidden: Collection[str] = ()) -> None:
+    """Prints every setting with its value, one ``key=value`` a line.
+
+    Args:
+        config: a tree of dataclasses.
+        console: where they go.
+        hidden: dotted keys that are not set on the command line.
+    """
+    for key, value in leaves(config):
+        if key not in hidden:
+            console.print(f"{key}={value}", markup=False, soft_wrap=True)
+
+
+def print_block(lines: Mapping[str, str], console: Console) -> None:
+    """Prints names in bold with a text behind each, a line each."""
+    for name, text in lines.items():
+        console.print(f"[bold]{name:<10}[/bold]", end="")
+        console.print(text, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def without_epoch_lines(pack: str) -> Iterator[None]:
+    """Leaves out what the trainer of a pack says of every epoch: the bar says the same."""
+    logger = logging.getLogger(f"treadle.{pack}.epochs")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,236 @@
+"""What a configuration file asks of a command: a trainer of the user's own to be built, or a run of a pack."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treadle.builder import build_trainer
+from treadle.config import apply_overrides, load_config
+from treadle.errors import ConfigError, nearest
+from treadle.runs.overrides import read_value
+from treadle.runs.setting_places import settings_placed
+from treadle.runs.settings import flat
+
+SUFFIXES = (".py", ".yaml", ".yml")
+PACKS = ("spectra", "text", "graphs", "astro")
+"""The packs that ``face`` may name; :func:`pack_commands` has their commands."""
+
+_OPTIONS = ("face", "out", "device", "resume", "trackers")
+_HIDDEN = (
+    ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda,
+    ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PackRun:
+    """A run of a pack, as its own command would make it.
+
+    Attributes:
+        face: the pack.
+        settings: texts ``key=value``; the later of two counts.
+        out: the run folder.
+        device: None takes CUDA, then MPS, then the CPU.
+        resume: go on from the folder's checkpoint.
+        trackers: what follows the run, names with commas between.
+    """
+
+    face: str
+    settings: list[str]
+    out: Path
+    device: str | None = None
+    resume: bool = True
+    trackers: str | None = None
+
+
+@dataclass(frozen=True)
+class PackCommands:
+    """What the command of a pack can do with settings: train, show them all, refuse wrong ones."""
+
+    run: Callable[..., Any]
+    show: Callable[..., None]
+    check: Callable[[Sequence[str], str | None], Any]
+
+
+def pack_commands(face: str) -> PackCommands:
+    """Returns the commands of a pack.
+
+    Raises:
+        ConfigError: there is no such pack.
+    """
+    if face not in PACKS:
+        raise ConfigError(f"face={face!r}: there is no such pack; {nearest(str(face), PACKS)}")
+    module = importlib.import_module(f"treadle.{face}.runs")
+    return PackCommands(getattr(module, f"run_{face}"), module.show_settings, module.read_settings)
+
+
+def is_named_like_config(target: str) -> bool:
+    """Returns whether a command's argument can be meant as a configuration file.
+
+    Example:
+        >>> is_named_like_config("digits.yaml"), is_named_like_config("spectra")
+        (True, False)
+    """
+    return Path(target).suffix.lower() in SUFFIXES
+
+
+def is_config_file(path: Path) -> bool:
+    """Returns whether a file is a configuration rather than a script that trains; nothing in it is run.
+
+    A Python file is a configuration if it defines ``config`` or ``parents`` and starts nothing: it asks for no
+    ``__name__``, calls no method ``train`` or ``fit``, and no function as a statement, as ``main()`` would be.
+    """
+    if path.suffix.lower() != ".py":
+        return is_named_like_config(str(path))
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False  # whoever runs it will say what is wrong with it
+    return _defines_config(tree) and not _starts_something(tree)
+
+
+def _defines_config(tree: ast.Module) -> bool:
+    defined: set[str] = set()
+    for node in _outside_functions(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+        elif isinstance(node, ast.FunctionDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            defined.update(alias.asname or alias.name for alias in node.names)
+    return bool(defined & {"config", "parents"})
+
+
+def _starts_something(tree: ast.Module) -> bool:
+    for node in _outside_functions(tree):
+        if isinstance(node, ast.Name) and node.id == "__name__":
+            return True
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("train", "fit"):
+            return True
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            if isinstance(called, ast.Name) and not hasattr(builtins, called.id):
+                return True
+    return False
+
+
+def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, _HIDDEN):
+            yield from _outside_functions(child)
+
+
+def resolve(target: str, arguments: Sequence[str]) -> dict[str, Any] | PackRun | None:
+    """Returns what the target of a command asks for: a pack by its name, what a configuration says, None for a script.
+
+    Raises:
+        ConfigError: the configuration is not there or wrong, or an argument is no setting of it.
+
+    Example:
+        >>> resolve("spectra", ["epochs=3"]).settings, resolve("train.py", [])
+        (['epochs=3'], None)
+    """
+    if target in PACKS:
+        return PackRun(target, list(arguments), Path("runs", target))
+    return read_target(Path(target), arguments) if is_config_file(Path(target)) else None
+
+
+def checked_target(target: str, arguments: Sequence[str]) -> dict[str, Any] | PackRun | None:
+    """Returns what :func:`resolve` does, and refuses what cannot work before anything is started.
+
+    Raises:
+        ConfigError: there is no such script or configuration, or a setting is wrong.
+
+    Example:
+        >>> checked_target("text", ["epochs=3"]).face
+        'text'
+    """
+    with settings_placed(Path(target), arguments):
+        found = resolve(target, arguments)
+        if isinstance(found, PackRun):
+            pack_commands(found.face).check(found.settings, found.device)
+    if found is None and not (is_named_like_config(target) and Path(target).is_file()):
+        near = nearest(target, PACKS)
+        meant = f"; {near}" if near.startswith("did you mean") else ""
+        raise ConfigError(
+            f"TARGET={target}: must be a script that exists, such as train.py, a configuration, or a pack: "
+            f"{' or '.join(PACKS)}{meant}"
+        )
+    return found
+
+
+def read_target(path: Path, overrides: Sequence[str]) -> dict[str, Any] | PackRun:
+    """Loads a configuration and applies the settings of the command line.
+
+    Returns:
+        The configuration of a trainer for :func:`train_from`, or the run of a pack where it names a ``face``.
+
+    Raises:
+        ConfigError: the file is a script, is not there or gives no configuration, or an override names no key of it.
+    """
+    if path.is_file() and path.suffix.lower() == ".py" and not is_config_file(path):
+        raise ConfigError(
+            f"{path}: is a script and no configuration: it defines no config, or trains by itself; run it with "
+            f"`python {path}`"
+        )
+    config = load_config(path)
+    if "face" not in config:
+        return apply_overrides(config, overrides)
+    return _pack_run(path, config, overrides)
+
+
+def _pack_run(path: Path, config: dict[str, Any], overrides: Sequence[str]) -> PackRun:
+    pack_commands(config["face"])
+    options: dict[str, Any] = {"out": str(Path("runs", path.stem)), "device": None, "resume": True, "trackers": None}
+    options |= {key: config.pop(key) for key in _OPTIONS if key in config}
+    settings = [f"{key}={value!r}" for key, value in flat(config).items()]
+    for text in overrides:
+        key, equals, value = text.removeprefix("+").partition("=")
+        if equals and key.strip() in _OPTIONS[1:]:
+            options[key.strip()] = read_value(value.strip())
+        else:
+            settings.append(text.removeprefix("+"))
+    if not isinstance(options["resume"], bool):
+        raise ConfigError(f"resume={options['resume']!r}: must be true or false")
+    device = None if options["device"] is None else str(options["device"])
+    return PackRun(
+        options["face"], settings, Path(str(options["out"])), device, options["resume"], _names(options["trackers"])
+    )
+
+
+def _names(trackers: Any) -> str | None:
+    """Returns trackers as a command's option gives them, also of a list."""
+    names = list(trackers) if isinstance(trackers, (list, tuple)) else [trackers]
+    if trackers is not None and not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"trackers={trackers!r}: must be names, such as [tensorboard]")
+    return None if trackers is None else ",".join(names)
+
+
+def train_from(config: dict[str, Any], folder: Path) -> Any:
+    """Builds the trainer of a configuration, trains it, and returns it.
+
+    Args:
+        config: as :func:`treadle.builder.build_trainer` reads it.
+        folder: that of the file, where its imports are looked for.
+
+    Raises:
+        ConfigError: it does not describe a trainer that trains by ``train()``.
+    """
+    trainer = build_trainer(config, folder=folder)
+    train = getattr(trainer, "train", None)
+    needed = [] if not callable(train) else inspect.signature(train).parameters.values()
+    if not callable(train) or any(item.default is item.empty and item.kind < item.VAR_POSITIONAL for item in needed):
+        raise ConfigError(
+            f"trainer.type: {config['trainer']['type']!r} makes a {type(trainer).__name__}, which has no train() that "
+            "needs no arguments; use a BaseTrainer, or `face` for a run of a pack"
+        )
+    train()
+    return trainer

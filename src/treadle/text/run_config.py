@@ -1,0 +1,229 @@
+"""The settings of ``treadle train text``, and which of them a rerun may change."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from treadle.capture.compile import check_compile
+from treadle.engine.settings import check_capture
+from treadle.errors import ConfigError
+from treadle.faces.parallel import as_parallel
+from treadle.runs.settings import at_least, between, check_seeds
+
+_SCHEDULE = ("epochs", "schedule.warmup_steps", "schedule.min_lr_scale")
+_LORA = ("lora.r", "lora.alpha", "lora.dropout", "lora.lr", "lora.val_fraction")
+_LATE = (
+    "samples.prompt", "samples.count", "samples.num_tokens", "samples.temperature", "samples.top_k", "samples.seed",
+)  # fmt: skip
+FREE = (
+    "threads", "training.checkpoint_interval", "training.parallel", "training.compile", "training.capture",
+    "lora.epochs", *_SCHEDULE, *_LORA, *_LATE,
+)  # fmt: skip
+"""What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
+
+
+def needs_new_lora(changed: Iterable[str]) -> bool:
+    """Says whether a change of these settings gives the fine-tuning another start, so that it must begin anew.
+
+    Example:
+        >>> needs_new_lora(["lora.r", "threads"]), needs_new_lora(["lora.epochs", "samples.seed"])
+        (True, False)
+    """
+    return bool(set(changed) & {*_SCHEDULE, *_LORA})
+
+
+@dataclass
+class DataConfig:
+    """What is read, and how it is cut."""
+
+    vocab_size: int = 1024
+    """Tokens of the byte-level BPE tokenizer; it learns them from the training topics."""
+    block_length: int = 64
+    """Tokens in a block, and the longest context of the model.
+
+    Short on purpose: with 100,000 tokens to learn from and minutes to do it in, a model of this size reached a loss of
+    3.70 with 64 and 3.98 with 128.
+    """
+    val_fraction: float = 0.1
+    """Share of the text for validation, in whole topics: it selects the best epoch."""
+    split_seed: int = 0
+    """Decides which topics go where."""
+    max_topics: int | None = None
+    """Take only the shortest so many topics; None takes all 79."""
+
+    def __post_init__(self) -> None:
+        at_least(2, data__block_length=self.block_length)
+        at_least(1, data__max_topics=self.max_topics)
+        check_seeds(data__split_seed=self.split_seed)
+
+
+@dataclass
+class ModelConfig:
+    """Fields of ``GPT2Config``."""
+
+    n_embd: int = 128
+    """Width; a multiple of n_head."""
+    n_layer: int = 2
+    """Transformer layers."""
+    n_head: int = 4
+    """Attention heads."""
+    dropout: float = 0.1
+    """Dropout probability of embeddings, attention and residuals."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW; biases and LayerNorm weights are not decayed."""
+
+    lr: float = 2e-3
+    """Highest learning rate."""
+    weight_decay: float = 0.1
+    """Decoupled decay of the weight matrices."""
+
+    def __post_init__(self) -> None:
+        at_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
+
+
+@dataclass
+class ScheduleConfig:
+    """Linear warm-up, then half a cosine over the rest of ``epochs``."""
+
+    warmup_steps: int = 100
+    """Steps of warm-up."""
+    min_lr_scale: float = 0.05
+    """Share of the learning rate that is left after the last step."""
+
+    def __post_init__(self) -> None:
+        at_least(0, schedule__warmup_steps=self.warmup_steps)
+        between(0, 1, schedule__min_lr_scale=self.min_lr_scale)
+
+
+@dataclass
+class TrainingConfig:
+    """How steps are made, in both parts of the run."""
+
+    accumulation_steps: int = 1
+    """Batches per step; each counts by its tokens."""
+    mixed_precision: str | None = None
+    """None, bf16 or fp16."""
+    grad_clip: float | None = 1.0
+    """Total 2-norm to clip to; None or 0 off."""
+    checkpoint_interval: int = 200
+    """Steps between checkpoints."""
+    parallel: str | None = None
+    """How the ranks that torchrun started share the first training: ddp, fsdp, or None for ddp where there are several.
+    The fine-tuning runs on the first rank alone."""
+    compile: bool | str = False
+    """True compiles the model in place, blocks each of its blocks; the fine-tuning is not compiled."""
+    capture: bool | str = False
+    """True runs each step as one CUDA graph and refuses where it cannot; auto does so where it can.
+
+    The fine-tuning takes auto for True: a refusal would come after the training."""
+
+    def __post_init__(self) -> None:
+        as_parallel(self.parallel)
+        check_compile(self.compile, name="training.compile")
+        check_capture(self.capture)
+        if self.mixed_precision not in (None, "bf16", "fp16"):
+            raise ConfigError(f"training.mixed_precision={self.mixed_precision!r}: must be none, bf16 or fp16")
+        at_least(0, training__grad_clip=self.grad_clip)
+        at_least(
+            1, training__accumulation_steps=self.accumulation_steps,
+            training__checkpoint_interval=self.checkpoint_interval,
+        )  # fmt: skip
+
+
+@dataclass
+class LoraConfig:
+    """The fine-tuning: low-rank updates of every linear layer, trained on the topics about statements."""
+
+    epochs: int = 6
+    """Epochs of the fine-tuning; its learning-rate schedule ends with them."""
+    lr: float = 1e-3
+    """Highest learning rate; no weight decay. Low on purpose: with 5e-3 the best of ten epochs was the first."""
+    r: int = 8
+    """Rank of the updates."""
+    alpha: float = 16.0
+    """The updates are scaled by alpha / r."""
+    dropout: float = 0.2
+    """Dropout probability before the updates."""
+    val_fraction: float = 0.25
+    """Share of the text about statements for validation, in whole topics."""
+
+    def __post_init__(self) -> None:
+        at_least(1, lora__epochs=self.epochs, lora__r=self.r)
+        at_least(0, lora__lr=self.lr, lora__alpha=self.alpha)
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"lora.dropout={self.dropout!r}: must be at least 0 and below 1")
+
+
+@dataclass
+class SamplesConfig:
+    """How texts are drawn at the end; they can be drawn again with other settings."""
+
+    prompt: str = ""
+    """What they begin with; nothing lets the model begin a topic."""
+    count: int = 3
+    """How many, before and after the fine-tuning."""
+    num_tokens: int = 160
+    """Most tokens of each; it ends earlier where the model ends its topic."""
+    temperature: float = 0.7
+    """Below 1 sharpens, above 1 flattens; 0 takes the likeliest token."""
+    top_k: int | None = 40
+    """Draw among so many likeliest tokens; None among all."""
+    seed: int = 0
+    """Of the generator that draws."""
+
+    def __post_init__(self) -> None:
+        at_least(1, samples__count=self.count, samples__num_tokens=self.num_tokens, samples__top_k=self.top_k)
+        at_least(0, samples__temperature=self.temperature)
+        check_seeds(samples__seed=self.seed)
+
+
+@dataclass
+class TextConfig:
+    """All settings of ``treadle train text``.
+
+    Example:
+        >>> TextConfig().data.vocab_size
+        1024
+    """
+
+    seed: int = 0
+    """Seeds weights, data order and dropout."""
+    epochs: int = 14
+    """Epochs of the training before the fine-tuning; the learning-rate schedule ends with them."""
+    batch_size: int = 8
+    """Blocks in a batch, of all ranks together. Small on purpose: steps are worth more here than precise gradients."""
+    threads: int | None = 1
+    """Threads on the CPU; None leaves torch's choice, one per core.
+
+    With one, the numbers do not depend on the machine's number of cores.
+    """
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
+
+    def __post_init__(self) -> None:
+        at_least(1, epochs=self.epochs, batch_size=self.batch_size, threads=self.threads)
+        check_seeds(seed=self.seed)
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> TextConfig:
+        """Returns the defaults, with mixed precision where it pays: not on a CPU, most of which lack bf16 units."""
+        config = cls()
+        config.training.mixed_precision = None if device.type == "cpu" else "bf16"
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings as nested plain values."""
+        return dataclasses.asdict(self)
