@@ -80,13 +80,25 @@ def surface() -> dict[str, str]:
 
 def _public() -> Iterator[tuple[str, Any]]:
     for module in MODULES:
-        loaded = importlib.import_module(module)
-        yield module, loaded
-        for name in loaded.__all__:
-            yield f"{module}.{name}", getattr(loaded, name)
+        loaded = _module(module)
+        if loaded is not None:
+            yield module, loaded
+            yield from ((f"{module}.{name}", getattr(loaded, name)) for name in loaded.__all__ if hasattr(loaded, name))
     for full in NAMES:
         module, _, name = full.rpartition(".")
-        yield full, getattr(importlib.import_module(module), name)
+        loaded = _module(module)
+        if hasattr(loaded, name):
+            yield full, getattr(loaded, name)
+
+
+def _module(name: str) -> Any:
+    """Returns a module, or None where it is gone; the comparison then names what was in it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("treadle"):
+            raise
+        return None
 
 
 def loggers() -> list[str]:

@@ -10,7 +10,7 @@ from types import FrameType
 
 _LIBRARY = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH_DISTRIBUTED = os.path.join("torch", "distributed") + os.sep
-_EXCHANGES = (_LIBRARY + "gradient_exchange.py", _LIBRARY + "distributed.py")
+_EXCHANGES = ("gradient_exchange.py", os.path.join("treadle", "distributed.py"))
 _INNERMOST = 6  # frames; a collective is called by what waits for it
 # The outermost match counts; a pair (file, function) says more than a file.
 _PLACES = (
@@ -60,7 +60,7 @@ def whereabouts(thread: int) -> Whereabouts:
             if inside is not None and inside.startswith(place) and name in (None, function) and word not in words:
                 words.append(word)
     innermost = [frame.f_code.co_filename for frame in frames[-_INNERMOST:]]
-    waits = any(_TORCH_DISTRIBUTED in path or path in _EXCHANGES for path in innermost)
+    waits = any(_TORCH_DISTRIBUTED in path or path.endswith(_EXCHANGES) for path in innermost)
     return Whereabouts(", ".join(words), waits)
 
 
