@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import sys
 import types
 from collections import Counter
@@ -28,7 +29,7 @@ from treadle import (
     ThroughputHook,
 )
 
-LIBRARY = str(Path(treadle.__file__).parent)
+LIBRARY = str(Path(treadle.__file__).parent) + os.sep
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a step may cost: no host read between log points, at most three library frames above forward."""
+"""What a step may cost: no host read between log points, few library frames above forward, few files entered."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import nn
 
 import treadle
 from helpers import CountReads, ReadsPerStep, library_frames
+from step_profile_kit import COLUMNS, FACES, StepProfile, profile_of
 from treadle import BaseTrainer, EmaHook, LoggingHook, ProgressHook
 
 
@@ -80,6 +81,35 @@ def test_at_most_three_library_frames_lie_between_the_script_and_forward():
 
     Looking(2, device="cpu").train()
     assert seen == [["train_step", "run", "train"]] * 2
+
+
+# Upper bounds of one plain step by face, see step_profile_kit; lower them when a step gets simpler.
+PROFILES = {
+    #               files, functions, calls, moves, back
+    "BaseTrainer": (18, 66, 74, 44, 26),
+    "Trainer": (26, 92, 118, 74, 48),
+    "spectra": (25, 88, 116, 57, 32),
+    "graphs": (35, 121, 171, 104, 69),
+    "astro": (36, 155, 387, 156, 120),
+}
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_plain_step_enters_few_files_and_moves_rarely_between_them(face):
+    profile = profile_of(face)
+    numbers = {column: getattr(profile, column) for column in COLUMNS}
+    over = {
+        column: f"{number}, at most {most}"
+        for (column, number), most in zip(numbers.items(), PROFILES[face], strict=True)
+        if number > most
+    }
+    assert over == {}, f"{face}: python benchmarks/step_profile.py --face {face} --calls lists the calls"
+
+
+def test_a_move_is_a_call_into_another_file_than_the_call_before():
+    codes = {file: compile("0", f"{file}.py", "exec") for file in "abc"}
+    profile = StepProfile([codes[file] for file in "aabbacb"])
+    assert (profile.calls, profile.files, profile.functions, profile.moves, profile.back) == (7, 3, 3, 5, 2)
 
 
 @pytest.mark.gpu

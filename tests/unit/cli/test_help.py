@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
+import help_kit
 from command_kit import treadle
 from treadle.cli.app import EXIT_CODES, app
 
@@ -77,3 +78,34 @@ def test_the_help_of_the_program_has_the_exit_codes_and_completion(capsys):
     assert "  3      replay or verify: not equal" in text
     assert "--install-completion" in text
     assert isinstance(app, typer.Typer)
+
+
+HELPS = help_kit.helps()
+
+
+def test_every_help_text_is_kept_and_no_other():
+    assert {help_kit.file_of(name) for name in HELPS} == set(help_kit.FOLDER.glob("*.txt")), help_kit.REFRESH
+
+
+@pytest.mark.parametrize("name", HELPS)
+def test_a_help_text_is_the_one_that_is_kept(name):
+    kept = help_kit.file_of(name).read_text(encoding="utf-8")
+    assert help_kit.normalised(HELPS[name]) == help_kit.normalised(kept), f"if this is meant: {help_kit.REFRESH}"
+
+
+@pytest.mark.parametrize("name", [name for name in HELPS if name != "treadle"])  # its completion options are not kept
+@pytest.mark.parametrize("columns", ["60", "200"])
+def test_a_terminal_shows_the_text_that_is_kept(name, columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    words = ["train", "run.yaml"] if name.endswith(" FILE") else name.split()[1:]
+    assert treadle(*words, "--help") == 0
+    kept = help_kit.file_of(name).read_text(encoding="utf-8")
+    assert help_kit.normalised(capsys.readouterr().out) == help_kit.normalised(kept)
+
+
+def test_texts_that_differ_by_the_terminal_only_are_the_same():
+    plain = "Options:\n  --out <path>  A folder, made by a well-known rule.\n"
+    boxed = "╭─ \x1b[1mOptions:\x1b[0m ─╮\n│ --out PATH A folder, made by a well- │\n│ known rule. │\n╰─────╯"
+    assert help_kit.normalised(plain) == help_kit.normalised(boxed)
+    assert help_kit.normalised(plain) != help_kit.normalised(plain.replace("made", "found"))

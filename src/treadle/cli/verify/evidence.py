@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -137,7 +138,7 @@ class SeedWatch:
 def _caller() -> str:
     """Returns file and line of the nearest frame outside the library."""
     frame = sys._getframe(2)
-    own = str(Path(__file__).parents[2])
+    own = str(Path(__file__).parents[2]) + os.sep
     while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
