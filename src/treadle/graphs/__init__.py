@@ -45,6 +45,7 @@ from treadle.graphs.model_options import ModelOptions
 from treadle.graphs.optimizer import get_optimizer, get_optimizer_from_config
 from treadle.graphs.padded import PaddedGraphBatch, PaddingCollater, pad_batch
 from treadle.graphs.scheduler import get_scheduler
+from treadle.graphs.statistics import GraphStatistics, graph_statistics
 from treadle.graphs.task import GraphTask
 from treadle.graphs.trainer import GraphTrainer
 from treadle.graphs.utilities import GradientAccumulator, count_parameters, log_model_info
@@ -61,6 +62,7 @@ __all__ = [
     "GraphEncoding",
     "GraphLoss",
     "GraphMetrics",
+    "GraphStatistics",
     "GraphTask",
     "GraphTrainer",
     "GraphTransformer",
@@ -95,6 +97,7 @@ __all__ = [
     "get_optimizer",
     "get_optimizer_from_config",
     "get_scheduler",
+    "graph_statistics",
     "hks_pe",
     "hop_distances",
     "landmark_pe",

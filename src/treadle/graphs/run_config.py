@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -48,14 +48,21 @@ RENAMED = {
 _AT_LEAST_0 = ("lr", "weight_decay", "eps", "momentum")
 _KINDS: dict[str, Any] = {
     "model.dropout": float, "model.attn_dropout": float | None, "model.drop_path_rate": float | None,
-    "model.use_local": bool | None, "model.use_global": bool | None,
+    "model.use_local": bool | None, "model.use_global": bool | None, "model.standardize": bool | None,
     "dataset.root": str, "dataset.pe_cache_dir": str | None, "dataset.use_preprocessed_pe": bool,
     "dataset.num_workers": int | None,
     **{f"training.optimizer.{name}": float | None for name in _AT_LEAST_0}, "training.optimizer.betas": list | None,
     "training.scheduler.warmup_epochs": int | None, "training.scheduler.step_size": int | None,
+    "training.scheduler.warmup_offset": int | None,
     "training.scheduler.min_lr": float | None, "training.scheduler.gamma": float | None,
 }  # fmt: skip
 """Of settings in sections whose keys are for others to know: what takes them compares or hands on without a look."""
+RECIPE: Mapping[str, Any] = {
+    "model.readout": None, "model.standardize": True, "training.scheduler.warmup_offset": 1,
+    "pe.node.type": "rwse", "pe.node.dim": None, "pe.node.rwse.scales": list(range(1, 21)),
+}  # fmt: skip
+"""Defaults that are newer than some run folders; see :meth:`GraphsConfig.as_started`."""
+
 _TASKS = ("regression", "classification", "multilabel", "edge_prediction")
 _NONE_IS_A_CHOICE = ("pe.node.type", "pe.node.normalize", "pe.relative.type", "training.scheduler.type")
 _OPEN = ("dataset.graph_params", "dataset.task_params")  # their keys are for the data set to know
@@ -130,10 +137,16 @@ class GraphsConfig:
         at_least(1, threads=self.threads)
         at_least(0, dataset__num_workers=self.dataset.get("num_workers"))
         check_seeds(seed=self.seed)
-        options = given(self.model)
+        options = self.model_options
         if options.keys() <= vars(ModelOptions(num_features=1)).keys():  # what is unknown, get_model names
             with as_settings("model", self.model):
                 ModelOptions(num_features=1, **options)
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """Options of `get_model` that are set; with statistics where they are wanted, for a checkpoint to bring."""
+        options = given(self.model)
+        return {**options, "statistics": True} if options.pop("standardize", False) else options
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> GraphsConfig:
@@ -148,6 +161,28 @@ class GraphsConfig:
         section = {**added, **_section(values, "training")}
         training = from_mapping(TrainingConfig, section, where="training")
         return from_mapping(cls, {**values, "training": training}, where="")
+
+    def as_started(self, stored: Mapping[str, Any], *, set_by_hand: Collection[str]) -> GraphsConfig:
+        """Returns these settings, with those of a run in the place of defaults that have changed since it was started.
+
+        Args:
+            stored: nested settings of the run; a setting that it lacks was off.
+            set_by_hand: dotted keys that are kept as they are.
+        """
+        mine, its = flat(self.to_dict()), flat(stored)
+        kept = {
+            key: its.get(key, False if isinstance(default, bool) else None)
+            for key, default in RECIPE.items()
+            if key not in set_by_hand and mine.get(key) == default
+        }
+        values = self.to_dict()
+        for key, value in kept.items():
+            *path, name = key.split(".")
+            section: Any = values
+            for part in path:
+                section = section.setdefault(part, {})
+            section[name] = value
+        return self.from_values(values)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as nested plain values."""

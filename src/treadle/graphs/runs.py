@@ -102,6 +102,7 @@ def train_graphs(config: GraphsConfig, run: GraphRun) -> dict[str, Any] | None:
         ImportError: a package is missing; the message names what to install.
     """
     device = device_of_rank(run.device)
+    config = by_rank_0(lambda: _as_started(config, run))
     needed = ["checkpoints/best.pt"]
     finished = by_rank_0(lambda: finished_metrics(run.out, config.to_dict(), needed=needed) if run.resume else None)
     if finished is not None:
@@ -211,6 +212,30 @@ def _open_folder(config: GraphsConfig, run: GraphRun, trainer: GraphTrainer) -> 
         start = f"fresh, with the weights of {run.checkpoint}"
     by_rank_0(lambda: _ready_folder(config, run, fresh=latest is None, outdated=bool(found)))
     return start
+
+
+def _as_started(config: GraphsConfig, run: GraphRun) -> GraphsConfig:
+    """Returns the settings, with the run's own in the place of defaults that have changed since it was started."""
+    path = run.out / "config.yaml"
+    if not run.resume or not path.is_file():
+        return config
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        stored = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException):
+        return config  # the settings in its checkpoints are compared in any case
+    if not isinstance(stored, dict):
+        return config
+    by_hand = {text.partition("=")[0].strip().lstrip("+") for text in run.given}
+    started = config.as_started({str(key): value for key, value in stored.items()}, set_by_hand=by_hand)
+    before, now = flat(started.to_dict()), flat(config.to_dict())
+    kept = [f"{key}={before[key]}" for key in before if before[key] != now.get(key)]
+    if kept:
+        _log.info("%s keeps the settings that it was started with: %s", run.out, ", ".join(kept))
+    return started
 
 
 def _stored_states(run: GraphRun) -> list[Path]:

@@ -73,7 +73,7 @@ def _stored(
     data = prepare_data(config, messages)
     graphs = copy.copy(part_of(data, split))
     graphs.transform = None  # of the training set: signs drawn anew, which are for training only
-    trainer = build_trainer(config, data, device=get_device(device))
+    trainer = build_trainer(config, data, device=get_device(device), measure=False)
     load_model_state(trainer.model, load_weights(path))
     return trainer, graphs, data.name
 

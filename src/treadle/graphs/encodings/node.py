@@ -50,7 +50,7 @@ def lap_pe(edge_index: Tensor, num_nodes: int, *, k: int = 16, sign_invariant: s
     return _alone(_lap, edge_index, num_nodes, LapConfig(k, sign_invariant))
 
 
-def rwse_pe(edge_index: Tensor, num_nodes: int, *, scales: Sequence[int] = (1, 2, 4, 8, 16)) -> Tensor:
+def rwse_pe(edge_index: Tensor, num_nodes: int, *, scales: Sequence[int] = RWSEConfig.scales) -> Tensor:
     """Returns the probability that a random walk is back at its start after t steps: diag(P^t), P = D⁻¹A.
 
     Args:
@@ -129,7 +129,7 @@ def node_encoding(graphs: PlainGraphs, config: NodePEConfig) -> Tensor:
     found_BNK = torch.cat([parts[name]() for name in config.blocks], dim=-1)
     if config.normalize == "graph":
         found_BNK = apart(_standardised, found_BNK)
-    return torch.nn.functional.pad(found_BNK.float(), (0, config.dim - config.columns))
+    return torch.nn.functional.pad(found_BNK.float(), (0, config.width - config.columns))
 
 
 def _alone(encoding: Callable[..., Tensor], edge_index: Tensor, num_nodes: int, config: object) -> Tensor:
