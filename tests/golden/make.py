@@ -1,15 +1,17 @@
 """Writes the golden files beside this script: checkpoints of every face and run folders of every command.
 
 They were written by the commit before the source was restructured; later code must load them and go on to the bit. Run
-it by hand, with nothing or some names to write: ``python tests/golden/make.py [faces] [runs]``.
+it by hand, with nothing or the parts to write: ``python tests/golden/make.py [faces] [runs] [said]``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ sys.path.insert(0, str(TESTS))
 import torch  # noqa: E402
 
 import golden_kit as kit  # noqa: E402
+import golden_runs_kit as runs_kit  # noqa: E402
 from ranks import run_on_ranks  # noqa: E402
 from treadle.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 
@@ -53,6 +56,43 @@ def make_faces() -> dict[str, Any]:
     return found
 
 
+def make_runs() -> None:
+    """Writes an interrupted and a finished folder of every run; the finished one of text-lora is that of text."""
+    shutil.rmtree(kit.FILES / "runs", ignore_errors=True)
+    (kit.FILES / "runs").mkdir()
+    for name, run in runs_kit.RUNS.items():
+        with tarfile.open(runs_kit.archive(name), "w:xz") as packed:
+            for state in runs_kit.STATES[: 1 if name == "text-lora" else 2]:
+                with tempfile.TemporaryDirectory() as folder:
+                    made = make_run(name, run, state, Path(os.path.realpath(folder)))
+                    packed.add(made, f"{state}/{made.name}", filter=anonymous)
+
+
+def make_run(name: str, run: runs_kit.GoldenRun, state: str, folder: Path) -> Path:
+    """Makes a run, without its pictures and pages, with a placeholder for the folder; returns the run folder."""
+    os.chdir(folder)
+    runs_kit.with_scripts(folder)
+    with runs_kit.interrupted(run) if state == "interrupted" else contextlib.nullcontext():
+        code = runs_kit.start(run)
+    if code != (run.code if state == "interrupted" else 0):
+        raise SystemExit(f"{name}, {state}: exit code {code}")
+    os.chdir(TESTS)
+    made = folder / runs_kit.FOLDER
+    shutil.rmtree(made / "pictures", ignore_errors=True)
+    for page in made.glob("*.html"):
+        page.unlink()
+    runs_kit.replace_text(made, str(folder), runs_kit.PLACE)
+    refuse_paths(made, str(folder))
+    return made
+
+
+def anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Takes the user out of what tar says of a file."""
+    info.uid = info.gid = 0
+    info.uname = info.gname = ""
+    return info
+
+
 def refuse_paths(folder: Path, *names: str) -> None:
     """Raises where a file holds the name of a folder of this machine."""
     for path in folder.rglob("*"):
@@ -70,6 +110,15 @@ def main(parts: list[str]) -> None:
     recorded["platform"] = kit.this_platform()
     if not parts or "faces" in parts:
         recorded["checkpoints"] = make_faces()
+    if not parts or "runs" in parts:
+        recorded["manual"] = runs_kit.manual_digest()
+        make_runs()
+    if not parts or "runs" in parts or "said" in parts:
+        with tempfile.TemporaryDirectory() as folder:
+            recorded["runs"] = runs_kit.listed(Path(folder))
+        with tempfile.TemporaryDirectory() as folder:
+            recorded["evaluations"] = runs_kit.evaluations(Path(folder))
+            os.chdir(TESTS)
     path.write_text(json.dumps(recorded, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
