@@ -74,12 +74,12 @@ def index(tree: Any, path: str = "") -> dict[str, str]:
 
 
 def shapes(found: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Returns paths in order with what must be the same on any machine: kinds, dtypes, shapes, texts and counts."""
+    """Returns the paths in order, with the parts that are equal on any machine: kinds, dtypes, shapes, texts, counts."""
     return [(path, _kind(path, text)) for path, text in found.items()]
 
 
 def values(found: Mapping[str, str]) -> dict[str, str]:
-    """Returns what must be the same on the machine that wrote it: everything but what varies."""
+    """Returns the entries that are equal on the platform that wrote them: all but those that match ``VARY``."""
     return {path: text for path, text in found.items() if not VARY.fullmatch(path)}
 
 
@@ -98,10 +98,11 @@ def _digest(data: bytes) -> str:
 
 
 def this_platform() -> dict[str, str]:
-    """Returns what decides the last bits of a number: torch, and the kernels it takes on this machine."""
+    """Identifies the kernels that determine the last bits of a result: versions and processor."""
     vendor = re.search(r"vendor_id\s*:\s*(\S+)", Path("/proc/cpuinfo").read_text()) if _has_cpuinfo() else None
     return {
         "torch": str(torch.__version__),
+        "numpy": str(np.__version__),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
         "vendor": vendor.group(1) if vendor else platform.processor(),
@@ -201,7 +202,7 @@ class MeanSquare:
 
 
 class Tally(BaseHook):
-    """Has a state, and keeps the engine for whoever asks for its state at the end."""
+    """Has a state, and keeps a reference to the engine so that the end state can be collected."""
 
     engine: Any = None
 
@@ -393,7 +394,7 @@ def golden(face: str) -> Path:
 
 
 def end_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what is kept of the end of a run: all but the random numbers that would come next, which take the room.
+    """Returns the end state without the generators' states, which would take most of the space.
 
     Parts that are spread over ranks are put together: all ranks call this.
     """
@@ -405,7 +406,7 @@ def run(face: str, folder: Path, *, resume: Path | None = None) -> Any:
 
     Args:
         face: a key of :data:`MAKE`.
-        folder: for what it writes.
+        folder: for its files.
         resume: a checkpoint to go on from; the run then starts from another seed.
     """
     set_seed(0 if resume is None else 1)

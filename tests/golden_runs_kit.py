@@ -1,4 +1,4 @@
-"""The runs of the golden folders: how each is started, where it is interrupted, and what is asked of it."""
+"""The runs of the golden folders: how each is started and interrupted, and which commands read it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 import golden_kit
 from treadle.cli.main import main
@@ -123,7 +126,7 @@ def start(run: GoldenRun) -> int:
 
 
 def treadle(*arguments: object) -> int:
-    """Runs a command in this process and returns its exit code; what it imported of a user is forgotten."""
+    """Runs a command in this process and returns its exit code; forgets the user's modules afterwards."""
     path = list(sys.path)
     try:
         main([str(argument) for argument in arguments])
@@ -206,7 +209,7 @@ def manual_digest() -> str:
 
 
 def listed(folder: Path) -> dict[str, Any]:
-    """Unpacks every golden folder below ``folder`` and returns what ``treadle runs`` says of each, but for ages."""
+    """Unpacks all golden folders below ``folder``; returns the rows of ``treadle runs`` without their ages."""
     for name in RUNS:
         for state in STATES[: 1 if name == "text-lora" else 2]:
             unpack(name, state, folder / f"{name}-{state}")
@@ -220,10 +223,28 @@ def listed(folder: Path) -> dict[str, Any]:
 
 
 def spoken(*arguments: object) -> tuple[int, str]:
-    """Runs a command and returns its exit code and what it wrote to the standard output."""
+    """Runs a command in this process; returns its exit code and standard output."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code = treadle(*arguments)
     return code, said.getvalue()
+
+
+def predictions(name: str, folder: Path) -> dict[str, str]:
+    """Unpacks a golden folder in ``folder`` and returns the index of the output of ``treadle predict``."""
+    run = unpack(name, "finished", folder)
+    before = os.getcwd()
+    os.chdir(folder)
+    code, said = spoken("predict", FOLDER, "--json", *ON_CPU)
+    os.chdir(before)
+    assert code == 0
+    shown = json.loads(said)
+    path = folder / shown["path"]
+    assert path.parent == run
+    if path.suffix != ".npz":
+        return golden_kit.index({**shown, "written": path.read_text(encoding="utf-8")})
+    with np.load(path) as opened:
+        arrays = {key: torch.from_numpy(opened[key]) for key in opened.files}
+    return golden_kit.index({**shown, "written": arrays})
 
 
 def evaluation_key(name: str, arguments: Sequence[str]) -> str:
@@ -232,7 +253,7 @@ def evaluation_key(name: str, arguments: Sequence[str]) -> str:
 
 
 def evaluations(folder: Path) -> dict[str, Any]:
-    """Returns what ``treadle evaluate`` says of the golden folders; they are unpacked below ``folder``."""
+    """Unpacks the golden folders below ``folder``; returns the output of each ``treadle evaluate``."""
     found = {}
     for name, run in RUNS.items():
         for number, arguments in enumerate(run.evaluate):

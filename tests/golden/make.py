@@ -36,7 +36,7 @@ def on_ranks(folder: str) -> Any:
 
 
 def make_faces() -> dict[str, Any]:
-    """Writes each face's checkpoint and the state of its end; returns what the checkpoints hold."""
+    """Writes the checkpoint and the end state of each face; returns the indexes of the checkpoints."""
     found = {}
     shutil.rmtree(FACES, ignore_errors=True)
     FACES.mkdir(parents=True)
@@ -87,7 +87,7 @@ def make_run(name: str, run: runs_kit.GoldenRun, state: str, folder: Path) -> Pa
 
 
 def anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Takes the user out of what tar says of a file."""
+    """Removes the user's name and number from an entry of an archive."""
     info.uid = info.gid = 0
     info.uname = info.gname = ""
     return info
@@ -119,6 +119,7 @@ def main(parts: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             recorded["evaluations"] = runs_kit.evaluations(Path(folder))
             os.chdir(TESTS)
+            recorded["predictions"] = {name: runs_kit.predictions(name, Path(folder, name)) for name in runs_kit.PACKS}
     path.write_text(json.dumps(recorded, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

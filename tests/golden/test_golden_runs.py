@@ -1,8 +1,8 @@
 """Golden run folders of an earlier commit resume to the same end, replay to the bit, and are evaluated and reported.
 
 Each test works on a copy. Where torch or the processor is another one than there, last bits may differ: a replay may
-then say so, and numbers are compared with a tolerance. The folders of the text pack hold what one version of Python
-says in its manual; another version trains on another text and only reads them.
+then report a difference, and numbers are compared with a tolerance. The text pack trains on the manual of the running
+Python: on another version its folders are only read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RECORDED = json.loads((kit.FILES / "golden.json").read_text(encoding="utf-8"))
 EXACT = RECORDED["platform"] == kit.this_platform()
 FINISHED = [name for name in RUNS if name != "text-lora"]
 STARTS = ("sessions.jsonl", "run.json", "README.md")
-"""Files that tell when and from where a run was started, and what peft writes about adapters."""
+"""Files with times and paths of a start, and the model card that peft writes; not compared."""
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_an_interrupted_run_goes_on_to_the_end_of_the_uninterrupted_one(
 
 
 def differences(found: Path, expected: Path) -> Iterator[str]:
-    """Names what the end of a run lacks, or has otherwise; it may have files besides."""
+    """Yields each file that is missing or differs; additional files are allowed."""
     for path in sorted(path for path in expected.rglob("*") if path.is_file()):
         name = path.relative_to(expected)
         if name.name in STARTS:
@@ -84,7 +84,7 @@ def differences(found: Path, expected: Path) -> Iterator[str]:
 
 
 def read(path: Path) -> Any:
-    """Returns what a file holds; of a file of weights, or of what was drawn, the bytes where they must be the same."""
+    """Loads a file as tensors, values or lines; returns the bytes of any other kind, or None on another platform."""
     if path.suffix == ".pt":
         return torch.load(path, weights_only=True)
     if path.suffix == ".json":
@@ -154,6 +154,14 @@ def test_the_evaluation_is_that_of_the_report(
     assert verdicts.keys() == {key for key in expected if key.startswith("equal_to")}
     assert all(verdicts.values()) or not EXACT
     assert kit.far(shown, {key: expected[key] for key in expected if key not in verdicts}, exact=EXACT) == []
+
+
+@pytest.mark.parametrize("name", [name for name in PACKS if EXACT or name != "text"])  # other bits, another text
+def test_the_predictions_are_those_of_then(name: str, tmp_path: Path) -> None:
+    found, recorded = runs_kit.predictions(name, tmp_path / name), RECORDED["predictions"][name]
+    assert kit.shapes(found) == kit.shapes(recorded)
+    if EXACT:
+        assert kit.values(found) == recorded
 
 
 @pytest.mark.parametrize("name", RUNS)
