@@ -82,6 +82,8 @@ def _idle(config: GraphsConfig, level: str, task_type: str) -> Iterator[tuple[st
 
 def _idle_encodings(config: GraphsConfig) -> Iterator[tuple[str, str]]:
     read = parse_pe_config(config.pe)
+    if read.relative is not None and config.encodings is not config.pe:
+        yield "pe.relative", "model.name is 'mpnn', which has no attention"
     for name, section in (("node", read.node), ("relative", read.relative)):
         keys = config.pe.get(name, {})
         if section is None:

@@ -47,7 +47,7 @@ def prepare_data(config: GraphsConfig, messages: Console) -> GraphDataset:
     """
     try:
         with _encoding_bar(messages) as progress:
-            return get_dataset(**given(config.dataset), pe_config=config.pe, progress=progress)
+            return get_dataset(**given(config.dataset), pe_config=config.encodings, progress=progress)
     except FileNotFoundError as error:
         raise ConfigError(f"dataset={config.dataset.get('name')}: {error}") from error
 

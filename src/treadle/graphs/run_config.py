@@ -58,7 +58,8 @@ _KINDS: dict[str, Any] = {
 }  # fmt: skip
 """Of settings in sections whose keys are for others to know: what takes them compares or hands on without a look."""
 RECIPE: Mapping[str, Any] = {
-    "model.readout": None, "model.standardize": True, "training.scheduler.warmup_offset": 1,
+    "model.readout": None, "model.standardize": True, "model.mpnn_type": "gatedgcn", "model.hidden_dim": 56,
+    "training.scheduler.warmup_offset": 1,
     "pe.node.type": "rwse", "pe.node.dim": None, "pe.node.rwse.scales": list(range(1, 21)),
 }  # fmt: skip
 """Defaults that are newer than some run folders; see :meth:`GraphsConfig.as_started`."""
@@ -143,6 +144,13 @@ class GraphsConfig:
                 ModelOptions(num_features=1, **options)
 
     @property
+    def encodings(self) -> dict[str, Any]:
+        """The section ``pe``, without encodings of pairs where the kind of model has no attention to read them."""
+        if self.model.get("name") != "mpnn":
+            return self.pe
+        return {name: section for name, section in self.pe.items() if name != "relative"}
+
+    @property
     def model_options(self) -> dict[str, Any]:
         """Options of `get_model` that are set; with statistics where they are wanted, for a checkpoint to bring."""
         options = given(self.model)
@@ -166,22 +174,21 @@ class GraphsConfig:
         """Returns these settings, with those of a run in the place of defaults that have changed since it was started.
 
         Args:
-            stored: nested settings of the run; a setting that it lacks was off.
+            stored: nested settings of the run; what it lacks is left out.
             set_by_hand: dotted keys that are kept as they are.
         """
-        mine, its = flat(self.to_dict()), flat(stored)
-        kept = {
-            key: its.get(key, False if isinstance(default, bool) else None)
-            for key, default in RECIPE.items()
-            if key not in set_by_hand and mine.get(key) == default
-        }
-        values = self.to_dict()
-        for key, value in kept.items():
+        values, mine, its = copied(self.to_dict()), flat(self.to_dict()), flat(stored)
+        for key in RECIPE.keys() - set(set_by_hand):
+            if mine.get(key) != RECIPE[key]:  # chosen by a group
+                continue
             *path, name = key.split(".")
-            section: Any = values
+            section = values
             for part in path:
-                section = section.setdefault(part, {})
-            section[name] = value
+                section = section[part]
+            if key in its:
+                section[name] = its[key]
+            else:
+                section.pop(name, None)
         return self.from_values(values)
 
     def to_dict(self) -> dict[str, Any]:
