@@ -78,6 +78,8 @@ def _idle(config: GraphsConfig, level: str, task_type: str) -> Iterator[tuple[st
     model = ModelOptions(num_features=1, **config.model_options)
     if not (model.has_attention or (model.use_local and model.mpnn_type == "gat")):
         yield "model.num_heads", "the model has no attention"
+    if not model.use_local:
+        yield "model.mpnn_type", "model.use_local is False"
 
 
 def _idle_encodings(config: GraphsConfig) -> Iterator[tuple[str, str]]:

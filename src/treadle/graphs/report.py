@@ -99,7 +99,7 @@ def finish_run(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, 
     Returns:
         What was written to ``metrics.json``.
     """
-    test = trainer.eval_epoch(loader(data.test, config.training.batch_size))
+    test = trainer.eval_epoch(loader(data.test, config.training.batch_size), mask="test_mask")
     results = to_json({
         "test_metrics": test,
         "best_epoch": trainer.best_epoch,

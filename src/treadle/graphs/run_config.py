@@ -59,7 +59,7 @@ _KINDS: dict[str, Any] = {
 """Of settings in sections whose keys are for others to know: what takes them compares or hands on without a look."""
 RECIPE: Mapping[str, Any] = {
     "model.readout": None, "model.standardize": True, "model.mpnn_type": "gatedgcn", "model.hidden_dim": 56,
-    "training.scheduler.warmup_offset": 1,
+    "training.scheduler.warmup_offset": 1, "training.optimizer.lr": 2e-3,
     "pe.node.type": "rwse", "pe.node.dim": None, "pe.node.rwse.scales": list(range(1, 21)),
 }  # fmt: skip
 """Defaults that are newer than some run folders; see :meth:`GraphsConfig.as_started`."""
@@ -154,6 +154,8 @@ class GraphsConfig:
     def model_options(self) -> dict[str, Any]:
         """Options of `get_model` that are set; with statistics where they are wanted, for a checkpoint to bring."""
         options = given(self.model)
+        if options.get("use_local") is False and options.get("mpnn_type") == RECIPE["model.mpnn_type"]:
+            del options["mpnn_type"]  # the choice of the groups, which is of no use here
         return {**options, "statistics": True} if options.pop("standardize", False) else options
 
     @classmethod

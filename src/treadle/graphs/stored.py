@@ -15,6 +15,7 @@ from treadle.device import get_device
 from treadle.distributed.state_names import load_model_state
 from treadle.errors import ConfigError
 from treadle.graphs import GraphTrainer
+from treadle.graphs.masks import MaskName
 from treadle.graphs.run_build import build_trainer, loader, prepare_data
 from treadle.graphs.run_config import GraphsConfig
 from treadle.hooks.files import to_json
@@ -42,7 +43,8 @@ def evaluate_graphs(
     with cpu_threads(threads):
         trainer, graphs, name = _stored(path, config, split=split, **where)
         batches = loader(graphs, batch_size or config.training.batch_size, num_workers=num_workers)
-        metrics = to_json(trainer.eval_epoch(batches))
+        masks: dict[str, MaskName] = {"train": "train_mask", "val": "val_mask", "test": "test_mask"}
+        metrics = to_json(trainer.eval_epoch(batches, mask=masks[split]))
     found = {"data": name, "metrics": metrics, "graphs": len(graphs), "device": str(trainer.device)}
     stored = stored_json(run_folder_of(path) / "test_results.json")
     if split == "test" and path.name == "best.pt" and stored is not None and stored["best_epoch"] == tree["epoch"]:
