@@ -83,7 +83,7 @@ class Witness(BaseHook):
         path, tree = found
         self.seen.start, self.seen.start_step = str(path), int(tree["global_step"])
         self.seen.versions = tree.get("versions") or {}
-        trainer.resume_source = str(path)
+        trainer.state.record_source(path)
         return tree
 
     def on_before_train(self, trainer: Engine) -> None:

@@ -30,7 +30,6 @@ from treadle.cli.bench.trials import (
 from treadle.cli.bench.watch import Watch, is_replayed, parts_in_order
 from treadle.data.cursor import Group
 from treadle.engine import Engine
-from treadle.engine.bookkeeping import settle
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
 
@@ -136,7 +135,7 @@ class BenchHook(BaseHook):
         assert self._line is not None
         assert self._watch is not None
         assert self._counter is not None
-        settle(trainer)
+        trainer.raise_if_refused()
         trainer.lr_scheduler = None  # the trials take more steps than the schedule may know
         result = self.result
         result.face, result.device, result.precision = trainer.face, str(trainer.device), trainer.precision.name
