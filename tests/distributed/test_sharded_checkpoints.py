@@ -62,7 +62,7 @@ def frozen_left_out(kind, folder):
     """An engine that writes whole files without what is frozen."""
     made = engine(kind, folder)
     distributed.unwrap(made.model).narrow.requires_grad_(False)
-    made.state_options = StateOptions(full_state_dict=True, ignore_frozen_params=True)
+    made.state.options = StateOptions(full_state_dict=True, ignore_frozen_params=True)
     return made
 
 

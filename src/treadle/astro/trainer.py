@@ -232,7 +232,7 @@ class AstroTrainer:
         engine = self._engine
         if not torch.is_grad_enabled():
             return mix_seed(engine.eval_seed, engine.eval_cursor.position)
-        number = engine.micro_steps - len(engine.group.batches) + len(engine.step_info.get("loss", ()))
+        number = engine.micro_steps - len(engine.attempt.group.batches) + len(engine.attempt.info.get("loss", ()))
         return mix_seed(self.config.seed, number, distributed.rank())
 
     # -- what happened so far -------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ class AstroTrainer:
             NonFiniteError: the gradient is not finite.
         """
         self._epochs.train_step(batch)
-        return {**self._epochs.step_numbers(), "lr": float(read_scalars(self._engine.step_info["lr"][:1])[0])}
+        return {**self._epochs.step_numbers(), "lr": float(read_scalars(self._engine.attempt.info["lr"][:1])[0])}
 
     def train_epoch(self) -> dict[str, Any]:
         """Trains one more epoch: nothing is evaluated, selected or written at its end.

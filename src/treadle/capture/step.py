@@ -91,7 +91,7 @@ class CapturedStep:
         with capturable(engine.optimizer):
             self._train()
         with branch.after(self._guard.judged):  # loss and norm were there before the update
-            left = _Left(engine.step_outputs, engine.step_info["grad_norm"], device=engine.device)
+            left = _Left(engine.attempt.outputs, engine.attempt.info["grad_norm"], device=engine.device)
         branch.join()
         return left
 
@@ -116,7 +116,7 @@ class CapturedStep:
             self._guard.weights = KnownWeights(self._known, device=self._engine.device)
         with self._engine.isolated_step(self._guard):
             self._train()
-            outputs = self._engine.step_outputs
+            outputs = self._engine.attempt.outputs
         self._guard.weights = given
         return outputs
 

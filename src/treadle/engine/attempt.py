@@ -125,13 +125,17 @@ class Attempt:
 
 
 def _detached(records: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns records free of their graph; the usual flat ones of plain numbers as they are."""
-    if not records:
-        return {}
-    for value in records.values():
-        if type(value) not in _PLAIN:
+    """Returns records free of their graph: the usual flat ones at once, others by the rules for nested values."""
+    flat: dict[str, Any] = {}
+    for name, value in records.items():
+        kind = type(value)
+        if kind is Tensor:
+            flat[name] = value.detach()
+        elif kind in _PLAIN:
+            flat[name] = value
+        else:
             return map_nested_tensor(Tensor.detach, records)
-    return dict(records)
+    return flat
 
 
 def begin_step(engine: Engine) -> None:
@@ -152,7 +156,7 @@ def start_attempt(engine: Engine, group: Group) -> GroupWeights | GivenWeights:
     if engine.guard.weights is not None:
         return engine.guard.weights
     return GroupWeights(
-        len(group.batches), device=engine.device, undivided=totals is not None,
+        len(group.batches), device=engine.precision.device, undivided=totals is not None,
         largest=engine.settings.accumulation_steps, num_ranks=engine.num_ranks, notices=lambda: own_messages(engine),
     )  # fmt: skip
 
@@ -238,19 +242,15 @@ def apply_step_effects(engine: Engine, moved: Collection[Ema] = ()) -> Outcome:
         return "applied"  # nothing changed: see treadle.capture
     engine.precision.applied()
     engine.progress.apply(engine.attempt.info["lr"])
-    if engine.lr_scheduler is not None and _moves_each_step(engine):
-        engine.lr_scheduler.step()
+    scheduler, moves = engine.lr_scheduler, engine.settings.scheduler_interval == "step"
+    if scheduler is not None and moves and not isinstance(scheduler, ReduceLROnPlateau):  # that one: with epochs alone
+        scheduler.step()
     for ema in engine.declared.averages.values():
         if ema in moved:
             ema.count_update()
         else:
             ema.update(engine.model, applied_steps=engine.progress.applied_steps)
     return "applied"
-
-
-def _moves_each_step(engine: Engine) -> bool:
-    """Returns whether the scheduler moves with every applied step; a plateau scheduler never does."""
-    return engine.settings.scheduler_interval == "step" and not isinstance(engine.lr_scheduler, ReduceLROnPlateau)
 
 
 def finish_step(engine: Engine, outcome: Outcome) -> None:

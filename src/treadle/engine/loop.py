@@ -310,6 +310,7 @@ class Engine:
             NonFiniteError: the gradient is not finite.
         """
         self.prepare()
+        self.target = Target(epochs=self.epoch + 1)  # no step is the last one here
         begin_step(self)
         with contextlib.closing(self.exchange):
             outcome = self.steps(Group(list(batches), [0.0] * len(batches)))

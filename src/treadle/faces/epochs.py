@@ -13,7 +13,6 @@ from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.evaluation import for_each_batch, refuse_no_batch
 from treadle.engine.predictions import joined, kept_outputs
-from treadle.engine.stopping import Target
 
 
 class EpochTrainer:
@@ -91,7 +90,6 @@ class EpochTrainer:
             NonFiniteError: the gradient is not finite.
         """
         engine = self.engine
-        engine.target = Target(epochs=engine.epoch + 1)  # no step is the last one here
         engine.model.train()
         engine.step_group([batch])
         if engine.cursor.position == 0:

@@ -130,12 +130,8 @@ class BaseTrainer(Engine):
             max_non_finite_grad_retries=max_non_finite_grad_retries,
             capture=capture,
         )
-        self._configure(
-            settings,
-            mixed_precision,
-            logger=logger or logging.getLogger("treadle.trainer"),
-            state_options=state_options(state_dict_options),
-        )
+        logger, options = logger or logging.getLogger("treadle.trainer"), state_options(state_dict_options)
+        self._configure(settings, mixed_precision, logger=logger, state_options=options)
         self.max_steps = max_steps
         self.trackers = trackers
         self.compile_setting = check_compile(compile)
@@ -149,15 +145,10 @@ class BaseTrainer(Engine):
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.data_loader: Any = None
         self.config = {
-            "max_steps": max_steps,
-            "grad_clip": grad_clip,
-            "max_non_finite_grad_retries": max_non_finite_grad_retries,
-            "mixed_precision": mixed_precision,
-            "gradient_accumulation_steps": self.accumulation_steps,
-            "scheduler_interval": scheduler_interval,
-            "capture": capture,
-            "compile": compile,
-        }
+            "max_steps": max_steps, "grad_clip": grad_clip, "max_non_finite_grad_retries": max_non_finite_grad_retries,
+            "mixed_precision": mixed_precision, "gradient_accumulation_steps": accumulation_steps,
+            "scheduler_interval": scheduler_interval, "capture": capture, "compile": compile,
+        }  # fmt: skip
 
     def train(self) -> None:
         """Trains to ``max_steps``; a finished run is a no-op. An exception leaves unchanged."""

@@ -219,7 +219,7 @@ def find_non_finite(engine: Engine, attempt: AttemptStart) -> Finding:
 def _run_again(engine: Engine, finding: Finding) -> None:
     """Forward and backward of the group, as the step does them but without exchanging gradients between ranks."""
     engine.optimizer.zero_grad(set_to_none=True)
-    group = engine.group
+    group = engine.attempt.group
     one_rank = distributed.world_size() == 1
     weights = GroupWeights(len(group.batches), device=engine.device, undivided=engine.attempt.term_totals is not None)
     for number, batch in enumerate(group.batches):

@@ -216,7 +216,7 @@ class NonFiniteHook(BaseHook):
         groups = trainer.optimizer.param_groups
         with_gradient = [p for group in groups for p in group["params"] if p.grad is not None]
         bad = [names.get(id(p), "<unnamed>") for p in with_gradient if not is_finite(p.grad)]
-        info, group = trainer.step_info, trainer.group
+        info, group = trainer.step_info, trainer.attempt.group
         finding = find_non_finite(trainer, self._noted(trainer))
         position, count = trainer.cursor.position, len(group.batches)
         losses = [None if loss is None else float(loss) for loss in info["loss"]]
@@ -275,7 +275,7 @@ class NonFiniteHook(BaseHook):
 def _save_batch(trainer: Engine, path: Path) -> str:
     """Saves the micro-batches as a list; returns the file's name, or why there is none."""
     try:
-        plain = [batch_as_plain(batch) for batch in trainer.group.batches]
+        plain = [batch_as_plain(batch) for batch in trainer.attempt.group.batches]
     except TypeError as error:
         return f"not saved: {error}"
     write_bytes(lambda file: torch.save(plain, file), path)

@@ -157,7 +157,7 @@ def test_the_peak_of_a_step_on_cuda_is_that_of_the_allocator():
     hook, engine = CudaMaxMemoryHook(), bare_engine(None)
     engine.device = torch.device("cuda", 0)
     hook.on_before_train(engine)
-    engine.step_info = {}
+    engine.attempt.info = {}
     hook.on_before_step(engine)
     before = torch.cuda.memory_allocated() / 2**30  # by other tests of this process
     block = torch.empty(2**28, dtype=torch.uint8, device="cuda")

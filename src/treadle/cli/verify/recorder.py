@@ -128,7 +128,7 @@ class Recorder(BaseHook):
         trainer.request_write(lambda: self._write_step(trainer))
 
     def _write_step(self, trainer: Engine) -> None:
-        outputs = [[output.loss, output.weight, output.records] for output in trainer.step_outputs]
+        outputs = [[output.loss, output.weight, output.records] for output in trainer.attempt.outputs]
         self._add("loss", without_durations(leaves_of(outputs)))
         self._write("step", trainer)
         self._kill(trainer.step, "before")
