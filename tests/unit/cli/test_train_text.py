@@ -28,6 +28,7 @@ from treadle.cli.main import main
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.engine.observers import observing
+from treadle.errors import MissingExtraError
 from treadle.text import report as text_report
 from treadle.text import run_data as text_data
 from treadle.text import runs as text_run
@@ -531,7 +532,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing(*args: object, **kwargs: object) -> None:
-        raise ImportError("treadle.text needs transformers (no such module): pip install 'treadle[hf]'")
+        raise MissingExtraError("treadle.text needs transformers (no such module): pip install 'treadle[hf]'")
 
     monkeypatch.setattr(text_run, "build_gpt2", missing)
     assert run(tmp_path / "run") == 1
@@ -560,7 +561,7 @@ def test_help_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verify_takes_it_as_a_target_and_refuses_a_wrong_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    from treadle.cli.verify.command import check_arguments
+    from treadle.runs.exact import check_arguments
 
     assert check_arguments("text", ["epochs=3"], None, 3) == 120
     with pytest.raises(SystemExit) as left:

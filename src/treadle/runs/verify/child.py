@@ -16,16 +16,15 @@ from typing import NoReturn
 
 import numpy as np
 
-from treadle.cli.console import message_console, result_console
-from treadle.cli.verify.evidence import SeedWatch
-from treadle.cli.verify.jobs import Job, RecordFile
-from treadle.cli.verify.recorder import Looker, Recorder
 from treadle.engine import Engine
 from treadle.engine.observers import observing
 from treadle.errors import ConfigError
 from treadle.hooks import CheckpointingHook
 from treadle.runs.script import MovedRuns, run_as_main
 from treadle.runs.target import PackRun, pack_commands, resolve, train_from
+from treadle.runs.verify.evidence import SeedWatch
+from treadle.runs.verify.jobs import Job, RecordFile
+from treadle.runs.verify.recorder import Looker, Recorder
 
 
 class Arrangement(MovedRuns):
@@ -140,7 +139,10 @@ def _run_target(job: Job, arrangement: Arrangement) -> None:
     path = Path(job.target)
     if isinstance(found, PackRun):
         arrangement.pack = True
-        run, consoles = pack_commands(found.face).run, {"results": result_console(), "messages": message_console()}
+        from rich.console import Console
+
+        run = pack_commands(found.face).run
+        consoles = {"results": Console(highlight=False), "messages": Console(stderr=True, highlight=False)}
         run(found.settings, out=job.workspace, device=found.device, resume=True, **consoles)
     elif found is not None:
         train_from(found, path.parent)
