@@ -38,6 +38,7 @@ from treadle.graphs.encodings import (
     rwse_pe,
     spd_pe,
 )
+from treadle.graphs.ensemble import SmilesPrediction, predict_smiles
 from treadle.graphs.losses import GraphLoss, get_loss_fn
 from treadle.graphs.metrics import GraphMetrics, get_metrics
 from treadle.graphs.model import GraphTransformer, get_model
@@ -79,6 +80,7 @@ __all__ = [
     "RelativePEConfig",
     "ReproducibilityContext",
     "RoleConfig",
+    "SmilesPrediction",
     "Trainer",
     "bfs_pe",
     "cached_encodings",
@@ -106,6 +108,7 @@ __all__ = [
     "pad_batch",
     "parse_pe_config",
     "plan_buckets",
+    "predict_smiles",
     "resistance_pe",
     "role_pe",
     "rwse_pe",
