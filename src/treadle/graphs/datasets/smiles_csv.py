@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from treadle.errors import ConfigError, nearest
-from treadle.graphs.datasets.base import Described, Source, scaffold_split, tenths
+from treadle.graphs.datasets.base import Described, Source, repeats_first, scaffold_split, tenths
 from treadle.graphs.datasets.molecules import (
     ATOM_COLUMNS,
     BOND_COLUMNS,
@@ -82,13 +82,12 @@ def load_smiles_csv(
             graphs.append(graph)
     described = Described("graph", task, len(ATOM_COLUMNS), len(chosen), len(BOND_COLUMNS))  # type: ignore[arg-type]
     texts = [graph.smiles for graph in graphs]
+    numbered = number_molecules(texts).numpy()
     if split == "scaffold":
         parts = scaffold_split([murcko_scaffold(text) for text in texts])
     else:
-        parts = tenths(np.random.default_rng(0).permutation(len(graphs)))
-    return Source(
-        described, GraphSplit(pack(graphs)), parts, has_test_set=False, molecules=number_molecules(texts).numpy()
-    )
+        parts = tenths(repeats_first(np.random.default_rng(0).permutation(len(graphs)), numbered))
+    return Source(described, GraphSplit(pack(graphs)), parts, has_test_set=False, molecules=numbered)
 
 
 def read_smiles_csv(path: Path, *, smiles: str = "smiles") -> tuple[list[str], list[Mapping[str, Any]]]:
