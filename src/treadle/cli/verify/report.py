@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from treadle.cli.console import print_table
 from treadle.cli.verify.compare import STEPS, Difference
 from treadle.cli.verify.jobs import Kill
 from treadle.cli.verify.recorder import PARTS
 from treadle.cli.verify.runs import Verification
-from treadle.runs.tables import print_table
 
 _STYLES = {"EXACT": "bold green", "NOT EXACT": "bold red", "NOT CHECKED": "bold yellow"}
 
