@@ -149,7 +149,8 @@ class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
         return Evaluation(
             metrics,
             counts={"sequences": len(data.sequences[split])},
-            more={"predictions": predictions, "device": str(opened.trainer.device)},
+            more={"predictions": predictions},
+            device=str(opened.trainer.device),
             tables=[report.predictions_table(predictions, split)],
             compared=compared,
         )

@@ -97,7 +97,6 @@ def finish_run(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, 
         "best_val_metric": trainer.best_metric,
         "test": test,
         "baselines": _baselines(data) if data.task_type == "regression" else {},
-        "data": {"name": data.name, "level": data.level},
         "graphs": {name: len(part) for name, part in zip(("train", "val", "test"), data.get_splits(), strict=True)},
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
     })  # fmt: skip
@@ -145,11 +144,10 @@ def results(metrics: Mapping[str, Any], out: Path) -> Report:
     """Returns the table of a run from the content of ``metrics.json``."""
     columns, rows = _test_rows(metrics)
     pictures = sorted(path.name for path in (out / "pictures").glob("*.png"))
-    data, count = metrics.get("data", {"name": "graphs", "level": "graph"}), metrics["graphs"]["test"]
-    what = {"graph": "", "node": "the nodes of ", "edge": "pairs of nodes of "}[data["level"]]
+    config, count = metrics["config"], metrics["graphs"]["test"]
     return Report(
-        title=f"{metrics['config']['model']['name']} on {data['name']}",
-        lead=f"The test is on {what}{count:,} graphs that were kept out of training. The weights are those of epoch "
+        title=f"{config['model']['name']} on {config['dataset']['name']}",
+        lead=f"The test is on {count:,} graphs that were kept out of training. The weights are those of epoch "
         f"{metrics['best_epoch']} of {metrics['epochs']}, the best by validation {metrics['metric_for_best']}.",
         tables=[Table(columns, rows, title=f"Test, {count:,} graphs", width=36)],
         files=[

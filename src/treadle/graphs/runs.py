@@ -207,7 +207,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
             metrics,
             counts={"graphs": len(graphs)},
             about={"data": opened.data.name},
-            more={"device": str(trainer.device)},
+            device=str(trainer.device),
             compared=compared,
         )
 

@@ -158,6 +158,7 @@ class Evaluation:
         counts: how many of what were evaluated, such as ``{"graphs": 12}``.
         about: texts that come before the split's name, such as the data set.
         more: further values for ``eval_results_SPLIT.json``.
+        device: where it was computed.
         tables: further tables.
         compared: a file with the run's own results of this split, and whether these are equal to the bit; None where
             there are none.
@@ -167,13 +168,15 @@ class Evaluation:
     counts: Mapping[str, int] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
+    device: str | None = None
     tables: Sequence[Table] = ()
     compared: tuple[Path, bool] | None = None
 
     def as_values(self) -> dict[str, Any]:
         """Returns it as plain values, ``compared`` as ``equal_to_<name of the file>``."""
         equal = {} if self.compared is None else {f"equal_to_{self.compared[0].stem}": self.compared[1]}
-        return {**self.about, "metrics": self.metrics, **self.more, **self.counts, **equal}
+        where = {} if self.device is None else {"device": self.device}
+        return {**self.about, "metrics": self.metrics, **self.more, **self.counts, **where, **equal}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from treadle.data import steps_per_epoch
-from treadle.runs.folder import part_of
+from treadle.runs.folder import part_of, write_changed
 from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run, load_newest
 from treadle.runs.report import Report
 from treadle.runs.setting_names import as_settings
@@ -114,6 +115,10 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
                 "stopped early after epoch %d of %d: no better validation loss for %s epochs",
                 trainer.epoch, epochs, trainer.cfg.early_stop_patience,
             )  # fmt: skip
+
+    def keep(self, run: Run[SpectraConfig], data: SpectraData) -> None:
+        """Writes the settings; the config.json of this pack never had its name in it."""
+        write_changed(json.dumps(self.values(run.config), indent=2) + "\n", run.out / "config.json")
 
     def describe(self, run: Run[SpectraConfig], data: SpectraData, trainer: SpectraTrainer) -> dict[str, str]:
         """Returns what was decided about precision, data, model and schedule."""

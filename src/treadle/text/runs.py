@@ -230,7 +230,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
             {name: value for name, value in scored.items() if name not in sizes},
             counts=sizes,
             about={"stage": stage},
-            more={"device": str(opened.trainer.device)},
+            device=str(opened.trainer.device),
             compared=compared,
         )
 

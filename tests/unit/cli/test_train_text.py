@@ -28,6 +28,7 @@ from treadle.cli.main import main
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.engine.observers import observing
+from treadle.errors import MissingExtraError
 from treadle.runs.pack import Run
 from treadle.text import report as text_report
 from treadle.text import run_data as text_data
