@@ -107,7 +107,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
     """Reads a record; one that is damaged is named and counts as absent."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        entries = found["entries"] if isinstance(found, dict) else found  # a list in folders of earlier versions
+        entries = found.get("entries", []) if isinstance(found, dict) else found  # a list in earlier versions
         return [{key: entry[key] for key in ("from_step", "file", "arguments", "config")} for entry in entries]
     except FileNotFoundError:
         return []

@@ -168,8 +168,8 @@ def _quiet_about_left_out_hooks() -> Iterator[None]:
     def passes(record: logging.LogRecord) -> bool:
         return getattr(record, "topic", None) != "ignored hook state"
 
-    faces = ("trainer", "functional", "spectra", "graphs", "astro", "engine")
-    loggers = [logging.getLogger(f"treadle.{face}") for face in faces]
+    # Every face has a logger of its own, also that of another package's trainer.
+    loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
     for logger in loggers:
         logger.addFilter(passes)
     try:
