@@ -196,8 +196,8 @@ def _cause(error: Exception) -> str:
 
 
 def set_aside(folder: Path) -> None:
-    """Renames a folder of an earlier run, if it is there."""
-    if folder.exists():
+    """Renames a file or folder of an earlier run; an empty folder, of one that was killed early, stays."""
+    if folder.exists() and not (folder.is_dir() and all(path.name.startswith(".") for path in folder.iterdir())):
         aside = next_free(folder)
         folder.rename(aside)
         _log.info("%s belonged to an earlier run and is now %s", folder.name, aside.name)

@@ -387,9 +387,9 @@ def test_a_wrong_question_is_one_line(
 def test_a_run_of_several_ranks_that_captured_its_steps_is_asked_in_one_process(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = read(copied, "config.json")
-    config["training"] |= {"parallel": "fsdp", "capture": True}
-    (copied / "config.json").write_text(json.dumps(config))
+    record = read(copied, "run.json")
+    record["config"]["training"] |= {"parallel": "fsdp", "capture": True}
+    (copied / "run.json").write_text(json.dumps(record))
     assert command("evaluate", copied / "lora", "--json") == 0
     assert shown_values(capsys)["equal_to_metrics"] is True
     assert command("predict", copied, "--greedy") == 0
