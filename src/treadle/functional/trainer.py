@@ -126,7 +126,7 @@ class Trainer:
         task = TrainerTask(self)
         if self._overrides("train_step"):
             make = partial(OwnStepEngine, own_step=self.train_step, weighted=task.weighted)
-        engine = make(
+        return make(
             self.model,
             self.optimizer,
             task,
@@ -136,11 +136,10 @@ class Trainer:
             eval_seed=eval_seed,
             capture=capture,
             logger=_log,
+            face="functional",
+            config={**dataclasses.asdict(settings), "loss": loss_name(self.loss_fn)},
             **settings.engine_arguments(),
         )
-        engine.face = "functional"
-        engine.config = {**dataclasses.asdict(settings), "loss": loss_name(self.loss_fn)}
-        return engine
 
     def _overrides(self, method: str) -> bool:
         return getattr(type(self), method) is not getattr(Trainer, method)

@@ -200,5 +200,5 @@ def build_trainer(
         capture=check_capture(training.capture),
         compile=check_compile(training.compile),
     )
-    trainer.config |= {"run": config.to_dict(), "threads": torch.get_num_threads()}
+    trainer.config.update({"run": config.to_dict(), "threads": torch.get_num_threads()})
     return trainer

@@ -118,7 +118,7 @@ class ProgressBarHook(BaseHook):
         """Collects the step, and shows it when it is time."""
         if self._silent:
             return
-        for output in trainer.step_outputs:
+        for output in trainer.attempt.outputs:
             add_output(self._means, output)
         if "grad_norm" in trainer.step_info:
             self._means.add_value(("grad_norm",), trainer.step_info["grad_norm"])

@@ -82,7 +82,7 @@ class Witness(BaseHook):
         path, tree = found
         self.seen.start, self.seen.start_step = str(path), int(tree["global_step"])
         self.seen.versions = tree.get("versions") or {}
-        trainer.resume_source = str(path)
+        trainer.state.record_source(path)
         return tree
 
     def on_before_train(self, trainer: Engine) -> None:
@@ -118,13 +118,13 @@ class Witness(BaseHook):
         self.seen.rows += self._rows.read()
 
     def _look_at_data(self, trainer: Engine) -> None:
-        self.seen.batches = list(trainer.group.batches)
-        self.seen.sample_ids = [ids_as_plain(ids) for ids in trainer.group.sample_ids]
+        self.seen.batches = list(trainer.attempt.group.batches)
+        self.seen.sample_ids = [ids_as_plain(ids) for ids in trainer.attempt.group.sample_ids]
 
 
 def _stop_inside(trainer: Engine) -> None:
     """The gradients are final but for clipping; ``model``, ``batch`` and ``grads`` are at hand."""
-    model, batch = trainer.model, trainer.group.batches
+    model, batch = trainer.model, trainer.attempt.group.batches
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     breakpoint()
     del model, batch, grads

@@ -562,7 +562,7 @@ def test_help_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verify_takes_it_as_a_target_and_refuses_a_wrong_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    from treadle.cli.verify.command import check_arguments
+    from treadle.runs.exact import check_arguments
 
     assert check_arguments("text", ["epochs=3"], None, 3) == 120
     with pytest.raises(SystemExit) as left:

@@ -48,17 +48,17 @@ class WaveTrainer(BaseTrainer):
     def __init__(self, run: Run[Settings], data: Data):
         config = run.config
         super().__init__(max_steps=config.steps, workspace=run.folder, device=run.device)
-        self.settings, self.rows, self.pack_hooks = config, data["train"], run.hooks()
+        self.run_settings, self.rows, self.pack_hooks = config, data["train"], run.hooks()
 
     def build_data_loader(self) -> TensorLoader:
-        return TensorLoader(self.rows, batch_size=self.settings.batch_size, shuffle=True, seed=self.settings.seed)
+        return TensorLoader(self.rows, batch_size=self.run_settings.batch_size, shuffle=True, seed=self.run_settings.seed)
 
     def build_model(self) -> nn.Module:
-        width = self.settings.model.width
+        width = self.run_settings.model.width
         return nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 1)).to(self.device)
 
     def build_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.model.parameters(), lr=self.settings.lr)
+        return torch.optim.Adam(self.model.parameters(), lr=self.run_settings.lr)
 
     def build_hooks(self) -> list[BaseHook]:
         saving = CheckpointingHook(50, exit_signals=(signal.SIGINT, signal.SIGTERM))

@@ -1,4 +1,4 @@
-"""A process that has torch imported and forks one child per job: ``python -m treadle.cli.verify.server``.
+"""A process that has torch imported and forks one child per job: ``python -m treadle.runs.verify.server``.
 
 Starting an interpreter and importing torch takes seconds, a fork milliseconds. Nothing is computed here and no
 accelerator is touched, so a child is as good as a new interpreter. Two servers with different hash seeds show what
@@ -19,9 +19,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from treadle.cli.verify.child import run_job
-from treadle.cli.verify.jobs import Job
 from treadle.runs.packs import PACKS, find_pack, module_of
+from treadle.runs.verify.child import run_job
+from treadle.runs.verify.jobs import Job
 
 _POLL_SECONDS = 0.02
 # Slow to import and without effects of their own. torch._dynamo comes with the first optimizer.
