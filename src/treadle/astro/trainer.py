@@ -204,8 +204,9 @@ class AstroTrainer:
             return given
         if interval == "epoch":
             raise ConfigError(
-                "scheduler_interval='epoch' without a scheduler: the schedule of the settings counts steps; give a "
-                "scheduler, or use 'step'"
+                "='epoch' without a scheduler: the schedule of the settings counts steps; give a "
+                "scheduler, or use 'step'",
+                argument="scheduler_interval",
             )
         settings = self.config
         return WarmupCosine(
@@ -316,7 +317,7 @@ class AstroTrainer:
         """
         epochs = self.config.epochs if num_epochs is None else num_epochs
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
-            raise ConfigError(f"num_epochs={num_epochs!r}: must be a whole number of epochs >= 0, or None")
+            raise ConfigError("must be a whole number of epochs >= 0, or None", argument="num_epochs", value=num_epochs)
         with self._folder.held():
             self._folder.resume(resume_from)
             self._epochs.select_by(None if val_loader is None else partial(BestRule, "val_loss_total", "min"))

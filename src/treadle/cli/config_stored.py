@@ -62,8 +62,10 @@ def _stored(path: Path, tree: Mapping[str, Any], device: str | None, *, needed: 
     found = recorded_config(run, int(tree["global_step"]))
     if found is None:
         raise ConfigError(
-            f"RUN={str(run)!r}: has no run.json, which `treadle train FILE` writes; load the weights into your own "
-            f"model with treadle.load_weights({path.name!r})"
+            f"has no run.json, which `treadle train FILE` writes; load the weights into your own "
+            f"model with treadle.load_weights({path.name!r})",
+            argument="RUN",
+            value=str(run),
         )
     config, folder = found
     if device is not None:

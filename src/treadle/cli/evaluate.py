@@ -120,8 +120,10 @@ def evaluate_checkpoint(
     path, tree, face = checkpoint_of(run)
     if face not in _OF_FACES:
         raise ConfigError(
-            f"RUN={str(run)!r}: {path.name} is of the face {face}, whose runs cannot be evaluated from their "
-            f"checkpoints; known: {', '.join(_OF_FACES)}"
+            f"{path.name} is of the face {face}, whose runs cannot be evaluated from their "
+            f"checkpoints; known: {', '.join(_OF_FACES)}",
+            argument="RUN",
+            value=str(run),
         )
     split = chosen_split(split, face, path)
     check_sizes(batch_size, num_workers)
@@ -168,7 +170,7 @@ def check_sizes(batch_size: int | None, num_workers: int = 0) -> None:
     """Raises ConfigError for a size that is too small; None passes."""
     for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise ConfigError(f"{name}={value!r}: must be a whole number of at least {least}")
+            raise ConfigError(f"must be a whole number of at least {least}", argument=name, value=value)
 
 
 def checkpoint_of(run: Path) -> tuple[Path, Mapping[str, Any], str]:
@@ -189,7 +191,9 @@ def checkpoint_of(run: Path) -> tuple[Path, Mapping[str, Any], str]:
     if not (run.is_file() or is_whole(run)):
         found = [run / name for name in _BEST if (run / name).exists()]
         if not found:
-            raise ConfigError(f"RUN={str(run)!r}: is no checkpoint, and no folder with one of {', '.join(_BEST)}")
+            raise ConfigError(
+                f"is no checkpoint, and no folder with one of {', '.join(_BEST)}", argument="RUN", value=str(run)
+            )
         path = found[0]
     tree = load_checkpoint(path)
     described = tree.get("format", {})

@@ -150,7 +150,9 @@ def _function(face: str, run: Path, path: Path) -> Callable[..., Arrays]:
     if face not in _OF_FACES:
         instead = _INSTEAD.get(face, f"known: {', '.join(_OF_FACES)}")
         raise ConfigError(
-            f"RUN={str(run)!r}: {path.name} is of the face {face}, which has no predictions here; {instead}"
+            f"{path.name} is of the face {face}, which has no predictions here; {instead}",
+            argument="RUN",
+            value=str(run),
         )
     module, function = _OF_FACES[face].split(":")
     found: Callable[..., Arrays] = getattr(importlib.import_module(f"treadle.{module}"), function)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
+from treadle.config.grammar import parse
 from treadle.errors import ConfigError, refuse_unknown
 from treadle.runs.launch import refuse_ranks
 
@@ -29,11 +31,10 @@ def train(cfg: Any) -> float | None:
     messages = message_console()
     with errors_as_one_line(messages), log_to(messages), observing(SessionKeeper()):
         refuse_ranks("scripts/train.py", instead="treadle train graphs")
-        values = _plain(cfg)
-        options = {key: values.pop(key, None) for key in _OF_TRAIN}
-        if not isinstance(options["resume"], bool):
-            raise ConfigError(f"resume={options['resume']!r}: must be true or false")
         hydra = HydraConfig.get()
+        values, options = _settings(hydra)
+        if not isinstance(options["resume"], bool):
+            raise ConfigError("must be true or false", argument="resume", value=options["resume"])
         run = GraphRun(
             out=_short(Path(hydra.runtime.output_dir)),
             device=_text(options["device"]),
@@ -48,6 +49,40 @@ def train(cfg: Any) -> float | None:
     return best
 
 
+def _settings(hydra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the settings of a run and the options of the script.
+
+    Hydra composes the groups; the texts ``key=value`` are read as by every command, where ``off`` is no text.
+    """
+    from hydra import compose
+    from omegaconf import OmegaConf
+
+    from treadle.graphs.run_config import with_assignments
+
+    texts = list(hydra.overrides.task)
+    of_hydra = [text for text in texts if _is_of_hydra(text, hydra.runtime.choices)]
+    # Interpolations are resolved last: they may refer to what the command line sets.
+    values = OmegaConf.to_container(compose(hydra.job.config_name, overrides=of_hydra), resolve=False)
+    assert isinstance(values, dict)
+    options = {key: values.pop(key, None) for key in _OF_TRAIN}
+    settings = []
+    for text in texts:
+        if text not in of_hydra:
+            found = parse(text)
+            if found.key in options:
+                options[found.key] = found.value
+            else:
+                settings.append(found)
+    whole = _plain(OmegaConf.create({**with_assignments(values, settings), **options}))
+    return whole, {key: whole.pop(key) for key in options}
+
+
+def _is_of_hydra(text: str, groups: Mapping[str, Any]) -> bool:
+    """Returns whether a text chooses from a group or deletes a key."""
+    key = text.lstrip("+").partition("=")[0]
+    return text.startswith("~") or "@" in key or key in groups
+
+
 def evaluate(cfg: Any) -> None:
     """Evaluates the checkpoint that a configuration names."""
     from treadle.cli.evaluate import evaluate_checkpoint
@@ -58,7 +93,9 @@ def evaluate(cfg: Any) -> None:
         refuse_unknown("evaluate: model, data and encodings are those of the checkpoint", options, _OF_EVALUATE)
         checkpoint = options["checkpoint"]
         if checkpoint is None:
-            raise ConfigError("checkpoint: is missing; give checkpoint=logs/experiment/checkpoints/best.pt or the like")
+            raise ConfigError(
+                "is missing; give checkpoint=logs/experiment/checkpoints/best.pt or the like", argument="checkpoint"
+            )
         options["device"] = _text(options["device"])
         del options["checkpoint"]
         evaluate_checkpoint(Path(str(checkpoint)), **options, results=result_console(), messages=messages)

@@ -28,7 +28,7 @@ def replay_graphs(run: Path, step: int, *, device: str | None, debug: bool, mess
     checkpoints = checkpoints_of(run)
     latest = find_latest([path for path in checkpoints.glob("*.pt") if path.name in ("best.pt", "last.pt")])
     if latest is None:
-        raise ConfigError(f"RUN={str(run)!r}: has no checkpoint in {checkpoints}")
+        raise ConfigError(f"has no checkpoint in {checkpoints}", argument="RUN", value=str(run))
     config, threads = config_of(*latest)
     witness = Witness(checkpoints, step, debug=debug)
     with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch, cpu_threads(threads):

@@ -64,13 +64,15 @@ def usable_config(run: Path) -> Iterator[dict[str, Any]]:
     """
     path = run / "config.json"
     if not run.is_dir():
-        raise ConfigError(f"RUN={str(run)!r}: no such folder; give the folder of a run")
+        raise ConfigError("no such folder; give the folder of a run", argument="RUN", value=str(run))
     try:
         yield dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"RUN={str(run)!r}: {path.name} cannot be used ({type(error).__name__}: {error}); give the folder of a run "
-            "of 'treadle train', or your own script with --script"
+            f"{path.name} cannot be used ({type(error).__name__}: {error}); give the folder of a run "
+            "of 'treadle train', or your own script with --script",
+            argument="RUN",
+            value=str(run),
         ) from error
 
 
@@ -198,7 +200,7 @@ def known_split(split: str, known: Collection[str]) -> str:
         'val'
     """
     if split not in known:
-        raise ConfigError(f"split={split!r}: {nearest(split, known)}")
+        raise ConfigError(nearest(split, known), argument="split", value=split)
     return split
 
 

@@ -56,9 +56,10 @@ class MovedRuns:
         """
         if engine.face not in ("mini", "engine"):
             raise ConfigError(
-                f"TARGET={self.target}: makes a trainer of the {engine.face} face, whose files cannot be moved out of "
+                f"={self.target}: makes a trainer of the {engine.face} face, whose files cannot be moved out of "
                 f"the way; {self.command} runs scripts and configurations with a BaseTrainer, and the packs by their "
-                f"name, such as `treadle {self.command} spectra`"
+                f"name, such as `treadle {self.command} spectra`",
+                argument="TARGET",
             )
         return _move_files(engine, self._homes.get(id(engine), engine.workspace), self.workspace)
 

@@ -196,7 +196,9 @@ class SpectraTrainer:
             CheckpointError: another process trains in ``out_dir``, or no checkpoint of it is intact.
         """
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
-            raise ConfigError(f"epochs={epochs!r}: must be a whole number of epochs >= 0, counted from the start")
+            raise ConfigError(
+                "must be a whole number of epochs >= 0, counted from the start", argument="epochs", value=epochs
+            )
         if self._epochs.best is not None:
             self._epochs.best.start_epoch = max(1, int(epochs * self.cfg.early_stop_start_ratio))
         with held_by_rank_0(self.out_dir), self._writer, tf32(self.cfg.enable_tf32):
@@ -294,5 +296,5 @@ class SpectraTrainer:
 
 def _one_device(argument: torch.device | str | int | None, setting: str | None) -> torch.device:
     if argument is not None and setting is not None and get_device(argument) != get_device(setting):
-        raise ConfigError(f"device={argument!r} and cfg.device={setting!r} differ; give one of them")
+        raise ConfigError(f" and cfg.device={setting!r} differ; give one of them", argument="device", value=argument)
     return get_device(setting if argument is None else argument)
