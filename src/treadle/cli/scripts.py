@@ -62,8 +62,7 @@ def _settings(hydra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     texts = list(hydra.overrides.task)
     of_hydra = [text for text in texts if _is_of_hydra(text, hydra.runtime.choices)]
     # Interpolations are resolved last: they may refer to what the command line sets.
-    values = OmegaConf.to_container(compose(hydra.job.config_name, overrides=of_hydra), resolve=False)
-    assert isinstance(values, dict)
+    values = _plain(compose(hydra.job.config_name, overrides=of_hydra), resolve=False)
     options = {key: values.pop(key, None) for key in _OF_TRAIN}
     settings = []
     for text in texts:
@@ -101,10 +100,10 @@ def evaluate(cfg: Any) -> None:
         evaluate_checkpoint(Path(str(checkpoint)), **options, results=result_console(), messages=messages)
 
 
-def _plain(cfg: Any) -> dict[str, Any]:
+def _plain(cfg: Any, *, resolve: bool = True) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
-    values = OmegaConf.to_container(cfg, resolve=True)
+    values = OmegaConf.to_container(cfg, resolve=resolve)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 

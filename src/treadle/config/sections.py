@@ -20,6 +20,16 @@ Section = TypeVar("Section")
 _SYNONYMS = {"lr": "learning_rate", "learning_rate": "lr"}
 
 
+@typing.overload
+def from_nested(
+    kind: type[Section], values: Mapping[str, Any], *, where: str = "", complete: bool = False
+) -> Section: ...
+
+
+@typing.overload
+def from_nested(kind: Section, values: Mapping[str, Any], *, where: str = "", complete: bool = False) -> Section: ...
+
+
 def from_nested(
     kind: type[Section] | Section, values: Mapping[str, Any], *, where: str = "", complete: bool = False
 ) -> Section:

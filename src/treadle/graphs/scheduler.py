@@ -67,9 +67,8 @@ def get_scheduler(
         [1e-07]
     """
     if scheduler_type not in _SCHEDULERS:
-        raise ConfigError(
-            f" is unknown; {nearest(str(scheduler_type), _SCHEDULERS)}", argument="scheduler_type", value=scheduler_type
-        )
+        near = nearest(str(scheduler_type), _SCHEDULERS)
+        raise ConfigError(f" is unknown; {near}", argument="scheduler_type", value=scheduler_type)
     given = {
         "warmup_epochs": warmup_epochs, "min_lr": min_lr, "step_size": step_size, "gamma": gamma,
         "warmup_start_lr": warmup_start_lr,

@@ -60,7 +60,7 @@ def settings_placed(file: Path, overrides: Sequence[str]) -> Iterator[None]:
 def _setting_of(error: ConfigError, found: Mapping[str, Entry], given: Mapping[str, str]) -> str | None:
     """Returns the setting that an error is about; of several that end alike, the only one with the value."""
     name = setting_of(error.argument, {**found, **given}, {})
-    texts = {key: entry.text for key, entry in found.items()} | given
+    texts = {**{key: entry.text for key, entry in found.items()}, **given}
     fitting = [key for key, text in texts.items() if key.endswith(f".{name}") and text and text == error.value]
     return fitting[0] if len(fitting) == 1 else name
 
