@@ -23,7 +23,7 @@ KEYS = {
     "file": ("trainer.flag", "trainer.limit", "trainer.rate", "trainer.folder"),
     "spectra": ("model.use_learnable_pos", "trainer.grad_clip", "optimizer.lr", None),
     "text": ("training.capture", "training.grad_clip", "optimizer.lr", "samples.prompt"),
-    "astro": ("training.use_ce", "training.grad_clip", "training.learning_rate", None),
+    "astro": ("use_ce", "training.grad_clip", "training.learning_rate", None),
     "graphs": ("deterministic", "training.grad_clip", "training.optimizer.lr", "dataset.root"),
     "scripts/train.py": ("deterministic", "training.grad_clip", "training.optimizer.lr", "dataset.root"),
     "file of a pack": ("deterministic", "training.grad_clip", "training.optimizer.lr", "dataset.root"),
