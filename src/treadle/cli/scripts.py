@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,24 @@ from treadle.errors import ConfigError, refuse_unknown
 from treadle.runs.launch import refuse_ranks
 
 _OF_TRAIN = ("device", "log_dir", "experiment_name", "resume", "checkpoint")
+_WITHOUT_SECTION = ("seed", "deterministic", "threads", "log_every")
 _OF_EVALUATE = ("checkpoint", "split", "batch_size", "num_workers", "device")
+
+
+def for_hydra(texts: Sequence[str]) -> list[str]:
+    """Returns arguments of the script as Hydra takes them: ``+key=value`` may be there, which it writes ``++key``.
+
+    Example:
+        >>> for_hydra(["+training.epochs=3", "+dataset=mine", "-m"])
+        ['++training.epochs=3', '+dataset=mine', '-m']
+    """
+    known = (*_OF_TRAIN, *_WITHOUT_SECTION)
+    return [f"+{text}" if _added(text, known) else text for text in texts]
+
+
+def _added(text: str, known: Sequence[str]) -> bool:
+    key = text.partition("=")[0]
+    return key.startswith("+") and not key.startswith("++") and "@" not in key and ("." in key or key[1:] in known)
 
 
 def train(cfg: Any) -> float | None:

@@ -28,11 +28,8 @@ KEYS = {
     "scripts/train.py": ("deterministic", "training.grad_clip", "training.optimizer.lr", "dataset.root"),
     "file of a pack": ("deterministic", "training.grad_clip", "training.optimizer.lr", "dataset.root"),
 }
-YES, NO, NONE = (
-    ("true", "yes", "on", "True", "YES", "On"),
-    ("false", "no", "off", "False", "NO"),
-    ("none", "null", "None"),
-)
+YES, NO = ("true", "yes", "on", "True", "YES", "On"), ("false", "no", "off", "False", "NO")
+NONE = ("none", "null", "None")
 
 
 @pytest.fixture
