@@ -237,8 +237,13 @@ class AstroTrainer:
     # -- what happened so far -------------------------------------------------------------------------------------
 
     @property
-    def global_step(self) -> int:
+    def step(self) -> int:
         """Optimizer steps attempted."""
+        return self._engine.step
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps attempted; the same as ``step``."""
         return self._engine.step
 
     @property

@@ -180,8 +180,13 @@ class GraphTrainer:
         return self._engine.epoch
 
     @property
-    def global_step(self) -> int:
+    def step(self) -> int:
         """Optimizer steps attempted."""
+        return self._engine.step
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps attempted; the same as ``step``."""
         return self._engine.step
 
     @property
