@@ -13,8 +13,8 @@ from treadle.spectra import SpectraTrainer
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("face", [treadle.BaseTrainer, treadle.Trainer, SpectraTrainer, GraphTrainer, AstroTrainer])
-def test_every_face_counts_attempted_steps_as_step(face):
+@pytest.mark.parametrize("face", [treadle.Trainer, SpectraTrainer, GraphTrainer, AstroTrainer])
+def test_every_face_counts_attempted_steps_as_step(face):  # a BaseTrainer has it as an attribute
     assert isinstance(inspect.getattr_static(face, "step"), property)
 
 
