@@ -101,11 +101,15 @@ def _is_of_hydra(text: str, groups: Mapping[str, Any]) -> bool:
 
 def evaluate(cfg: Any) -> None:
     """Evaluates the checkpoint that a configuration names."""
+    from hydra.core.hydra_config import HydraConfig
+
     from treadle.cli.evaluate import evaluate_checkpoint
 
     messages = message_console()
     with errors_as_one_line(messages), log_to(messages):
         options = _plain(cfg)
+        given = [parse(text) for text in HydraConfig.get().overrides.task if not _is_of_hydra(text, {})]
+        options |= {found.key: found.value for found in given if found.key in options}
         refuse_unknown("evaluate: model, data and encodings are those of the checkpoint", options, _OF_EVALUATE)
         checkpoint = options["checkpoint"]
         if checkpoint is None:

@@ -20,29 +20,17 @@ Section = TypeVar("Section")
 _SYNONYMS = {"lr": "learning_rate", "learning_rate": "lr"}
 
 
-@typing.overload
-def from_nested(
-    kind: type[Section], values: Mapping[str, Any], *, where: str = "", complete: bool = False
-) -> Section: ...
-
-
-@typing.overload
-def from_nested(kind: Section, values: Mapping[str, Any], *, where: str = "", complete: bool = False) -> Section: ...
-
-
-def from_nested(
-    kind: type[Section] | Section, values: Mapping[str, Any], *, where: str = "", complete: bool = False
-) -> Section:
+def from_nested(kind: type[Section], values: Mapping[str, Any], *, where: str = "", complete: bool = False) -> Section:
     """Builds a dataclass, and those in it, from nested plain values.
 
     All values of a section are set at once, since its rules may compare one field with another.
 
     Args:
-        kind: a dataclass whose fields are values or further dataclasses, or an object of one to start from.
+        kind: a dataclass whose fields are values or further dataclasses.
         values: the values of fields; one that is :class:`~treadle.config.grammar.Written` is read as a command line's,
             a number stands for a text, a list for a tuple. Not changed.
         where: the dotted name of this section, for messages; empty for the root.
-        complete: whether every field must be there; else one that is not keeps its default, or what the object has.
+        complete: whether every field must be there; else one that is not keeps its default.
 
     Raises:
         ConfigError: a key is unknown or missing, a value is of the wrong type, or a dataclass refuses it.
@@ -51,32 +39,59 @@ def from_nested(
         >>> @dataclasses.dataclass
         ... class Settings:
         ...     lr: float = 0.1
-        ...     seed: int = 0
         >>> from_nested(Settings, {"lr": 1})
-        Settings(lr=1.0, seed=0)
-        >>> from_nested(Settings(seed=3), {"lr": Written("1e-2")})
+        Settings(lr=1.0)
+    """
+    made = _fields(kind, None, values, where=where, complete=complete)
+    with as_settings(where, _names(kind), only=_only(values)):
+        return kind(**made)
+
+
+def with_nested(base: Section, values: Mapping[str, Any], *, where: str = "") -> Section:
+    """Returns a copy of a tree of dataclasses with nested plain values in it, as :func:`from_nested` reads them.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Settings:
+        ...     lr: float = 0.1
+        ...     seed: int = 0
+        >>> with_nested(Settings(seed=3), {"lr": Written("1e-2")})
         Settings(lr=0.01, seed=3)
     """
-    base, made_of = (None, kind) if isinstance(kind, type) else (kind, type(kind))
+    made = _fields(type(base), base, values, where=where, complete=False)
+    with as_settings(where, _names(type(base)), only=_only(values)):
+        return dataclasses.replace(base, **made)  # type: ignore[type-var]
+
+
+def _names(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _only(values: Mapping[str, Any]) -> str | None:
+    """Returns the field that a command line set, if it set one alone."""
+    own = [key for key, value in values.items() if isinstance(value, Written)]
+    return own[0] if len(own) == 1 else None
+
+
+def _fields(kind: type, base: Any, values: Any, *, where: str, complete: bool) -> dict[str, Any]:
+    """Returns the checked values of a section's fields; those of its sections start from what ``base`` has."""
+    name, names = where or kind.__name__, _names(kind)
     if not isinstance(values, Mapping):
-        name = where or made_of.__name__
         raise ConfigError("is a section and takes a mapping of settings", argument=name, value=values)
-    hints = typing.get_type_hints(made_of)
-    names = [field.name for field in dataclasses.fields(made_of)]  # type: ignore[arg-type]  # a dataclass, as said
-    refuse_unknown(where or made_of.__name__, values, names)
-    for name in names if complete else ():
-        if name not in values:
-            raise ConfigError("is missing", argument=join_path(where, name))
-    made: dict[str, Any] = {}
+    refuse_unknown(name, values, names)
+    for missing in names if complete else ():
+        if missing not in values:
+            raise ConfigError("is missing", argument=join_path(where, missing))
+    hints, made = typing.get_type_hints(kind), {}
     for key, value in values.items():
-        place, section = join_path(where, key), hints[key] if base is None else getattr(base, key)
-        if dataclasses.is_dataclass(section):
-            made[key] = from_nested(section, value, where=place, complete=complete)
+        place = join_path(where, key)
+        if dataclasses.is_dataclass(getattr(base, key, None)):
+            made[key] = with_nested(getattr(base, key), value, where=place)
+        elif dataclasses.is_dataclass(hints[key]):
+            made[key] = from_nested(hints[key], value, where=place, complete=complete)
         else:
             made[key] = _leaf(value, hints[key], place)
-    own = [key for key, value in values.items() if isinstance(value, Written)]
-    with as_settings(where, names, only=own[0] if len(own) == 1 else None):
-        return made_of(**made) if base is None else dataclasses.replace(base, **made)  # type: ignore[type-var]
+    return made
 
 
 def _leaf(value: Any, hint: Any, place: str) -> Any:

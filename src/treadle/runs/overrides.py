@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from treadle.config.grammar import Written, parse
-from treadle.config.sections import from_nested, refuse_unknown_setting
+from treadle.config.sections import refuse_unknown_setting, with_nested
 from treadle.errors import ConfigError
 
 Config = TypeVar("Config")
@@ -53,7 +53,7 @@ def apply_overrides(
         for part in path:
             section = section.setdefault(part, {})
         section[name] = Written(found.raw.strip())
-    return from_nested(config, given)
+    return with_nested(config, given)
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from treadle.config.sections import from_nested
+from treadle.config.sections import with_nested
 from treadle.errors import ConfigError
 
 Config = TypeVar("Config")
@@ -54,7 +54,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
         >>> with_values(Settings(), {"lr": 0.2})
         Settings(lr=0.2)
     """
-    return from_nested(config, values)
+    return with_nested(config, values)
 
 
 def without(config: Any, hidden: Iterable[str]) -> dict[str, Any]:
