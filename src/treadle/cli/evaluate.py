@@ -126,7 +126,7 @@ def check_sizes(batch_size: int | None, num_workers: int = 0) -> None:
     """Raises ConfigError for a size that is too small; None passes."""
     for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise ConfigError(f"{name}={value!r}: must be a whole number of at least {least}")
+            raise ConfigError(f"must be a whole number of at least {least}", argument=name, value=value)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,9 @@ def stored_run(run: Path) -> StoredRun:
     if not (run.is_file() or is_whole(run)):
         found = [run / name for name in _BEST if (run / name).exists()]
         if not found:
-            raise ConfigError(f"RUN={str(run)!r}: is no checkpoint, and no folder with one of {', '.join(_BEST)}")
+            raise ConfigError(
+                f"is no checkpoint, and no folder with one of {', '.join(_BEST)}", argument="RUN", value=str(run)
+            )
         path = found[0]
     tree = load_checkpoint(path)
     if (pack := pack_of_folder(run_folder_of(path))) is not None:
@@ -184,8 +186,10 @@ def stored_run(run: Path) -> StoredRun:
     if face != ConfiguredRuns.name:
         instead = "call predict() of the treadle.Trainer that made it" if face == "functional" else "use its trainer"
         raise ConfigError(
-            f"RUN={str(run)!r}: {path.name} is of the face {face}, whose runs cannot be evaluated from their "
-            f"checkpoints; {instead}; known: {', '.join([*pack_names(), ConfiguredRuns.name])}"
+            f"{path.name} is of the face {face}, whose runs cannot be evaluated from their checkpoints; {instead}; "
+            f"known: {', '.join([*pack_names(), ConfiguredRuns.name])}",
+            argument="RUN",
+            value=str(run),
         )
     return StoredRun(ConfiguredRuns(), path, tree)
 

@@ -85,14 +85,16 @@ def replay_and_report(
 def _pack_of(run: Path) -> Pack[Any, Any, Any]:
     """Returns the pack of a run, by what its folder or its newest checkpoint says."""
     if not run.is_dir():
-        raise ConfigError(f"RUN={str(run)!r}: no such folder; give the folder of a run")
+        raise ConfigError("no such folder; give the folder of a run", argument="RUN", value=str(run))
     pack = pack_of_folder(run)
     newest = None if pack is not None else nearest_state(checkpoints_of(run), sys.maxsize)
     face = None if newest is None else newest[1]["format"].get("face")
     if pack is None and face not in pack_names():
         raise ConfigError(
-            f"RUN={str(run)!r}: neither run.json nor config.json says what run it is of; give the folder of a run of "
-            "'treadle train', or your own script with --script"
+            "neither run.json nor config.json says what run it is of; give the folder of a run of 'treadle train', "
+            "or your own script with --script",
+            argument="RUN",
+            value=str(run),
         )
     return find_pack(str(face)) if pack is None else pack
 

@@ -48,7 +48,7 @@ def prepare_data(config: GraphsConfig, progress: Callable[[int, int], None] | No
     try:
         return get_dataset(**given(config.dataset), pe_config=config.pe, progress=progress)
     except FileNotFoundError as error:
-        raise ConfigError(f"dataset={config.dataset.get('name')}: {error}") from error
+        raise ConfigError(f"={config.dataset.get('name')}: {error}", argument="dataset") from error
 
 
 def build_model(config: GraphsConfig, data: GraphDataset) -> GraphTransformer:
@@ -63,8 +63,9 @@ def build_model(config: GraphsConfig, data: GraphDataset) -> GraphTransformer:
     has_attention = options.get("name") != "mpnn" and options.get("use_global", True)
     if data.relative_pe_dim and not has_attention:
         raise ConfigError(
-            "pe.relative.enabled=True: encodings of pairs of nodes bias the attention, and this model has none; set "
-            "pe.relative.enabled=false"
+            "encodings of pairs of nodes bias the attention, and this model has none; set pe.relative.enabled=false",
+            argument="pe.relative.enabled",
+            value=True,
         )
     return get_model(
         num_features=data.num_features,

@@ -181,7 +181,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
             checkpoints = checkpoints_of(home)
             latest = find_latest([path for path in checkpoints.glob("*.pt") if path.name in ("best.pt", "last.pt")])
             if latest is None:
-                raise ConfigError(f"RUN={str(home)!r}: has no checkpoint in {checkpoints}")
+                raise ConfigError(f"has no checkpoint in {checkpoints}", argument="RUN", value=str(home))
             path, tree = latest
         stored = tree.get("config", {}).get("run")
         if stored is None:

@@ -61,9 +61,11 @@ class ProgressBarHook(BaseHook):
         console: Console | None = None,
     ):
         if not refresh_seconds >= 0.1:
-            raise ConfigError(f"refresh_seconds={refresh_seconds!r}: must be at least 0.1, as every update waits")
+            raise ConfigError(
+                "must be at least 0.1, as every update waits", argument="refresh_seconds", value=refresh_seconds
+            )
         if not line_seconds >= 0:
-            raise ConfigError(f"line_seconds={line_seconds!r}: must be >= 0; 0 logs every step")
+            raise ConfigError("must be >= 0; 0 logs every step", argument="line_seconds", value=line_seconds)
         self.refresh_seconds = refresh_seconds
         self.line_seconds = line_seconds
         self.status = status

@@ -80,8 +80,10 @@ def _script_of(function: Callable[[], Any]) -> str:
     name, file = getattr(function, "__qualname__", ""), inspect.getsourcefile(function)
     if not name.isidentifier() or file is None:
         raise ConfigError(
-            f"target={function!r}: the runs are new processes, which find a function only at the top of a module that "
-            "is a file; move it there, or give the path of a script"
+            "the runs are new processes, which find a function only at the top of a module that is a file; move it "
+            "there, or give the path of a script",
+            argument="target",
+            value=function,
         )
     path = str(Path(file).absolute())
     return _CALL.format(module=f"verified_{Path(file).stem}", file=path, path=[str(Path(path).parent)], name=name)

@@ -369,7 +369,7 @@ class Pack(Generic[Config, Data, Trainer]):
         """
         record = folders.read_record(home)
         if not home.is_dir():
-            raise ConfigError(f"RUN={str(home)!r}: no such folder; give the folder of a run")
+            raise ConfigError("no such folder; give the folder of a run", argument="RUN", value=str(home))
         name = folders.RUN_FILE if record is None else record.file
         try:
             if record is None:
@@ -377,8 +377,10 @@ class Pack(Generic[Config, Data, Trainer]):
             config = self.from_values(record.config)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"RUN={str(home)!r}: {name} cannot be used ({type(error).__name__}: {error}); give the folder of a run "
-                "of 'treadle train', or your own script with --script"
+                f"{name} cannot be used ({type(error).__name__}: {error}); give the folder of a run of 'treadle "
+                "train', or your own script with --script",
+                argument="RUN",
+                value=str(home),
             ) from error
         return config, _threads(config)
 

@@ -57,7 +57,7 @@ def find_pack(name: str) -> Pack[Any, Any, Any]:
     """
     places = _places()
     if name not in places:
-        raise ConfigError(f"face={name!r}: there is no such pack; {nearest(str(name), pack_names())}")
+        raise ConfigError(f"there is no such pack; {nearest(str(name), pack_names())}", argument="face", value=name)
     entry = places[name]
     if name in PACKS:
         return getattr(importlib.import_module(entry.module), entry.attr)  # type: ignore[no-any-return]
@@ -65,14 +65,17 @@ def find_pack(name: str) -> Pack[Any, Any, Any]:
         found = entry.load()
     except Exception as error:  # code of another package
         raise ConfigError(
-            f"face={name!r}: the entry point {entry.value!r} cannot be loaded ({type(error).__name__}: {error}); mend "
-            "or uninstall its package"
+            f"the entry point {entry.value!r} cannot be loaded ({type(error).__name__}: {error}); mend or uninstall "
+            "its package",
+            argument="face",
+            value=name,
         ) from error
     if not isinstance(found, Pack) or found.name != name:
         what = f"a pack called {found.name!r}" if isinstance(found, Pack) else f"a {type(found).__name__}"
         raise ConfigError(
-            f"face={name!r}: the entry point {entry.value!r} is {what}, and must be a treadle.runs.pack.Pack with "
-            f"name = {name!r}"
+            f"the entry point {entry.value!r} is {what}, and must be a treadle.runs.pack.Pack with name = {name!r}",
+            argument="face",
+            value=name,
         )
     return found
 

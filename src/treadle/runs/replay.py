@@ -204,8 +204,10 @@ def refuse_run_of_ranks(run: Path) -> None:
     one_order = data.get("kind") == "stateful"  # that of a TensorLoader, in one process too
     if data.get("order") is not None and not (one_order and data.get("num_ranks") == 1):
         raise ConfigError(
-            f"RUN={str(run)!r}: was trained under torchrun, where samples come in another order or each rank draws "
-            "random numbers of its own; only runs of one process can be replayed: train without torchrun what is to be"
+            "was trained under torchrun, where samples come in another order or each rank draws "
+            "random numbers of its own; only runs of one process can be replayed: train without torchrun what is to be",
+            argument="RUN",
+            value=str(run),
         )
 
 
@@ -220,7 +222,7 @@ def replay_script(run: Path, step: int, *, script: Path, arguments: Sequence[str
     if not script.is_file():
         raise ConfigError(f"--script={str(script)!r}: no such file")
     if not run.is_dir():
-        raise ConfigError(f"RUN={str(run)!r}: no such folder; give the workspace of the run")
+        raise ConfigError("no such folder; give the workspace of the run", argument="RUN", value=str(run))
     witness = Witness(checkpoints_of(run), step, debug=debug)
     with (
         tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch,

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from treadle.config import apply_overrides, load_config
+from treadle.config.grammar import read_value
 from treadle.errors import ConfigError, nearest
-from treadle.runs.overrides import read_value
 from treadle.runs.packs import find_pack, pack_names
 from treadle.runs.setting_places import settings_placed
 from treadle.runs.settings import flat
@@ -135,8 +135,9 @@ def checked_target(target: str, arguments: Sequence[str]) -> dict[str, Any] | Pa
         near = nearest(target, pack_names())
         meant = f"; {near}" if near.startswith("did you mean") else ""
         raise ConfigError(
-            f"TARGET={target}: must be a script that exists, such as train.py, a configuration, or a pack: "
-            f"{' or '.join(pack_names())}{meant}"
+            f"={target}: must be a script that exists, such as train.py, a configuration, or a pack: "
+            f"{' or '.join(pack_names())}{meant}",
+            argument="TARGET",
         )
     return found
 
@@ -167,13 +168,13 @@ def _pack_run(path: Path, config: dict[str, Any], overrides: Sequence[str]) -> P
     options |= {key: config.pop(key) for key in _OPTIONS if key in config}
     settings = [f"{key}={value!r}" for key, value in flat(config).items()]
     for text in overrides:
-        key, equals, value = text.removeprefix("+").partition("=")
-        if equals and key.strip() in _OPTIONS[1:]:
-            options[key.strip()] = read_value(value.strip())
+        key, equals, value = (part.strip() for part in text.lstrip("+").partition("="))
+        if equals and key in _OPTIONS[1:]:
+            options[key] = read_value(value)
         else:
-            settings.append(text.removeprefix("+"))
+            settings.append(text)
     if not isinstance(options["resume"], bool):
-        raise ConfigError(f"resume={options['resume']!r}: must be true or false")
+        raise ConfigError("must be true or false", argument="resume", value=options["resume"])
     device = None if options["device"] is None else str(options["device"])
     return PackRun(
         options["face"], settings, Path(str(options["out"])), device, options["resume"], _names(options["trackers"])
@@ -184,5 +185,5 @@ def _names(trackers: Any) -> str | None:
     """Returns trackers as a command's option gives them, also of a list."""
     names = list(trackers) if isinstance(trackers, (list, tuple)) else [trackers]
     if trackers is not None and not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"trackers={trackers!r}: must be names, such as [tensorboard]")
+        raise ConfigError("must be names, such as [tensorboard]", argument="trackers", value=trackers)
     return None if trackers is None else ",".join(names)

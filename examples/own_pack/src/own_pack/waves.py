@@ -51,7 +51,9 @@ class WaveTrainer(BaseTrainer):
         self.run_settings, self.rows, self.pack_hooks = config, data["train"], run.hooks()
 
     def build_data_loader(self) -> TensorLoader:
-        return TensorLoader(self.rows, batch_size=self.run_settings.batch_size, shuffle=True, seed=self.run_settings.seed)
+        return TensorLoader(
+            self.rows, batch_size=self.run_settings.batch_size, shuffle=True, seed=self.run_settings.seed
+        )
 
     def build_model(self) -> nn.Module:
         width = self.run_settings.model.width

@@ -69,11 +69,14 @@ def run_bench(target: str, arguments: Sequence[str], *, steps: int, compiles: bo
             _start(target, arguments, found, workspace=Path(scratch))
     if not stage.met:
         raise ConfigError(
-            f"TARGET={target}: ended without training; it must make a BaseTrainer (or an Engine) and call train(), as "
-            f"a script does with `python {target}`"
+            f"={target}: ended without training; it must make a BaseTrainer (or an Engine) and call train(), as "
+            f"a script does with `python {target}`",
+            argument="TARGET",
         )
     if not hook.result.parts:
-        raise ConfigError(f"TARGET={target}: its run ended before {steps} steps were measured; use fewer --steps")
+        raise ConfigError(
+            f"={target}: its run ended before {steps} steps were measured; use fewer --steps", argument="TARGET"
+        )
     return hook.result
 
 
