@@ -14,8 +14,8 @@ import torch
 
 from command_kit import leave_the_report_out
 from treadle.cli.main import main
-from treadle.cli.replay_report import differences, likely_causes, same
 from treadle.hooks.steplog import read_steps
+from treadle.runs.compare import differences, likely_causes, same
 from treadle.runs.replay import Replayed
 from treadle.spectra.runs import PACK
 
