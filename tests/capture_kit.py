@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import treadle.capture
 import treadle.capture.check
 import treadle.capture.step
-from treadle.engine.bookkeeping import clear_gradients
+import treadle.capture.steps
+from treadle.engine.attempt import clear_gradients
 
 
 class Rerun:
@@ -26,7 +26,7 @@ class Rerun:
 
     def replay(self):
         clear_gradients(self.step._engine)
-        with treadle.capture.step.aside(self.step._engine, self.step._guard):
+        with self.step._engine.isolated_step(self.step._guard):
             again = self.function()
         for (mine, _), (new, _) in zip(self.left._results._packed, again._results._packed, strict=True):
             mine.copy_(new)
@@ -37,7 +37,7 @@ class Rerun:
 
 def capture_on_the_cpu(monkeypatch):
     monkeypatch.setattr(treadle.capture.step, "CudaGraph", Rerun)
-    monkeypatch.setattr(treadle.capture, "_why_not", lambda engine: None)
+    monkeypatch.setattr(treadle.capture.steps, "_why_not", lambda engine: None)
     monkeypatch.setattr(treadle.capture.check, "_host_rng", lambda: 0)  # dropout draws there
     Rerun.made = 0
 

@@ -82,7 +82,7 @@ def bare_engine(workspace=None, hooks=(), step=0):
     model = nn.Linear(3, 1)
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.01), SquareTask(), device="cpu", hooks=hooks)
     engine.workspace = workspace
-    engine.step = step
+    engine.progress.step = step
     return engine
 
 

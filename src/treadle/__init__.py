@@ -70,6 +70,7 @@ from treadle.hooks import (
 from treadle.hooks.trackers import with_trackers
 from treadle.means import Total, Weighted
 from treadle.nested import flatten_nested_dict, key_average, map_nested_tensor
+from treadle.runs.exact import verify
 from treadle.seed import ReproducibilityContext, set_seed
 from treadle.task import StepOutput, Task
 
@@ -133,6 +134,7 @@ __all__ = [
     "set_seed",
     "shard_iterable",
     "steps_per_epoch",
+    "verify",
     "verify_checkpoint",
     "with_trackers",
 ]

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from treadle.nested import as_number, flatten_nested_dict, unflatten
+from treadle.nested import as_number, unflatten
 
 # Tensors are folded into the sum in blocks of this many. The block edges depend on the number of
 # additions alone, never on when somebody reads, so reading or saving cannot change a bit of the sum.
 _BLOCK = 64
 _DTYPE, _DEVICE = operator.attrgetter("dtype"), operator.attrgetter("device")
 _NUMBER = {float}
+_NUMBERS = (float, int, Tensor)  # the usual values: whether one is a Mapping is a slow question
 _EXACT = 2**53  # below, a whole number is the same as a float
 
 
@@ -163,18 +164,23 @@ class RunningMeans:
     def __init__(self) -> None:
         self._sums: dict[tuple[str, ...], _Sum] = {}
 
-    def add(self, record: Mapping[str, Any], weight: float | Tensor = 1.0) -> None:
+    def add(self, record: Mapping[str, Any], weight: float | Tensor = 1.0, *, below: tuple[str, ...] = ()) -> None:
         """Adds one nested record.
 
         Args:
             record: nested dict of numbers, 0-d tensors, :class:`Weighted` or :class:`Total`.
             weight: the weight of the plain values.
+            below: names above those of the record.
 
         Raises:
             TypeError: a value is not numeric, or a name is used for a mean and for a total.
         """
-        for path, value in flatten_nested_dict(record).items():
-            self.add_value(path, value, weight)
+        for name, value in record.items():
+            path = (*below, str(name))
+            if type(value) not in _NUMBERS and isinstance(value, Mapping):
+                self.add(value, weight, below=path)
+            else:
+                self.add_value(path, value, weight)
 
     def add_value(
         self, path: tuple[str, ...], value: float | Tensor | Weighted | Total, weight: float | Tensor = 1.0

@@ -204,11 +204,13 @@ def as_step_output(result: Any, *, training: bool) -> StepOutput:
 
 def add_output(means: RunningMeans, output: StepOutput) -> None:
     """Adds a micro-batch's ``loss`` and ``records`` to running means, by the output's weight and reduction."""
-    weight = 1.0 if output.weight is None else as_number(("weight",), output.weight)
+    weight = 1.0 if output.weight is None else output.weight
+    if type(weight) is not float:
+        weight = as_number(("weight",), weight)
     if output.loss is not None:
         if output.reduction == "sum":
             means.add_total(("loss",), output.loss)
         else:
             means.add_value(("loss",), output.loss, weight)
     if output.records:
-        means.add({"records": output.records}, weight)
+        means.add(output.records, weight, below=("records",))

@@ -121,7 +121,7 @@ def evaluations():
     rank, found = dist.get_rank(), {}
     loader = DataLoader(torch.arange(13), batch_sampler=RankBatchSampler(13, 2, shuffle=True))
     engine = plain(Means(), hooks=[ListensToSignals()])
-    engine.exit_plans = [hook.exit_plan(engine) for hook in engine.hooks]  # as inside a run
+    engine.signals.expect([hook.exit_plan(engine) for hook in engine.hooks])  # as inside a run
     found["shared"] = engine.evaluate(loader)["loss"]
     found["signals, unequal"] = engine.evaluate([torch.tensor([1.0])] * (2 + 3 * rank))["loss"]
     found["nothing on a rank"] = engine.evaluate([torch.tensor([7.0])] * rank)["loss"]

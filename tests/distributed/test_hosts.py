@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ranks import outcomes_on_ranks, run_on_ranks
 from step_kit import Counting
-from treadle import distributed
+from treadle.distributed import ranks as distributed
 from treadle.engine.failure import lost_rank
 from treadle.hooks.thread_activity import thread_activity
 

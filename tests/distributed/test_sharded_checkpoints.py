@@ -62,7 +62,7 @@ def frozen_left_out(kind, folder):
     """An engine that writes whole files without what is frozen."""
     made = engine(kind, folder)
     distributed.unwrap(made.model).narrow.requires_grad_(False)
-    made.state_options = StateOptions(full_state_dict=True, ignore_frozen_params=True)
+    made.state.options = StateOptions(full_state_dict=True, ignore_frozen_params=True)
     return made
 
 
@@ -70,7 +70,7 @@ def buffers_that_differ(folder):
     """What comes back of a buffer that every rank has to itself."""
     made = run("ddp", folder, 1, sharded=True)
     made.model.module.seen.fill_(40.0 + dist.get_rank())
-    made.step = 2
+    made.progress.step = 2
     made.hooks[-1].save(made)
     return float(load_checkpoint(folder / "checkpoint_step_2")["model"]["seen"])
 
@@ -81,7 +81,7 @@ def not_finite(folder):
     with torch.no_grad():
         made.model.blocks[0][0].weight.to_local()[-1] += torch.nan * dist.get_rank()
     made.run(loader(), max_steps=1)
-    made.step = 2
+    made.progress.step = 2
     made.hooks[-1].save(made)
     return sorted(path.name for path in folder.iterdir())
 

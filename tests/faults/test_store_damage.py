@@ -119,7 +119,7 @@ def test_nothing_is_staged_on_another_file_system(tmp_path, monkeypatch, request
 
 def test_data_is_durable_before_its_name_and_the_name_before_anything_is_deleted(tmp_path):
     engine = run(tmp_path / "run", 3)
-    engine.step += 1
+    engine.progress.begin_step()
     seen = record(tmp_path, lambda: engine.hooks[0].save(engine))
     calls = [f"{call} {name}" for call, name in seen]
     temporary, link = (f".checkpoint_{n}.pt.{os.getpid()}.treadle-tmp" for n in ("step_4", "latest"))

@@ -135,7 +135,7 @@ def test_the_hooks_save_hurt_anywhere_is_resumed_from_the_newest_intact_step(tmp
     hook = CheckpointingHook(1, 2)
     engine = scalar_engine(hooks=[hook])
     engine.load_state_dict(load_checkpoint(tmp_path / "kept" / "checkpoint_latest.pt"))
-    engine.step += 1
+    engine.progress.begin_step()
     engine.model.weight.data -= 1
 
     def prepare(folder):

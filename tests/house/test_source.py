@@ -149,6 +149,18 @@ def test_only_the_engine_runs_backward_and_the_optimizer():
         assert users <= allowed, word
 
 
+def documented_by_bases(tree, node):
+    """The methods that base classes in the same file document."""
+    classes = {other.name: other for other in tree.body if isinstance(other, ast.ClassDef)}
+    bases = [classes[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in classes]
+    return {
+        method.name
+        for base in bases
+        for method in base.body
+        if isinstance(method, ast.FunctionDef) and ast.get_docstring(method)
+    }
+
+
 def test_everything_public_says_what_it_does():
     silent = []
     for path in SOURCES:
@@ -159,9 +171,10 @@ def test_everything_public_says_what_it_does():
         for node in tree.body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
                 silent += [] if ast.get_docstring(node) else [where(path, node)]
+                inherited = documented_by_bases(tree, node) if isinstance(node, ast.ClassDef) else set()
                 for inner in node.body if isinstance(node, ast.ClassDef) else ():
                     public = isinstance(inner, ast.FunctionDef) and not inner.name.startswith("_")
-                    if public and not inner.decorator_list:
+                    if public and not inner.decorator_list and inner.name not in inherited:
                         silent += [] if ast.get_docstring(inner) else [where(path, inner)]
     assert silent == []
 

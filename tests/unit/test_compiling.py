@@ -6,10 +6,10 @@ import logging
 
 import pytest
 import torch
-import treadle.compiling
 from torch import nn
 
-import treadle.capture
+import treadle.capture.compile
+import treadle.capture.steps
 from treadle import BaseTrainer, EmaHook, Engine, StepOutput, Trainer, compile_model
 from treadle.capture.compile import check_compile, is_compiled, makes_cuda_graphs, repeated_blocks, uncompiled
 from treadle.errors import ConfigError
@@ -67,7 +67,11 @@ class Fit(BaseTrainer):
 def asked(monkeypatch):
     """Which modules were compiled, and how; nothing is."""
     parts = []
-    monkeypatch.setattr(treadle.compiling, "compile_in_place", lambda part, **how: parts.append(type(part).__name__))
+
+    def compiled(part, **how):
+        parts.append(type(part).__name__)
+
+    monkeypatch.setattr(treadle.capture.compile, "compile_in_place", compiled)
     return parts
 
 
@@ -289,8 +293,8 @@ def test_a_mode_that_makes_cuda_graphs_is_known_in_place_and_in_a_wrapper():
 
 @pytest.mark.parametrize(("mode", "warned"), [("reduce-overhead", True), (None, False)])
 def test_capture_warns_of_a_model_that_makes_cuda_graphs_of_its_own(monkeypatch, caplog, mode, warned):
-    monkeypatch.setattr(treadle.capture, "_why_not", lambda engine: None)
-    monkeypatch.setattr(treadle.capture, "CapturedSteps", lambda engine: engine.train_step)
+    monkeypatch.setattr(treadle.capture.steps, "_why_not", lambda engine: None)
+    monkeypatch.setattr(treadle.capture.steps, "CapturedSteps", lambda engine: engine.train_step)
     model = compile_model(Net(), "blocks", mode=mode)
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), Square(), device="cpu", capture="auto")
     with caplog.at_level(logging.WARNING):

@@ -329,7 +329,7 @@ class LooksLikeThose(CudaMaxMemoryHook):
 ])  # fmt: skip
 def test_gradients_are_measured_again_only_where_a_hook_may_have_changed_them(hooks, times, monkeypatch):
     calls = []
-    for place in ("treadle.engine", "treadle.engine.bookkeeping"):
+    for place in ("treadle.engine.loop", "treadle.engine.attempt"):
         monkeypatch.setattr(f"{place}.total_norm", lambda grads: (calls.append(1), total_norm(grads))[1])
     scalar_engine(hooks=hooks).run([1.0], max_steps=1)
     assert len(calls) == times

@@ -10,7 +10,7 @@ import treadle.engine.session
 from helpers import differences
 from treadle import Engine, NonFiniteError, StepOutput, TensorLoader
 from treadle.hooks import BaseHook, EmaHook, LoggingHook
-from treadle.optim.nonfinite import LateFlags, Place
+from treadle.optim.nonfinite import LateFlags, StepLocation
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_ranks_hear_of_it_at_the_same_step_since_each_flag_has_a_place_of_its_ow
     for step in range(1, 60):
         norm = torch.tensor(float("nan") if step == 9 else 1.0)
         flags.raise_for(norm)
-        flags.note(Place(step, 0, step, 1, 1), norm)
+        flags.note(StepLocation(step, 0, step, 1, 1), norm)
         raised.append(flags.raised)
         if flags.raised:
             break

@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 
 import pytest
-import treadle.schedules
 
+import treadle.optim.schedules
 from treadle.optim.schedules import check_warmup, warmup_cosine_factor
 
 C1 = [

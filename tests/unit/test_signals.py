@@ -108,7 +108,7 @@ def test_a_third_signal_goes_to_the_handler_from_before():
 def test_a_third_signal_ends_a_process_that_had_no_handler():
     script = """
         import os, signal, time
-        from treadle.signals import SignalListener
+        from treadle.engine.signals import SignalListener
         with SignalListener().listening([signal.SIGTERM]):
             for _ in range(3):
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -151,8 +151,8 @@ def test_another_thread_is_told_that_python_handles_signals_in_the_main_one():
 def test_a_forked_worker_can_be_terminated_during_a_run_and_after_it():
     script = """
         import multiprocessing, os, signal, time
-        from treadle import signals
-        from treadle.signals import SignalListener
+        from treadle.engine import signals
+        from treadle.engine.signals import SignalListener
         signals._SECONDS_FOR_MAIN = 0.5
         context = multiprocessing.get_context("fork")
         with SignalListener().listening([signal.SIGTERM, signal.SIGINT]):
@@ -173,7 +173,7 @@ def test_a_forked_worker_can_be_terminated_during_a_run_and_after_it():
 def test_a_signal_to_the_whole_group_does_not_end_the_workers_that_the_save_needs():
     script = """
         import multiprocessing, os, signal, time
-        from treadle.signals import SignalListener
+        from treadle.engine.signals import SignalListener
         os.setsid()
         context = multiprocessing.get_context("fork")
         listener = SignalListener()

@@ -86,11 +86,11 @@ def test_at_most_three_library_frames_lie_between_the_script_and_forward():
 # Upper bounds of one plain step by face, see step_profile_kit; lower them when a step gets simpler.
 PROFILES = {
     #               files, functions, calls, moves, back
-    "BaseTrainer": (18, 66, 74, 44, 26),
-    "Trainer": (26, 92, 118, 74, 48),
-    "spectra": (25, 88, 116, 57, 32),
-    "graphs": (35, 121, 171, 104, 69),
-    "astro": (36, 155, 387, 156, 120),
+    "BaseTrainer": (14, 58, 63, 34, 20),
+    "Trainer": (23, 93, 117, 67, 44),
+    "spectra": (23, 87, 113, 51, 28),
+    "graphs": (33, 122, 171, 98, 65),
+    "astro": (35, 157, 380, 147, 112),
 }
 
 

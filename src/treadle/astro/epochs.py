@@ -51,7 +51,7 @@ class AstroEpochs(SelectingEpochs):
     def step_numbers(self) -> dict[str, Any]:
         """Returns the numbers of the present step, 0 for a term without positions; reads the device."""
         means = RunningMeans()
-        for output in self.engine.step_outputs:
+        for output in self.engine.attempt.outputs:
             add_output(means, output)
         numbers = numbers_of(means.compute(), self._weights)
         counts = {f"loss_{name[2:]}": value for name, value in numbers.items() if name.startswith("n_")}

@@ -158,14 +158,15 @@ class AstroTrainer(EngineCounters):
             own_loss=self.compute_loss if overridden else None, compiled=compiled is True,
         )  # fmt: skip
         all_hooks = [*self._own_hooks(output_dir, hooks), *with_trackers(hooks, trackers)]
-        self._engine = self._build_engine(
-            device, precision, interval=scheduler_interval, hooks=all_hooks, eval_seed=eval_seed, capture=capture
-        )
-        self._engine.config = {
+        described = {
             **layout_of(vocab), "loss_config": dataclasses.asdict(loss_config),
             "training": dataclasses.asdict(self.config), "use_ce": use_ce, "precision": precision,
             "compile_model": compiled, "scheduler_interval": scheduler_interval, "eval_seed": eval_seed,
         }  # fmt: skip
+        self._engine = self._build_engine(
+            device, precision, interval=scheduler_interval, hooks=all_hooks, eval_seed=eval_seed, capture=capture,
+            config=described,
+        )  # fmt: skip
         self._epochs = AstroEpochs(self._engine, None if overridden else self._task.term_weights)
         self._folder = AstroFolder(self._engine, vocab)
         self._folder.use(output_dir)
@@ -179,8 +180,9 @@ class AstroTrainer(EngineCounters):
         hooks: Sequence[BaseHook],
         eval_seed: int,
         capture: Capture,
+        config: dict[str, Any],
     ) -> Engine:
-        engine = Engine(
+        return Engine(
             self.model,
             self.optimizer,
             self._task,
@@ -195,9 +197,9 @@ class AstroTrainer(EngineCounters):
             eval_seed=eval_seed,
             capture=capture,
             logger=_log,
+            face="astro",
+            config=config,
         )
-        engine.face = "astro"
-        return engine
 
     def _scheduler(self, given: LRScheduler | None, interval: str) -> LRScheduler:
         if given is not None:
@@ -231,7 +233,7 @@ class AstroTrainer(EngineCounters):
         engine = self._engine
         if not torch.is_grad_enabled():
             return mix_seed(engine.eval_seed, engine.eval_cursor.position)
-        number = engine.micro_steps - len(engine.group.batches) + len(engine.step_info.get("loss", ()))
+        number = engine.micro_steps - len(engine.attempt.group.batches) + len(engine.attempt.info.get("loss", ()))
         return mix_seed(self.config.seed, number, distributed.rank())
 
     # -- what happened so far -------------------------------------------------------------------------------------
@@ -321,7 +323,7 @@ class AstroTrainer(EngineCounters):
             NonFiniteError: the gradient is not finite.
         """
         self._epochs.train_step(batch)
-        return {**self._epochs.step_numbers(), "lr": float(read_scalars(self._engine.step_info["lr"][:1])[0])}
+        return {**self._epochs.step_numbers(), "lr": float(read_scalars(self._engine.attempt.info["lr"][:1])[0])}
 
     def train_epoch(self) -> dict[str, Any]:
         """Trains one more epoch: nothing is evaluated, selected or written at its end.

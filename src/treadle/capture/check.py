@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from treadle.capture.compile import uncompiled
 from treadle.capture.step import CapturedStep
 from treadle.data.cursor import Group
-from treadle.engine.bookkeeping import clear_gradients
+from treadle.engine.attempt import clear_gradients
 from treadle.seed import RngState
 from treadle.task import StepOutput
 

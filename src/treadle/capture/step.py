@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +11,12 @@ from torch import Tensor
 from treadle.capture.graph import Branch, CudaGraph, FixedBatch, Results, capturable, tensors_of
 from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather
-from treadle.engine.bookkeeping import begin_attempt, clear_gradients, keep_output, move_on, place_of, refuse, skip
+from treadle.engine.attempt import apply_step_effects, begin_attempt, clear_gradients, refuse, skip
 from treadle.engine.settings import Outcome
 from treadle.nested import map_nested_tensor
 from treadle.optim.ema import Ema
 from treadle.optim.loss_weights import GivenWeights, KnownWeights
-from treadle.optim.nonfinite import FiniteGuard, LateFlags, Place, Verdict, step_unless
+from treadle.optim.nonfinite import FiniteGuard, LateFlags, Locate, Verdict, step_unless
 from treadle.task import StepOutput
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class CapturedStep:
             self._guard.weights = given = GivenWeights(len(self._known), device=engine.device, equal=equal)
             given.give(self._known)
         self._graph: CudaGraph = CudaGraph(share=None if share is None else share._graph)
-        with aside(engine, self._guard):
+        with engine.isolated_step(self._guard):
             self._left: _Left = self._graph.record(self._recorded, prepare=self.prepare)
         self._decided = self._guard.flags  # where replays leave them; an eager step makes others
         self._takes: Callable[[Any, StepOutput], StepOutput] | None = getattr(engine.task, "replayed", None)
@@ -92,7 +91,7 @@ class CapturedStep:
         with capturable(engine.optimizer):
             self._train()
         with branch.after(self._guard.judged):  # loss and norm were there before the update
-            left = _Left(engine.step_outputs, engine.step_info["grad_norm"], device=engine.device)
+            left = _Left(engine.attempt.outputs, engine.attempt.info["grad_norm"], device=engine.device)
         branch.join()
         return left
 
@@ -115,9 +114,9 @@ class CapturedStep:
         given = self._guard.weights
         if self._known is not None:
             self._guard.weights = KnownWeights(self._known, device=self._engine.device)
-        with aside(self._engine, self._guard):
+        with self._engine.isolated_step(self._guard):
             self._train()
-            outputs = self._engine.step_outputs
+            outputs = self._engine.attempt.outputs
         self._guard.weights = given
         return outputs
 
@@ -143,16 +142,16 @@ class CapturedStep:
         norm, outputs = self.replay(group, weights)
         if self._gather is not None:
             self._gather.leave_next()
-        engine.step_info["grad_norm"] = norm
+        engine.attempt.info["grad_norm"] = norm
         for batch, output in zip(group.batches, outputs, strict=True):
-            keep_output(engine, output if self._takes is None else self._takes(batch, output))
+            engine.attempt.keep(output if self._takes is None else self._takes(batch, output))
         if (flags := self._told_later) is not None:
-            flags.note(place_of(engine), norm)
-            return move_on(engine, moved=self._averages)
+            flags.note(engine.location(), norm)
+            return apply_step_effects(engine, moved=self._averages)
         bad, uncounted = self._decided.tolist()
         if uncounted:
             return skip(engine, "the total weight is 0")
-        return refuse(engine) if bad else move_on(engine)
+        return refuse(engine) if bad else apply_step_effects(engine)
 
 
 def _unknown(group: Group) -> list[None]:
@@ -260,22 +259,7 @@ class _RecordingGuard(FiniteGuard):
         self._skips = self.flags.any().float()
         return Verdict(finite=True, counted=True)
 
-    def apply(self, optimizer: Any, norm: Tensor, total_weight: float | Tensor, *, place: Place) -> None:
+    def apply(self, optimizer: Any, norm: Tensor, total_weight: float | Tensor, *, locate: Locate) -> None:
         """Steps the optimizer, which leaves the step out where a flag is set."""
         assert self._skips is not None, "judge() comes first"
         step_unless(self._skips, optimizer)
-
-
-_NOTED = ("guard", "group", "micro_steps", "last_lr", "term_totals", "heard", "step_info", "step_outputs")
-
-
-@contextlib.contextmanager
-def aside(engine: Engine, guard: FiniteGuard) -> Iterator[None]:
-    """Lets steps run inside the block of which the engine keeps nothing."""
-    before = {name: getattr(engine, name) for name in _NOTED}
-    engine.guard = guard
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(engine, name, value)

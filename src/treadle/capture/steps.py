@@ -18,7 +18,7 @@ from treadle.capture.step import CapturedStep
 from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather
 from treadle.engine import Engine
-from treadle.engine.bookkeeping import counts_terms, settle
+from treadle.engine.attempt import counts_terms
 from treadle.engine.hook import listeners
 from treadle.engine.settings import Outcome, Steps
 from treadle.errors import ConfigError
@@ -91,7 +91,7 @@ class CapturedSteps:
         self._met: set[Any] = set()
         self._parameters = list(engine.model.parameters())
         self._host_part: Callable[..., tuple[Any, float | None]] | None = getattr(engine.task, "prepare_batch", None)
-        self._num_loads = engine.num_loads
+        self._num_loads = engine.state.num_loads
         self._off = False
         self._settled_state = False  # whether the optimizer has all of its state
         self._rates: list[Tensor] = []
@@ -111,7 +111,7 @@ class CapturedSteps:
         gather = self._gather_of(group)
         if self._off:
             return self._eagerly(group, gather)
-        if self._num_loads != engine.num_loads:
+        if self._num_loads != engine.state.num_loads:
             self._forget()
         self._keep_rates_on_device()
         group, weights = self._prepared(group)
@@ -121,7 +121,7 @@ class CapturedSteps:
             self._settled_state |= outcome == "applied"
             return outcome
         if self._flags is not None and (self._flags.raised or step.reads):
-            settle(engine)
+            engine.raise_if_refused()
         return step.run(group, weights)
 
     def _gather_of(self, group: Group) -> RowGather | None:
@@ -145,14 +145,14 @@ class CapturedSteps:
         prepare = self._host_part
         if prepare is None:
             return group, [None] * len(group.batches)
-        self._engine.group = group  # so that the task can tell where a batch comes from
+        self._engine.set_group(group)  # so that the task can tell where a batch comes from
         pairs = [prepare(self._engine.model, batch) for batch in group.batches]
         batches, weights = [batch for batch, _ in pairs], [weight for _, weight in pairs]
         return Group(batches, group.data_time, group.sample_ids), weights
 
     def _forget(self) -> None:
         """Drops the graphs after a state was loaded: it lies in other memory."""
-        self._num_loads = self._engine.num_loads
+        self._num_loads = self._engine.state.num_loads
         self._steps, self._met, self._settled_state = {}, set(), False
         self._latest_kind = None
 
@@ -241,7 +241,7 @@ class CapturedSteps:
         if counts_terms(engine, group.batches[0]):
             self._give_up("the terms of the loss are counted on the host in each step")
             return None
-        settle(engine)
+        engine.raise_if_refused()
         kept = KeptState(engine)
         here = torch.cuda.device(engine.device) if engine.device.type == "cuda" else contextlib.nullcontext()
         try:

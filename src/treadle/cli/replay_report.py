@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from treadle.checkpoint.find_step import nearest_state
 from treadle.checkpoint.schema import versions
+from treadle.cli.console import print_table
 from treadle.errors import ConfigError
 from treadle.hooks.files import to_json
 from treadle.hooks.steplog import read_steps
-from treadle.runs.folder import stored_json
+from treadle.runs.pack import Pack
+from treadle.runs.packs import find_pack, pack_names, pack_of_folder
 from treadle.runs.record import recorded_config
-from treadle.runs.replay import Replayed, refuse_run_of_ranks, replay_config, replay_script, save_batch
-from treadle.runs.tables import print_table
+from treadle.runs.replay import (
+    Replayed,
+    checkpoints_of,
+    refuse_run_of_ranks,
+    replay_config,
+    replay_script,
+    save_batch,
+)
 from treadle.runs.target import PackRun, resolve
-from treadle.spectra.replay import replay_spectra
-from treadle.text.folder import is_text_run
-from treadle.text.replay import replay_text
 
 _COMPARED = ("loss", "losses", "grad_norm", "lr", "applied")
 
@@ -62,7 +69,7 @@ def replay_and_report(
         replayed = replay_script(run, step, script=script, arguments=arguments, debug=debug)
     else:
         refuse_run_of_ranks(run)
-        replayed = _replay_of(run)(run, step, device=device, debug=debug, messages=messages)
+        replayed = _pack_of(run).replay(run, step, device=device, debug=debug, messages=messages)
     if save is not None:
         save_batch(replayed.batches, save)
     saved = None if save is None else str(save)
@@ -75,19 +82,21 @@ def replay_and_report(
     return equal
 
 
-def _replay_of(run: Path) -> Callable[..., Replayed]:
-    """Returns what replays the run of a pack, by the files in its folder."""
-    if is_text_run(run):
-        return replay_text
-    if (stored_json(run / "config.json") or {}).get("face") == "astro":
-        from treadle.astro.replay import replay_astro  # every module of the pack
-
-        return replay_astro
-    if not (run / "config.yaml").is_file():
-        return replay_spectra
-    from treadle.graphs.replay import replay_graphs  # imports torch_geometric
-
-    return replay_graphs
+def _pack_of(run: Path) -> Pack[Any, Any, Any]:
+    """Returns the pack of a run, by what its folder or its newest checkpoint says."""
+    if not run.is_dir():
+        raise ConfigError("no such folder; give the folder of a run", argument="RUN", value=str(run))
+    pack = pack_of_folder(run)
+    newest = None if pack is not None else nearest_state(checkpoints_of(run), sys.maxsize)
+    face = None if newest is None else newest[1]["format"].get("face")
+    if pack is None and face not in pack_names():
+        raise ConfigError(
+            "neither run.json nor config.json says what run it is of; give the folder of a run of "
+            "'treadle train', or your own script with --script",
+            argument="RUN",
+            value=str(run),
+        )
+    return find_pack(str(face)) if pack is None else pack
 
 
 def _config_of(script: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], Path] | None:

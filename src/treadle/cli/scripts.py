@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
+from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console, show_report
 from treadle.config.grammar import parse
 from treadle.errors import ConfigError, refuse_unknown
 from treadle.runs.launch import refuse_ranks
@@ -42,7 +42,9 @@ def train(cfg: Any) -> float | None:
 
     from treadle.engine.observers import observing
     from treadle.graphs.run_config import GraphsConfig
-    from treadle.graphs.runs import GraphRun, train_graphs
+    from treadle.graphs.runs import PACK
+    from treadle.runs.pack import Run
+    from treadle.runs.ranks import device_of_rank
     from treadle.runs.record import SessionKeeper
 
     messages = message_console()
@@ -52,16 +54,17 @@ def train(cfg: Any) -> float | None:
         values, options = _settings(hydra)
         if not isinstance(options["resume"], bool):
             raise ConfigError("must be true or false", argument="resume", value=options["resume"])
-        run = GraphRun(
-            out=_short(Path(hydra.runtime.output_dir)),
-            device=_text(options["device"]),
+        run = Run(
+            GraphsConfig.from_values(values),
+            _short(Path(hydra.runtime.output_dir)),
+            device_of_rank(_text(options["device"])),
+            messages,
             resume=options["resume"],
-            results=result_console(),
-            messages=messages,
-            checkpoint=None if options["checkpoint"] is None else Path(options["checkpoint"]),
+            explicit=options["device"] is not None,
+            weights=None if options["checkpoint"] is None else Path(options["checkpoint"]),
             given=list(hydra.overrides.task),
         )
-        metrics = train_graphs(GraphsConfig.from_values(values), run)
+        metrics = PACK.run(run, show_report)
     best: float | None = None if metrics is None else metrics["best_val_metric"]
     return best
 

@@ -316,10 +316,10 @@ class Cursor:
         self._loaded = None
         self._place, self._passed = Place(0), 0
 
-    def restart(self) -> None:
-        """Goes back to the start of epoch 0, keeping the loader and its persistent workers."""
+    def restart(self, *, epoch: int = 0) -> None:
+        """Goes to the start of an epoch, keeping the loader and its persistent workers."""
         self.next_epoch()
-        self.epoch = 0
+        self.epoch = epoch
 
     def close(self) -> None:
         """Ends workers and threads; the position stays and the epoch can be reopened."""

@@ -66,6 +66,7 @@ class _Indexed:
         self.length = _length(loader)
         self.exact = self.length is not None and self.reader.known
         self._values: dict[tuple[int, str], Any] = {}
+        self.ids_at = self.reader.ids_at
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
         self._values = {} if self.loader.num_workers else kept_values(self.loader)
@@ -76,9 +77,6 @@ class _Indexed:
 
     def is_over_at(self, position: int) -> bool:
         return self.reader.is_over_at(position)
-
-    def ids_at(self, position: int) -> Any:
-        return self.reader.ids_at(position)
 
     def state(self) -> Any:
         return {"seeded": self.reader.seeded}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from treadle.data.cursor import Group
-from treadle.engine.bookkeeping import non_finite_error, settle
+from treadle.engine.attempt import non_finite_error
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.session import leave_on_signal
 from treadle.errors import DataExhaustedError
@@ -25,13 +25,13 @@ def finish_epoch(engine: Engine) -> None:
     """
     if engine.cursor.position == 0:
         raise DataExhaustedError(
-            f"the loader gave no batch at step {engine.step}, epoch {engine.epoch + 1}, and the target is "
+            f"the loader gave no batch at step {engine.progress.step}, epoch {engine.epoch + 1}, and the target is "
             f"{engine.target}: it is empty (a DataLoader with drop_last=True and fewer samples than batch_size "
             "is), or a one-shot iterator that is used up; pass an iterable that can be opened again"
         )
-    settle(engine)
-    if engine.epoch_applied_steps == 0:
-        reason = engine.step_info.get("reason") or "a step had nothing to apply"
+    engine.raise_if_refused()
+    if engine.progress.epoch_applied_steps == 0:
+        reason = engine.attempt.info.get("reason") or "a step had nothing to apply"
         engine.logger.warning("epoch %d: no step changed the weights (the last one: %s)", engine.epoch + 1, reason)
     score_epoch, after_epoch = engine.target.score_epoch, engine.target.after_epoch
     try:
@@ -41,10 +41,9 @@ def finish_epoch(engine: Engine) -> None:
         raise
     _step_epoch_scheduler(engine, value)
     engine.cursor.next_epoch()
-    engine.epoch_means.reset()
-    engine.epoch_applied_steps = 0
-    engine.emit("on_after_epoch")
-    engine.write_requested()
+    engine.progress.end_epoch()
+    engine.events.emit(engine, "on_after_epoch")
+    engine.events.write_requested()
     if after_epoch is not None:
         after_epoch()
 
@@ -53,8 +52,12 @@ def _step_epoch_scheduler(engine: Engine, value: float | None) -> None:
     if isinstance(engine.lr_scheduler, ReduceLROnPlateau):
         if value is not None:
             engine.lr_scheduler.step(value)
-    elif engine.lr_scheduler is not None and engine.scheduler_interval == "epoch" and engine.epoch_applied_steps:
+    elif engine.lr_scheduler is not None and _moves_each_epoch(engine):
         engine.lr_scheduler.step()
+
+
+def _moves_each_epoch(engine: Engine) -> bool:
+    return engine.settings.scheduler_interval == "epoch" and engine.progress.epoch_applied_steps > 0
 
 
 def fresh_group(engine: Engine, loader: Iterable[Any]) -> Group:
@@ -63,16 +66,17 @@ def fresh_group(engine: Engine, loader: Iterable[Any]) -> Group:
     Raises:
         NonFiniteError: the retries are used up.
     """
-    if engine.tries > engine.max_non_finite_grad_retries:
+    settings, progress = engine.settings, engine.progress
+    if progress.tries > engine.max_non_finite_grad_retries:
         raise non_finite_error(engine)
-    engine.tries += 1
-    group = engine.cursor.take(engine.accumulation_steps)
+    progress.retry()
+    group = engine.cursor.take(settings.accumulation_steps)
     if not group.batches and engine.target.epochs is None:
         finish_epoch(engine)
         engine.cursor.open(loader)
-        group = engine.cursor.take(engine.accumulation_steps)
+        group = engine.cursor.take(settings.accumulation_steps)
     if not group.batches:
         engine.logger.warning(
-            "step %d is skipped: its gradient was not finite and the epoch has no fresh data to retry", engine.step
+            "step %d is skipped: its gradient was not finite and the epoch has no fresh data to retry", progress.step
         )
     return group

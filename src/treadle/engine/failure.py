@@ -65,10 +65,10 @@ def failing_by_name(engine: Engine) -> Iterator[None]:
 def _note_batches(engine: Engine, error: BaseException) -> None:
     """Adds the step and the shapes of its batches to an error that was raised in it, as a note: the error stays as it
     is."""
-    inside = bool(engine.step_info) and "step_time" not in engine.step_info
+    inside = bool(engine.attempt.info) and "step_time" not in engine.attempt.info
     if not inside or isinstance(error, TreadleError) or not hasattr(error, "add_note"):  # before Python 3.11
         return
-    shapes = " ".join(dict.fromkeys(shapes_of(batch) for batch in engine.group.batches))
+    shapes = " ".join(dict.fromkeys(shapes_of(batch) for batch in engine.attempt.group.batches))
     error.add_note(f"{NOTE} {engine.step}, epoch {engine.epoch + 1}; what the loader gave: {shapes}")
 
 

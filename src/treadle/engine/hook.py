@@ -199,10 +199,6 @@ def reaches_hooks(method: Callable[..., None], event: str) -> Callable[..., None
 
     @functools.wraps(method)
     def served(trainer: Any, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        trainer.hooks_served = False
-        method(trainer, records, dry_run)
-        if not trainer.hooks_served:
-            trainer.hooks_served = True
-            trainer.emit(event, records, dry_run)
+        trainer.events.calling(trainer, event, lambda: method(trainer, records, dry_run), records, dry_run)
 
     return served

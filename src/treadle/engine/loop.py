@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,22 +17,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from treadle import distributed
-from treadle.checkpoint.base_fingerprints import FrozenBase
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.data.cursor import Cursor, Group
 from treadle.device import get_device
 from treadle.distributed.gradients import GradientExchange, gradient_exchange
 from treadle.engine import session
-from treadle.engine.bookkeeping import (
+from treadle.engine.attempt import (
+    Attempt,
+    apply_step_effects,
     begin_step,
     finish_step,
-    move_on,
     non_finite_error,
-    note_output,
-    place_of,
+    raise_late_refusal,
     refuse,
-    settle,
-    show_gradients,
+    run_gradient_hooks,
     skip,
     start_attempt,
 )
@@ -37,24 +38,24 @@ from treadle.engine.epoch_end import finish_epoch, fresh_group
 from treadle.engine.evaluation import evaluate
 from treadle.engine.events import Events
 from treadle.engine.failure import failing_by_name
-from treadle.engine.hook import BaseHook
+from treadle.engine.hook import BaseHook, reaches_hooks
 from treadle.engine.observers import announce_running
-from treadle.engine.session import averages_of_hooks, finite_guard, leave_on_signal, resume_from_hooks, training_session
-from treadle.engine.settings import Capture, Outcome, Steps, check_capture, check_settings
+from treadle.engine.progress import Progress
+from treadle.engine.session import Declared, leave_on_signal, resume_from_hooks, training_session
+from treadle.engine.settings import Capture, EngineSettings, Outcome, Steps
 from treadle.engine.signals import ExitPlan, SignalListener
-from treadle.engine.state import StatePart, collect_state, restore_state
+from treadle.engine.state import Driver, RunState
 from treadle.engine.state_options import StateOptions
 from treadle.engine.stopping import Target
 from treadle.means import RunningMeans
 from treadle.optim.ema import Ema
 from treadle.optim.gradients import Gradients, clip_, divide_, total_norm
-from treadle.optim.nonfinite import FiniteGuard
+from treadle.optim.nonfinite import FiniteGuard, StepLocation
 from treadle.optim.precision import Precision, PrecisionName
-from treadle.seed import as_seed
 from treadle.task import StepOutput, Task, as_step_output
 
 
-class Engine(Events):
+class Engine:
     """Runs a model, an optimizer and a task over a loader, one optimizer step at a time.
 
     Args:
@@ -73,6 +74,9 @@ class Engine(Events):
         capture: whether the step is replayed as one CUDA graph, see ``treadle.capture``: True, False, or ``"auto"``,
             which says in a warning why it is not where that is impossible.
         logger: by default ``treadle.engine``.
+        face: name of the front end, written into checkpoints.
+        config: plain values, written into checkpoints.
+        workspace: the folder of the run; None for none.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -88,9 +92,38 @@ class Engine(Events):
         3
     """
 
-    face = "engine"
-    state_options = StateOptions()
-    asked_hooks: Sequence[BaseHook] = ()  # what they declare is in force
+    # -- parts, as the user gave them
+    model: nn.Module
+    optimizer: Optimizer
+    lr_scheduler: LRScheduler | None
+    task: Task
+    precision: Precision  # autocast and gradient scaling, and the device
+    settings: EngineSettings
+    logger: logging.Logger
+    config: Any  # plain values, written into checkpoints
+
+    # -- may be assigned at any time
+    hooks: list[BaseHook]
+    workspace: Path | None
+    should_stop: bool
+
+    # -- the run
+    target: Target
+    cursor: Cursor  # position in the training data
+    eval_cursor: Cursor
+    progress: Progress  # counters, means of the running epoch
+    attempt: Attempt  # the latest attempt at a step
+    state: RunState  # parts of a checkpoint, and where the present state came from
+    num_ranks: int
+
+    # -- machinery, made by prepare()
+    declared: Declared  # what hooks declare: averages, messages between ranks
+    events: Events
+    signals: SignalListener
+    exchange: GradientExchange
+    guard: FiniteGuard
+    steps: Steps  # train_step, or its captured form
+    stray_parameters: list[nn.Parameter]  # trainable and in no group of the optimizer
 
     def __init__(
         self,
@@ -109,89 +142,65 @@ class Engine(Events):
         eval_seed: int = 0,
         capture: Capture = False,
         logger: logging.Logger | None = None,
+        face: str = "engine",
+        config: Any = None,
+        workspace: Path | str | None = None,
     ):
         self.model = model
         self.optimizer = optimizer
         self.lr_scheduler = scheduler
         self.task = task
-        self._configure(
+        settings = EngineSettings(
+            face=face,
             scheduler_interval=scheduler_interval,
-            device=device,
-            precision=precision,
+            device_asked=device,
             grad_clip=grad_clip,
             accumulation_steps=accumulation_steps,
             max_non_finite_grad_retries=max_non_finite_grad_retries,
             eval_seed=eval_seed,
             capture=capture,
-            logger=logger or logging.getLogger("treadle.engine"),
         )
+        self._configure(settings, precision, logger=logger or logging.getLogger("treadle.engine"))
         self.hooks = list(hooks)
+        self.config = config
+        self.workspace = None if workspace is None else Path(workspace)
 
     def _configure(
         self,
-        *,
-        scheduler_interval: Literal["step", "epoch"],
-        device: torch.device | str | int | None,
+        settings: EngineSettings,
         precision: PrecisionName | None,
-        grad_clip: float | None,
-        accumulation_steps: int,
-        max_non_finite_grad_retries: int | None,
-        eval_seed: int,
-        capture: Capture,
+        *,
         logger: logging.Logger,
+        state_options: StateOptions | None = None,
     ) -> None:
-        """Checks and keeps the settings, and starts every counter at 0; builds nothing."""
-        super().__init__()
-        check_settings(scheduler_interval, grad_clip, accumulation_steps, max_non_finite_grad_retries)
-        self.scheduler_interval = scheduler_interval
-        self.device_asked = device
-        self.device = get_device(device)
-        self.precision = Precision(precision, self.device)
-        self.grad_clip = grad_clip or None
-        self.accumulation_steps = accumulation_steps
-        self.max_non_finite_grad_retries = max_non_finite_grad_retries or 0
-        self.eval_seed = as_seed("eval_seed", eval_seed)
-        self.capture: Capture = check_capture(capture)
+        """Keeps the settings and sets every counter to 0; builds nothing."""
+        self.settings = settings
+        self.precision = Precision(precision, get_device(settings.device_asked))
         self.logger = logger
-        self.step = 0
-        self.applied_steps = 0
-        self.micro_steps = 0
+        self.config = None
+        self.hooks = []
+        self.workspace = None
         self.should_stop = False
-        self.scored: str | None = None
-        self.config: Any = None
-        self.workspace: Path | None = None
-        self.step_info: dict[str, Any] = {}
-        self.cursor = Cursor(ranks="together")
-        self.signals = SignalListener()
-        self.averages: dict[str, Ema] = {}
-        self.state_parts: list[StatePart] = []
-        self.exit_plans: list[ExitPlan] = []
-        self.num_ranks = 1
-        self.stray_parameters: list[nn.Parameter] = []
-        self.epoch_means = RunningMeans()
-        self.epoch_applied_steps = 0
-        self.last_lr: list[Any] = []  # of the epoch's last applied step, of an attempt before there is one
-        self.rates_copied: tuple[list[Any], list[Any]] = ([], [])  # from what, in which version; and the copies
-        self.term_totals: Mapping[str, float] | None = None
-        self.tries = 1
-        self.group = Group()
-        self.step_started = 0.0
-        self.step_outputs: list[StepOutput] = []
-        self.heard: list[list[float]] = []
-        self.eval_cursor = Cursor()
         self.target = Target(max_steps=0)
+        self.cursor = Cursor(ranks="together")
+        self.eval_cursor = Cursor()
+        self.progress = Progress()
+        self.attempt = Attempt()
+        self.state = RunState(state_options or StateOptions())
+        self.num_ranks = 1
+        self.declared = Declared()
+        self.events = Events()
+        self.signals = SignalListener()
         self.guard = FiniteGuard()
-        self.steps: Steps = self.train_step
-        self._prepared = False
-        self.num_loads = 0
-        self.loaded = False
-        self.resumed = False
-        self.resume_source: str | None = None
+        self.steps = self.train_step
+        self.stray_parameters = []
 
-    @property
-    def epoch(self) -> int:
-        """Epochs completed."""
-        return self.cursor.epoch
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Makes an overridden ``log`` or ``log_images`` reach the hooks, with or without ``super()``."""
+        super().__init_subclass__(**kwargs)
+        for name in ("log", "log_images"):
+            if name in cls.__dict__:
+                setattr(cls, name, reaches_hooks(cls.__dict__[name], f"on_{name}"))
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -226,28 +235,28 @@ class Engine(Events):
             self.logger.info("nothing to do: at step %d, epoch %d the target is reached", self.step, self.epoch)
             return
         self.should_stop = False
-        if self.step == 0 and not self.loaded:
+        if self.step == 0 and not self.state.loaded:
             for ema in self.averages.values():  # the weights may have changed since the averages were made
                 ema.restart_from(self.model)
         with training_session(self):
             while not (self.target.reached(self) or session.ranks_stop(self)):
                 self.cursor.open(loader)
                 leave_on_signal(self)
-                while (group := self.cursor.take(self.accumulation_steps)).batches:
+                while (group := self.cursor.take(self.settings.accumulation_steps)).batches:
                     begin_step(self)
                     while (outcome := self.steps(group)) == "refused":
                         group = fresh_group(self, loader)
                         if not group.batches:
                             break
                     finish_step(self, outcome)
-                    if session.stops_here(self) or self.target.reached(self):
+                    if self._stops_here() or self.target.reached(self):
                         break
                 session.ranks_stop(self)
                 if self.target.completes_epoch(self):
                     finish_epoch(self)
-            settle(self)
+            self.raise_if_refused()
             self.emit("on_after_train")
-            self.write_requested()
+            self.events.write_requested()
 
     def train_step(self, group: Group) -> Outcome:
         """Runs one optimizer step over a group of micro-batches, top to bottom.
@@ -256,40 +265,43 @@ class Engine(Events):
             ``"applied"`` if the weights changed; ``"skipped"`` if there was no loss or the fp16 scale was lowered;
             ``"refused"`` if the gradient was not finite. Only an applied step moves schedule and averages.
         """
-        info, weights = start_attempt(self, group)
+        weights = start_attempt(self, group)
+        attempt = self.attempt
         for number, batch in enumerate(group.batches, start=1):
-            with self.exchange.micro_batch(syncs=self._syncs(last=number == len(group.batches))):
+            with self.exchange.micro_batch(syncs=number == len(group.batches) or self.settings.syncs_each):
                 with self.precision.autocast():
                     output = as_step_output(self.forward(batch), training=True)
                 loss = self.exchange.loss_of(output, weights.scaled)
                 if loss is not None:
                     self.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
-            note_output(self, output)
-        self.heard = weights.heard
+            attempt.record_output(output)
+        attempt.receive(weights.heard)
         if not weights.any_loss():
             return skip(self, "no micro-batch had a loss")
 
+        divisor = weights.divisor()
         self.precision.unscale(self.optimizer)
         grads = Gradients.of(self.optimizer)
-        divide_(grads, weights.divisor())
-        info["grad_norm"] = norm = total_norm(grads)
-        if self.hears("on_before_optimizer_step"):
-            grads, norm = show_gradients(self, grads)  # to hooks, which may change them
-        settle(self, wait=self.guard.decides_now(weights.total))
+        divide_(grads, divisor)
+        attempt.info["grad_norm"] = norm = total_norm(grads)
+        if self.events.hooks_for(self.hooks, "on_before_optimizer_step"):
+            grads, norm = run_gradient_hooks(self, grads)  # which may change them
         verdict = self.guard.judge(norm, weights.total)
+        if verdict.late is not None:
+            raise_late_refusal(self, verdict.late)
         if not verdict.counted:
             return skip(self, "the total weight is 0")
         if not verdict.finite:
             return refuse(self)
 
-        if self.grad_clip is not None:
-            clip_(grads, self.grad_clip, norm)
-        self.guard.apply(self.optimizer, norm, weights.total, place=place_of(self))
-        return move_on(self)
+        if self.settings.grad_clip is not None:
+            clip_(grads, self.settings.grad_clip, norm)
+        self.guard.apply(self.optimizer, norm, weights.total, locate=self.location)
+        return apply_step_effects(self)
 
     def forward(self, batch: Any) -> Any:
         """Turns one micro-batch into a StepOutput, under autocast."""
-        return self.task.step(self.model, batch, totals=self.term_totals)
+        return self.task.step(self.model, batch, totals=self.attempt.term_totals)
 
     def step_group(self, batches: Sequence[Any]) -> bool:
         """Runs one step on given micro-batches, with its events; returns whether it was applied.
@@ -298,6 +310,7 @@ class Engine(Events):
             NonFiniteError: the gradient is not finite.
         """
         self.prepare()
+        self.target = Target(epochs=self.epoch + 1)  # no step is the last one here
         begin_step(self)
         with contextlib.closing(self.exchange):
             outcome = self.steps(Group(list(batches), [0.0] * len(batches)))
@@ -306,19 +319,167 @@ class Engine(Events):
         finish_step(self, outcome)
         return outcome == "applied"
 
-    def _syncs(self, *, last: bool) -> bool:
-        """Says whether ranks exchange gradients with a micro-batch: with the last of a step only."""
-        return last
+    def location(self) -> StepLocation:
+        """Returns the location of the present step, for error messages."""
+        position, tries = self.cursor.position, self.progress.tries
+        return StepLocation(self.step, self.epoch, position, len(self.attempt.info["loss"]), tries)
 
-    # -- what a run says about itself -----------------------------------------------------------------------------
+    def _stops_here(self) -> bool:
+        """Returns whether the run stops after this step, alike on all ranks: a stop counts once they all know."""
+        return self.should_stop if self.num_ranks == 1 else any(sent[1] for sent in self.attempt.rank_messages)
+
+    # -- events and files -----------------------------------------------------------------------------------------
+
+    def emit(self, event: str, *args: Any) -> None:
+        """Calls one event of every hook, in order."""
+        self.events.emit(self, event, *args)
+
+    def log(self, records: Mapping[str, Any], dry_run: bool = False) -> None:
+        """Hands aggregated records to ``on_log`` of every hook; may be overridden, with or without ``super()``."""
+        self.events.serve(self, "on_log", records, dry_run=dry_run)
+
+    def log_images(self, records: Mapping[str, Any], dry_run: bool = False) -> None:
+        """Hands nested images to ``on_log_images`` of every hook; may be overridden as ``log`` may."""
+        self.events.serve(self, "on_log_images", records, dry_run=dry_run)
+
+    def request_write(self, write: Callable[[], Any]) -> None:
+        """Requests a file to be written once every hook has seen the step, so that hook order cannot matter."""
+        self.events.request_write(write)
+
+    def write_requested(self) -> None:
+        """Writes the requested files."""
+        self.events.write_requested()
+
+    # -- what hooks read ------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps attempted."""
+        return self.progress.step
+
+    @property
+    def applied_steps(self) -> int:
+        """Steps that changed the weights."""
+        return self.progress.applied_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches taken."""
+        return self.progress.micro_steps
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed."""
+        return self.cursor.epoch
+
+    @property
+    def last_lr(self) -> Sequence[Any]:
+        """Learning rates of the epoch's last applied step, by parameter group."""
+        return self.progress.last_lr
+
+    @property
+    def epoch_means(self) -> RunningMeans:
+        """Weighted means of the running epoch on this rank."""
+        return self.progress.epoch_means
+
+    @property
+    def step_info(self) -> dict[str, Any]:
+        """Record of the latest step: ``loss``, ``weight``, ``records`` by micro-batch, ``applied``, ``reason``, ..."""
+        return self.attempt.info
+
+    @property
+    def step_outputs(self) -> list[StepOutput]:
+        """Losses and records of the latest step's micro-batches, free of their graph."""
+        return self.attempt.outputs
+
+    @property
+    def group(self) -> Group:
+        """Micro-batches of the latest attempt."""
+        return self.attempt.group
+
+    @property
+    def averages(self) -> Mapping[str, Ema]:
+        """Averaged models that hooks keep, by name."""
+        return self.declared.averages
+
+    @property
+    def state_parts(self) -> list[Driver]:
+        """Objects around the engine that add keys to its checkpoints; append one to have it saved."""
+        return self.state.drivers
+
+    @property
+    def exit_plans(self) -> list[ExitPlan]:
+        """What hooks ask for at a signal; empty outside a run."""
+        return self.signals.plans
+
+    @property
+    def resume_source(self) -> str | None:
+        """The checkpoint that the run resumed from."""
+        return self.state.source
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes. May be assigned before anything is built."""
+        return self.precision.device
+
+    @device.setter
+    def device(self, value: torch.device | str) -> None:
+        self.precision = Precision(self.precision.name, get_device(value))
+
+    @property
+    def face(self) -> str:
+        """Name of the front end."""
+        return self.settings.face
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches per step."""
+        return self.settings.accumulation_steps
+
+    @property
+    def grad_clip(self) -> float | None:
+        """Total 2-norm to which gradients are clipped; None: they are not. May be assigned."""
+        return self.settings.grad_clip
+
+    @grad_clip.setter
+    def grad_clip(self, value: float | None) -> None:
+        self.settings = dataclasses.replace(self.settings, grad_clip=value)
+
+    @property
+    def scheduler_interval(self) -> Literal["step", "epoch"]:
+        """Whether the scheduler moves with steps or epochs."""
+        return self.settings.scheduler_interval
+
+    @property
+    def max_non_finite_grad_retries(self) -> int:
+        """Fresh groups to try before NonFiniteError."""
+        return self.settings.max_non_finite_grad_retries or 0
+
+    @property
+    def eval_seed(self) -> int:
+        """Seed of every evaluation."""
+        return self.settings.eval_seed
+
+    @property
+    def capture(self) -> Capture:
+        """Whether steps are captured."""
+        return self.settings.capture
+
+    # -- where the run is -----------------------------------------------------------------------------------------
 
     def train_means(self) -> dict[str, Any]:
         """Returns the running epoch's weighted mean ``loss`` and ``records`` over all ranks; reads the device."""
-        return self.epoch_means.compute(distributed.sum_over_ranks)
+        return self.progress.epoch_means.compute(distributed.sum_over_ranks)
 
-    def raise_if_refused(self) -> None:
-        """Raises NonFiniteError if the device has refused a step that the host has not heard of; reads the device."""
-        settle(self)
+    def raise_if_refused(self, *, wait: bool = True) -> None:
+        """Raises NonFiniteError if the device refused a step and the host has not looked until now.
+
+        Args:
+            wait: for all steps so far, which reads the device; False looks at what has arrived on the host.
+        """
+        late = self.guard.late_refusal(wait=wait)
+        if late is not None:
+            raise_late_refusal(self, late)
 
     @property
     def total_steps(self) -> int | None:
@@ -328,8 +489,7 @@ class Engine(Events):
     @property
     def is_last_step(self) -> bool:
         """Whether the present step is the last one of this run, as far as the target says."""
-        stops = self.should_stop if self.num_ranks == 1 else session.stops_here(self)
-        return stops or self.target.is_last_step(self)
+        return self._stops_here() or self.target.is_last_step(self)
 
     def evaluate(self, loader: Iterable[Any], task: Task | None = None) -> dict[str, Any]:
         """Returns the weighted mean loss, records and epoch metrics of a task over a loader; training does not notice.
@@ -338,51 +498,64 @@ class Engine(Events):
             loader: any iterable of micro-batches.
             task: by default the training task.
         """
-        settle(self)
+        self.raise_if_refused()
         return evaluate(
             self.model,
             loader,
             task or self.task,
             precision=self.precision,
-            eval_seed=self.eval_seed,
+            eval_seed=self.settings.eval_seed,
             cursor=self.eval_cursor,
             interrupted=session.interruption(self),
         )
 
     def heard_of(self, notice: Callable[[], float]) -> list[float]:
-        """Returns what each rank told by a hook's notice in the present step; see ``BaseHook.notice``."""
-        return session.heard_of(self, notice)
+        """Returns the number that each rank sent for a hook in the present step; see ``BaseHook.notice``."""
+        return session.messages_of_ranks(self, notice)
+
+    @contextlib.contextmanager
+    def temporarily(self, **parts: Any) -> Iterator[None]:
+        """Replaces parts of the engine inside the block, such as ``optimizer=`` or ``guard=``."""
+        before = {name: getattr(self, name) for name in parts}
+        for name, part in parts.items():
+            setattr(self, name, part)
+        try:
+            yield
+        finally:
+            for name, part in before.items():
+                setattr(self, name, part)
+
+    def set_group(self, group: Group) -> None:
+        """Makes a group the present one before its attempt begins, for a task that asks where a batch comes from."""
+        self.attempt = Attempt(group)
+
+    def isolated_step(self, guard: FiniteGuard) -> AbstractContextManager[None]:
+        """Lets steps run inside the block of which the engine keeps no record."""
+        return self.temporarily(guard=guard, attempt=self.attempt, progress=copy.copy(self.progress))
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
         """Collects what hooks declare, once; runs before any state is made or loaded."""
         self.num_ranks = distributed.world_size()
-        if self._prepared:
+        if self.declared.complete:
             return
         announce_running(self)
-        self.asked_hooks = list(self.hooks)
-        self.averages = averages_of_hooks(self)
-        self.notices: list[Callable[[], float]] = [
-            notice for hook in self.hooks if (notice := hook.notice(self)) is not None
-        ]
-        self.base = FrozenBase(self.model, asked=self.state_options.ignore_frozen_params)
-        self.exchange: GradientExchange = gradient_exchange(self.model)
-        self.guard = finite_guard(self)
+        self.declared = session.declared_by_hooks(self)
+        self.state.prepare(self)
+        self.exchange = gradient_exchange(self.model)
+        self.guard = session.finite_guard(self)
         self.steps = self.train_step
-        if self.capture is not False:
-            from treadle.capture.steps import (
-                steps_of,  # the one import that points up: captured steps replay the engine's
-            )
+        if self.settings.capture is not False:
+            from treadle.capture.steps import steps_of  # the one import that points up: it replays the engine's steps
 
             self.steps = steps_of(self)
-        self._prepared = True
 
     def state_dict(self, *, buffers: HostBuffers | None = None, parts: bool = False) -> dict[str, Any]:
         """Returns the whole training state as plain values and CPU copies, in ``buffers`` if given; see ``state``."""
         self.prepare()
-        settle(self)
-        return collect_state(self, buffers, parts=parts)
+        self.raise_if_refused()
+        return self.state.collect(self, buffers, parts=parts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned, in place.
@@ -391,5 +564,4 @@ class Engine(Events):
             CheckpointError: the model or optimizer does not fit.
         """
         self.prepare()
-        restore_state(self, state_dict)
-        self.loaded = True
+        self.state.restore(self, state_dict)

@@ -75,11 +75,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def _where(engine: Engine) -> str:
-    parts = [f"at step {engine.step} on {engine.device}{_used(engine.device)}"]
+    parts = [f"at step {engine.progress.step} on {engine.device}{_used(engine.device)}"]
     size = _batch_size(engine)
     if size is not None:
         parts.append(f"with micro-batches of {size}")
-    return f"{' '.join(parts)} and {_accumulation(engine)}={engine.accumulation_steps}"
+    return f"{' '.join(parts)} and {_accumulation(engine)}={engine.settings.accumulation_steps}"
 
 
 def _accumulation(engine: Engine) -> str:
@@ -94,7 +94,7 @@ def _used(device: torch.device) -> str:
 
 
 def _fix(engine: Engine) -> str:
-    size, steps, name = _batch_size(engine), engine.accumulation_steps, _accumulation(engine)
+    size, steps, name = _batch_size(engine), engine.settings.accumulation_steps, _accumulation(engine)
     if size is not None and size < 2:
         return "Use a smaller model, mixed precision, or checkpointed activations"
     smaller = "half the batch size" if size is None else f"a batch size of {(size + 1) // 2}"
@@ -103,10 +103,10 @@ def _fix(engine: Engine) -> str:
 
 def _batch_size(engine: Engine) -> int | None:
     """Returns the samples of a micro-batch: what the forward pass counts, else the first tensor's first dimension."""
-    counted = [output.num_samples for output in engine.step_outputs if output.num_samples]
+    counted = [output.num_samples for output in engine.attempt.outputs if output.num_samples]
     if counted:
         return int(counted[0])
-    return next((size for batch in engine.group.batches if (size := _first_size(batch)) is not None), None)
+    return next((size for batch in engine.attempt.group.batches if (size := _first_size(batch)) is not None), None)
 
 
 def _first_size(batch: Any) -> int | None:
@@ -128,20 +128,20 @@ def _save(engine: Engine) -> str:
         return "A resumed run goes on from the last checkpoint: nothing was saved now, as the ranks do not wait here"
     if not _undo_step(engine):
         return "A resumed run goes on from the last checkpoint: the state in memory is none of a finished step"
-    if engine.step == 0:
+    if engine.progress.step == 0:
         return "There was no finished step to save"
     try:
         for write in writes:
             write()
     except Exception as failure:  # noqa: BLE001  (the error of the memory is the one to raise)
-        engine.logger.error("step %d could not be saved: %s", engine.step, failure)
+        engine.logger.error("step %d could not be saved: %s", engine.progress.step, failure)
         return "A resumed run goes on from the last checkpoint"
-    return f"Step {engine.step} is saved, and a resumed run goes on from there"
+    return f"Step {engine.progress.step} is saved, and a resumed run goes on from there"
 
 
 def _writers(engine: Engine) -> list[Callable[[], Any]]:
-    if engine.exit_plans:
-        return [plan.write for plan in engine.exit_plans]
+    if engine.signals.plans:
+        return [plan.write for plan in engine.signals.plans]
     saving = [hook for hook in engine.hooks if isinstance(hook, Saves)]
     return [lambda hook=hook: _save_by(hook, engine) for hook in saving]  # type: ignore[misc]
 
@@ -152,16 +152,15 @@ def _save_by(hook: Saves, engine: Engine) -> None:
 
 
 def _undo_step(engine: Engine) -> bool:
-    """Takes back a step whose gradients were not there yet, and frees what it held; returns whether there was one."""
-    info = engine.step_info
+    """Undoes a step whose gradients were not there yet, and frees what it held; returns whether there was one."""
+    info, batches = engine.attempt.info, engine.attempt.group.batches
     begun = bool(info) and "grad_norm" not in info and "step_time" not in info
-    if not begun or engine.tries > 1:  # of a group that was refused before, the place in the data is not known
+    if not begun or engine.progress.tries > 1:  # of a group that was refused before, the place in the data is not known
         return False
-    if engine.capture is not False:  # while a step is recorded, weights are of a trial
+    if engine.settings.capture is not False:  # while a step is recorded, weights are of a trial
         return False
-    engine.cursor.give_back(len(engine.group.batches))
-    engine.step -= 1
-    engine.micro_steps -= len(engine.group.batches)
-    engine.step_outputs = []
+    engine.cursor.give_back(len(batches))
+    engine.progress.undo_step(len(batches))
+    engine.attempt.discard_outputs()
     engine.optimizer.zero_grad(set_to_none=True)
     return True

@@ -1,11 +1,12 @@
-"""What surrounds a run: checks before it, hooks opened and closed around it, signals acted on at its boundaries."""
+"""Session of a run: checks before it, hooks opened and closed around it, signals acted on at its boundaries."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch.nn.parameter import is_lazy
@@ -15,8 +16,8 @@ from treadle.distributed.state_names import clean_name
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook
 from treadle.engine.out_of_memory import explaining_out_of_memory
-from treadle.engine.rank_state import separate_streams
 from treadle.engine.start_log import start_block
+from treadle.engine.streams import separate_streams
 from treadle.errors import ConfigError
 from treadle.optim.ema import Ema
 from treadle.optim.nonfinite import FiniteGuard, RefusalPlan, skips_on_device
@@ -26,8 +27,25 @@ if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
 
-def averages_of_hooks(engine: Engine) -> dict[str, Ema]:
-    """Returns the averages that hooks keep.
+@dataclass(frozen=True)
+class Declared:
+    """Declarations of the hooks of a run, collected once before any state is made or loaded.
+
+    Attributes:
+        hooks: the hooks that were asked.
+        averages: averaged models, by name.
+        messages: callables whose values are exchanged between ranks in every step.
+        complete: whether the hooks have been asked.
+    """
+
+    hooks: Sequence[BaseHook] = ()
+    averages: Mapping[str, Ema] = field(default_factory=dict)
+    messages: Sequence[Callable[[], float]] = ()
+    complete: bool = False
+
+
+def declared_by_hooks(engine: Engine) -> Declared:
+    """Returns what the hooks of an engine declare.
 
     Raises:
         ConfigError: two hooks share a state key, or two averages a name.
@@ -46,14 +64,15 @@ def averages_of_hooks(engine: Engine) -> dict[str, Ema]:
             if name in averages:
                 raise ConfigError(f"two averages are named {name!r}; pass another name= to one", argument="hooks")
             averages[name] = ema
-    return averages
+    messages = [message for hook in engine.hooks if (message := hook.notice(engine)) is not None]
+    return Declared(list(engine.hooks), averages, messages, complete=True)
 
 
 def refusal_plan(engine: Engine) -> RefusalPlan | None:
-    """Returns what a hook asks for when a gradient is not finite, or None.
+    """Returns the plan of the hook that decides about non-finite gradients, or None.
 
     Raises:
-        ConfigError: two hooks ask.
+        ConfigError: two hooks decide.
     """
     plans = {hook.state_key: plan for hook in engine.hooks if (plan := hook.refusal_plan(engine)) is not None}
     if len(plans) > 1:
@@ -64,24 +83,25 @@ def refusal_plan(engine: Engine) -> RefusalPlan | None:
 
 
 def finite_guard(engine: Engine) -> FiniteGuard:
-    """Returns what protects the weights: on the device, where nobody must know of a refused step at once."""
+    """Returns the guard of the weights: on the device, where nobody must know of a refused step at once."""
     plan = refusal_plan(engine)
     must_know_now = bool(engine.max_non_finite_grad_retries) or engine.precision.scaled or plan is not None
     deferred = not must_know_now and skips_on_device(engine.optimizer, engine.device)
-    return FiniteGuard(deferred=deferred, plan=plan, agreed=engine.exchange.equal)
+    return FiniteGuard(deferred=deferred, plan=plan, agreed=engine.exchange.equal, num_ranks=engine.num_ranks)
 
 
 def resume_from_hooks(engine: Engine) -> None:
     """Loads what a hook names, before any event of the first run; a state loaded by hand wins."""
-    if engine.resumed or (engine.step > 0 and not engine.loaded):
-        return  # this object goes on from where it stands
+    state = engine.state
+    if state.resumed or (engine.progress.step > 0 and not state.loaded):
+        return  # this object continues from where it is
     for hook in engine.hooks:
         tree = hook.checkpoint_to_resume(engine)
-        if tree is not None and engine.loaded:
+        if tree is not None and state.loaded:
             engine.logger.warning("%s: a state was loaded already and wins", type(hook).__name__)
         elif tree is not None:
             engine.load_state_dict(tree)
-    engine.resumed = True  # not before: after an error here, the next run must not start from nothing
+    state.record_resumed()  # not before: after an error here, the next run must not start from nothing
 
 
 @contextlib.contextmanager
@@ -96,7 +116,7 @@ def training_session(engine: Engine) -> Iterator[None]:
                 for hook in engine.hooks:
                     opened.append(hook)
                     hook.on_before_train(engine)
-                engine.listen()
+                engine.events.cache_dispatch(engine.hooks)
                 into_training_mode(engine)
                 yield
                 leave_on_signal(engine)  # one that came after the last boundary must not be lost
@@ -104,11 +124,11 @@ def training_session(engine: Engine) -> Iterator[None]:
             failure = error
             raise
         finally:
-            engine.exit_plans = []
+            engine.signals.expect([])
             engine.cursor.close()
             engine.eval_cursor.close()
             engine.exchange.close()
-            engine.call_all()
+            engine.events.clear_dispatch()
             close_hooks(engine, opened, failure)
 
 
@@ -139,7 +159,7 @@ def check_added_hooks(engine: Engine) -> None:
     Raises:
         ConfigError: it keeps averages, or decides about gradients that are not finite.
     """
-    late = [hook for hook in engine.hooks if all(hook is not asked for asked in engine.asked_hooks)]
+    late = [hook for hook in engine.hooks if all(hook is not asked for asked in engine.declared.hooks)]
     for hook in late:
         if type(hook).averages is not BaseHook.averages or type(hook).refusal_plan is not BaseHook.refusal_plan:
             raise ConfigError(
@@ -156,13 +176,13 @@ def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
         for hook in engine.hooks:
             held.enter_context(hook.claim(engine))
         check_before_training(engine)
-        engine.heard = []
-        if engine.step == 0 and not engine.loaded:
+        engine.attempt.receive([])
+        if engine.progress.step == 0 and not engine.state.loaded:
             separate_streams()
-    engine.exit_plans = [plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None]
+    signals = engine.signals.expect([plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None])
     if distributed.rank() == 0:
         engine.logger.info(start_block(engine), extra={"topic": "start block"})
-    return [number for plan in engine.exit_plans for number in plan.signals]
+    return signals
 
 
 def close_hooks(engine: Engine, opened: list[BaseHook], failure: BaseException | None) -> None:
@@ -209,23 +229,18 @@ def check_before_training(engine: Engine) -> None:
         )  # fmt: skip
 
 
-def notices(engine: Engine) -> list[float]:
-    """Returns what this rank tells the others in each step: a signal, whether it is to stop, hooks' notices."""
+def own_messages(engine: Engine) -> list[float]:
+    """Returns the numbers that this rank sends in each step: a signal, whether it is to stop, those of hooks."""
     own = [float(engine.signals.received or 0), float(engine.should_stop)]
-    return own + [notice() for notice in engine.notices]
+    return own + [message() for message in engine.declared.messages]
 
 
-def heard_of(engine: Engine, notice: Callable[[], float]) -> list[float]:
-    """Returns what each rank told by a hook's notice in the present step."""
+def messages_of_ranks(engine: Engine, message: Callable[[], float]) -> list[float]:
+    """Returns the number that each rank sent for a hook in the present step."""
     if distributed.world_size() == 1:
-        return [notice()]
-    column = 2 + engine.notices.index(notice)
-    return [told[column] for told in engine.heard]
-
-
-def stops_here(engine: Engine) -> bool:
-    """Returns whether the run stops after this step, alike on all ranks: a stop counts once they have been told."""
-    return engine.should_stop if engine.num_ranks == 1 else any(told[1] for told in engine.heard)
+        return [message()]
+    column = 2 + engine.declared.messages.index(message)
+    return [sent[column] for sent in engine.attempt.rank_messages]
 
 
 def ranks_stop(engine: Engine) -> bool:
@@ -235,31 +250,31 @@ def ranks_stop(engine: Engine) -> bool:
 
 
 def leave_after_step(engine: Engine) -> None:
-    """As :func:`leave_on_signal`, by what the ranks told each other in the step: nothing more is exchanged."""
+    """Leaves as :func:`leave_on_signal` does, by the messages of the step: nothing more is exchanged."""
     if engine.num_ranks == 1:
         leave_on_signal(engine)
-    elif engine.exit_plans:
-        _leave(engine, int(max((told[0] for told in engine.heard), default=0)))
+    elif engine.signals.plans:
+        _leave(engine, int(max((sent[0] for sent in engine.attempt.rank_messages), default=0)))
 
 
 def interruption(engine: Engine) -> Callable[[], bool] | None:
-    """Returns what says that an evaluation is to be abandoned for a signal; None where no hook waits for one."""
-    if not engine.exit_plans:
+    """Returns a callable that tells whether an evaluation is to be abandoned for a signal; None if no hook waits."""
+    if not engine.signals.plans:
         return None
     return lambda: bool(distributed.agree(engine.signals.received or 0))
 
 
 def leave_on_signal(engine: Engine) -> None:
     """If a signal arrived on any rank: saves by each hook's plan, waits, and raises SystemExit."""
-    if engine.exit_plans:
+    if engine.signals.plans:
         _leave(engine, distributed.agree(engine.signals.received or 0))
 
 
 def _leave(engine: Engine, received: int) -> None:
     if not received:
         return
-    plans = [plan for plan in engine.exit_plans if received in plan.signals] or engine.exit_plans
-    engine.logger.warning("signal %d: saving at step %d and leaving", received, engine.step)
+    plans = [plan for plan in engine.signals.plans if received in plan.signals] or engine.signals.plans
+    engine.logger.warning("signal %d: saving at step %d and leaving", received, engine.progress.step)
     for plan in plans:
         plan.write()
     wait = max(plan.wait for plan in plans)

@@ -3,31 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
+
+import torch
 
 from treadle.data.cursor import Group
 from treadle.errors import ConfigError
+from treadle.seed import as_seed
 
 Capture = bool | Literal["auto"]
 Outcome = Literal["applied", "skipped", "refused"]
 Steps = Callable[[Group], Outcome]
 
 
-def check_settings(interval: str, grad_clip: float | None, accumulation: int, retries: int | None) -> None:
-    """Raises ConfigError for a setting of the engine that is outside its range.
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of an engine, checked.
+
+    Attributes:
+        face: name of the front end, written into checkpoints.
+        scheduler_interval: ``"step"`` or ``"epoch"``.
+        device_asked: the device as the user gave it.
+        grad_clip: total 2-norm; None turns clipping off.
+        accumulation_steps: micro-batches per step, >= 1.
+        syncs_each: whether ranks exchange gradients with every micro-batch, not only with the last of a step.
+        max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None is 0.
+        eval_seed: seeds the random state of every evaluation.
+        capture: True, False or ``"auto"``.
+
+    Raises:
+        ConfigError: a value is outside its range.
 
     Example:
-        >>> check_settings("step", None, 1, None)
+        >>> EngineSettings(grad_clip=0).grad_clip is None
+        True
     """
-    if interval not in ("step", "epoch"):
-        raise ConfigError("must be 'step' or 'epoch'", argument="scheduler_interval", value=interval)
-    if grad_clip is not None and not (isinstance(grad_clip, (int, float)) and grad_clip >= 0):
-        raise ConfigError(
-            "must be a number >= 0; use None or 0 to turn clipping off", argument="grad_clip", value=grad_clip
-        )
-    check_accumulation(accumulation)
-    if retries is not None and not (isinstance(retries, int) and retries >= 0):
-        raise ConfigError("must be None or >= 0", argument="max_non_finite_grad_retries", value=retries)
+
+    face: str = "engine"
+    scheduler_interval: Literal["step", "epoch"] = "step"
+    device_asked: torch.device | str | int | None = None
+    grad_clip: float | None = None
+    accumulation_steps: int = 1
+    syncs_each: bool = False
+    max_non_finite_grad_retries: int | None = 0
+    eval_seed: int = 0
+    capture: Capture = False
+
+    def __post_init__(self) -> None:
+        interval, grad_clip, retries = self.scheduler_interval, self.grad_clip, self.max_non_finite_grad_retries
+        if interval not in ("step", "epoch"):
+            raise ConfigError("must be 'step' or 'epoch'", argument="scheduler_interval", value=interval)
+        if grad_clip is not None and not (isinstance(grad_clip, (int, float)) and grad_clip >= 0):
+            raise ConfigError(
+                "must be a number >= 0; use None or 0 to turn clipping off", argument="grad_clip", value=grad_clip
+            )
+        check_accumulation(self.accumulation_steps)
+        if retries is not None and not (isinstance(retries, int) and retries >= 0):
+            raise ConfigError("must be None or >= 0", argument="max_non_finite_grad_retries", value=retries)
+        check_capture(self.capture)
+        object.__setattr__(self, "grad_clip", grad_clip or None)
+        object.__setattr__(self, "max_non_finite_grad_retries", retries or 0)
+        object.__setattr__(self, "eval_seed", as_seed("eval_seed", self.eval_seed))
 
 
 def check_accumulation(steps: int, *, argument: str = "accumulation_steps") -> None:

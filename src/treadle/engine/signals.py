@@ -92,14 +92,21 @@ class SignalListener:
 
     Attributes:
         received: the first signal, or None.
+        plans: what hooks ask for at their signals; empty outside a run.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.plans: list[ExitPlan] = []
         self._count = 0
         self._previous: dict[int, Any] = {}
         self._owner = 0
         self._phase: bytearray | mmap.mmap = bytearray(1)
+
+    def expect(self, plans: Sequence[ExitPlan]) -> list[int]:
+        """Keeps the plans of a run's hooks; returns the signals to listen to."""
+        self.plans = list(plans)
+        return [number for plan in self.plans for number in plan.signals]
 
     @contextlib.contextmanager
     def listening(self, signals: Sequence[int]) -> Iterator[None]:

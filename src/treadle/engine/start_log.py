@@ -28,8 +28,8 @@ def start_block(engine: Engine) -> str:
 
 
 def _why_device(engine: Engine) -> str:
-    if engine.device_asked is not None:
-        return f"asked for as {engine.device_asked!r}"
+    if engine.settings.device_asked is not None:
+        return f"asked for as {engine.settings.device_asked!r}"
     if engine.device.type == "cpu":
         return "none was asked for and neither CUDA nor MPS is here"
     return "none was asked for; CUDA comes first, then MPS, then the CPU"
@@ -64,10 +64,10 @@ def _model(engine: Engine) -> str:
 
 
 def _start(engine: Engine) -> str:
-    if not engine.step:
+    if not engine.progress.step:
         return "fresh: no checkpoint was named or found"
-    source = engine.resume_source or "a state that was loaded, or this trainer's own"
-    return f"step {engine.step}, epoch {engine.epoch}, from {source}"
+    source = engine.state.source or "a state that was loaded, or this trainer's own"
+    return f"step {engine.progress.step}, epoch {engine.epoch}, from {source}"
 
 
 def _non_finite(engine: Engine) -> str:

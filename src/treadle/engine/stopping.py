@@ -48,8 +48,8 @@ class Target:
     def reached(self, engine: Engine) -> bool:
         """Returns whether nothing is left to do."""
         if self.max_steps is not None:
-            return engine.step >= self.max_steps
-        stopped_early = any(part.finished for part in engine.state_parts)
+            return engine.progress.step >= self.max_steps
+        stopped_early = any(driver.finished for driver in engine.state.drivers)
         return stopped_early or (self.epochs is not None and engine.epoch >= self.epochs)
 
     def completes_epoch(self, engine: Engine) -> bool:
@@ -61,7 +61,7 @@ class Target:
     def is_last_step(self, engine: Engine) -> bool:
         """Returns whether no step follows the present one."""
         if self.max_steps is not None:
-            return engine.step >= self.max_steps
+            return engine.progress.step >= self.max_steps
         return self.epochs is not None and engine.cursor.ended and engine.epoch + 1 >= self.epochs
 
     def total_steps(self, engine: Engine) -> int | None:
@@ -71,6 +71,6 @@ class Target:
         length = engine.cursor.length
         if self.epochs is None or length is None:
             return None
-        in_this_epoch = math.ceil((length - engine.cursor.position) / engine.accumulation_steps)
-        per_epoch = math.ceil(length / engine.accumulation_steps)
-        return engine.step + in_this_epoch + (self.epochs - engine.epoch - 1) * per_epoch
+        in_this_epoch = math.ceil((length - engine.cursor.position) / engine.settings.accumulation_steps)
+        per_epoch = math.ceil(length / engine.settings.accumulation_steps)
+        return engine.progress.step + in_this_epoch + (self.epochs - engine.epoch - 1) * per_epoch

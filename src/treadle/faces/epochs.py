@@ -13,7 +13,6 @@ from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.evaluation import for_each_batch, refuse_no_batch
 from treadle.engine.predictions import joined, kept_outputs
-from treadle.engine.stopping import Target
 
 
 class EpochTrainer:
@@ -91,12 +90,10 @@ class EpochTrainer:
             NonFiniteError: the gradient is not finite.
         """
         engine = self.engine
-        engine.target = Target(epochs=engine.epoch + 1)  # no step is the last one here
         engine.model.train()
         engine.step_group([batch])
         if engine.cursor.position == 0:
-            engine.epoch_means.reset()
-            engine.epoch_applied_steps = 0
+            engine.progress.end_epoch()
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, Any]:
         """Returns the weighted means over a loader: of the averaged weights if the engine keeps an average.
@@ -145,7 +142,7 @@ class EpochTrainer:
         record: dict[str, Any] = {"epoch": engine.epoch + 1, **self.train_record(train)}
         if val_loader is not None:
             self.metrics = self.evaluate(val_loader)
-            engine.scored = "ema" if engine.averages else "model"
+            engine.state.record_scored("ema" if engine.averages else "model")
             record.update({f"{self.prefix}{name}": value for name, value in self.metrics.items()})
         record["lr"] = _as_float(engine.last_lr[0]) if engine.last_lr else math.nan
         value = float(record[f"train_{self.loss_name}"])

@@ -136,7 +136,7 @@ class RunFolder:
                 "afresh here"
             ) from error
         say_if_other_loss(engine, tree, self.loss_settings)
-        engine.resume_source = str(source)
+        engine.state.record_source(source)
         engine.logger.info("resumed from %s at step %d, epoch %d", source, engine.step, engine.epoch)
 
 

@@ -13,13 +13,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from treadle.capture.compile import Compile, check_compile, compile_model
+from treadle.data.cursor import Cursor
 from treadle.distributed import unwrap
 from treadle.engine import Engine
+from treadle.engine.attempt import Attempt
+from treadle.engine.events import Events
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook
 from treadle.engine.observers import announce_building
-from treadle.engine.settings import Capture, check_accumulation
+from treadle.engine.progress import Progress
+from treadle.engine.session import Declared
+from treadle.engine.settings import Capture, EngineSettings, check_accumulation
+from treadle.engine.signals import SignalListener
+from treadle.engine.state import RunState
 from treadle.engine.state_options import state_options
+from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
 from treadle.hooks.trackers import TrackerChoice, with_trackers
 from treadle.hooks.validate import check_hooks
@@ -28,6 +36,14 @@ from treadle.task import StepOutput, Task, as_step_output
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+
+_PARTS: dict[str, type] = {
+    "settings": EngineSettings, "progress": Progress, "attempt": Attempt, "state": RunState, "events": Events,
+    "signals": SignalListener, "cursor": Cursor, "eval_cursor": Cursor, "target": Target, "declared": Declared,
+    "precision": Precision,
+}  # fmt: skip
+"""Parts of the engine that a subclass could replace by mistake."""
 
 
 class BaseTrainer(Engine):
@@ -76,7 +92,6 @@ class BaseTrainer(Engine):
         (5, 1)
     """
 
-    face = "mini"
     model: Any
     optimizer: Any
     hooks: Any
@@ -105,17 +120,18 @@ class BaseTrainer(Engine):
         check_precision(mixed_precision, argument="mixed_precision")
         accumulation_steps = 1 if gradient_accumulation_steps is None else gradient_accumulation_steps
         check_accumulation(accumulation_steps, argument="gradient_accumulation_steps")
-        self._configure(
+        settings = EngineSettings(
+            face="mini",
             scheduler_interval=scheduler_interval,
-            device=device,
-            precision=mixed_precision,
+            device_asked=device,
             grad_clip=grad_clip,
             accumulation_steps=accumulation_steps,
+            syncs_each=not no_sync_accumulate,
             max_non_finite_grad_retries=max_non_finite_grad_retries,
-            eval_seed=0,
             capture=capture,
-            logger=logger or logging.getLogger("treadle.trainer"),
         )
+        logger, options = logger or logging.getLogger("treadle.trainer"), state_options(state_dict_options)
+        self._configure(settings, mixed_precision, logger=logger, state_options=options)
         self.max_steps = max_steps
         self.trackers = trackers
         self.compile_setting = check_compile(compile)
@@ -123,23 +139,16 @@ class BaseTrainer(Engine):
         with_trackers([], trackers)  # a wrong name is told here
         # Absolute, so that a hook given `trainer.workspace / "checkpoints"` does not put it below itself once more.
         self.workspace = None if workspace is None else Path(workspace).absolute()
-        self.no_sync_accumulate = no_sync_accumulate
         self.state_dict_options = state_dict_options
-        self.state_options = state_options(state_dict_options)
         self.task = _ForwardTask(self)
         self.model = self.optimizer = self.lr_scheduler = self.hooks = None
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.data_loader: Any = None
         self.config = {
-            "max_steps": max_steps,
-            "grad_clip": grad_clip,
-            "max_non_finite_grad_retries": max_non_finite_grad_retries,
-            "mixed_precision": mixed_precision,
-            "gradient_accumulation_steps": self.accumulation_steps,
-            "scheduler_interval": scheduler_interval,
-            "capture": capture,
-            "compile": compile,
-        }
+            "max_steps": max_steps, "grad_clip": grad_clip, "max_non_finite_grad_retries": max_non_finite_grad_retries,
+            "mixed_precision": mixed_precision, "gradient_accumulation_steps": accumulation_steps,
+            "scheduler_interval": scheduler_interval, "capture": capture, "compile": compile,
+        }  # fmt: skip
 
     def train(self) -> None:
         """Trains to ``max_steps``; a finished run is a no-op. An exception leaves unchanged."""
@@ -204,9 +213,19 @@ class BaseTrainer(Engine):
 
     # -- building, once and on demand -----------------------------------------------------------------------------
 
+    @property
+    def no_sync_accumulate(self) -> bool:
+        """Whether ranks exchange gradients with the last micro-batch of a step only."""
+        return not self.settings.syncs_each
+
     def prepare(self) -> None:
-        """Builds data loader, model, optimizer, scheduler, scaler and hooks, in this order, the first time."""
+        """Builds data loader, model, optimizer, scheduler, scaler and hooks, in this order, the first time.
+
+        Raises:
+            ConfigError: a subclass has assigned an attribute under the name of a part of the engine.
+        """
         if self.hooks is None:
+            self._refuse_replaced_parts()
             announce_building(self)
             self.data_loader = self._built("build_data_loader")
             self.model = compile_model(self._built("build_model"), self.compile_setting)
@@ -220,14 +239,20 @@ class BaseTrainer(Engine):
             self.hooks = with_trackers(hooks, self.trackers)
         super().prepare()
 
+    def _refuse_replaced_parts(self) -> None:
+        for name, kind in _PARTS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise ConfigError(
+                    f"{type(self).__name__}.{name}={value!r}: the engine keeps its {kind.__name__} under this name; "
+                    "give the attribute of the subclass another one"
+                )
+
     def _built(self, method: str) -> Any:
         part = getattr(self, method)()
         if part is None:
             raise ConfigError(f"{type(self).__name__}.{method}() returned None; return what it builds")
         return part
-
-    def _syncs(self, *, last: bool) -> bool:
-        return last or not self.no_sync_accumulate
 
     @staticmethod
     def unwrap(module: nn.Module) -> nn.Module:

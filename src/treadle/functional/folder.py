@@ -100,7 +100,7 @@ class NumberedFolder(RunFolder):
     def _write_pretrained(self, path: Path, scored_weights: Callable[[], AbstractContextManager[None]]) -> None:
         model = self.engine.model
         if has_save_pretrained(model):
-            with scored_weights() if self.engine.scored == "ema" else contextlib.nullcontext():
+            with scored_weights() if self.engine.state.scored == "ema" else contextlib.nullcontext():
                 on_all_ranks(lambda: write_pretrained(model, path))
 
     def write(self, path: Path, metric_value: float | None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from treadle.data.cursor import Group
@@ -112,9 +111,7 @@ class OwnStepEngine(Engine):
             )
         added = {name: value for name, value in result.items() if name not in _STEP_KEYS}
         if added and self.step_outputs:
-            last = self.step_outputs[-1]
-            self.step_outputs[-1] = replace(last, records={**last.records, **self._weighted(added)})
-            self.step_info["records"][-1] = self.step_outputs[-1].records
+            self.attempt.add_records(self._weighted(added))
 
 
 def numbers_of(info: Mapping[str, Any]) -> dict[str, float]:

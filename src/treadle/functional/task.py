@@ -106,7 +106,7 @@ class TrainerTask:
     def known_weight(self, batch: Any, outputs: Any) -> float | None:
         """Returns how many labels of a batch of whole tensors count; None where only a look at it can tell."""
         engine, loss_fn = self.trainer._engine, self.trainer.loss_fn
-        for given, ids in zip(engine.group.batches, engine.group.sample_ids):  # noqa: B905  (few have ids)
+        for given, ids in zip(engine.attempt.group.batches, engine.attempt.group.sample_ids):  # noqa: B905  (few have ids)
             if given is batch:
                 settings = (getattr(loss_fn, name, None) for name in ("reduction", "ignore_index"))
                 rule = id(loss_fn), getattr(loss_fn, "weight", None) is None, *settings

@@ -125,7 +125,7 @@ class Trainer(EngineCounters):
         task = TrainerTask(self)
         if self._overrides("train_step"):
             make = partial(OwnStepEngine, own_step=self.train_step, weighted=task.weighted)
-        engine = make(
+        return make(
             self.model,
             self.optimizer,
             task,
@@ -135,11 +135,10 @@ class Trainer(EngineCounters):
             eval_seed=eval_seed,
             capture=capture,
             logger=_log,
+            face="functional",
+            config={**dataclasses.asdict(settings), "loss": loss_name(self.loss_fn)},
             **settings.engine_arguments(),
         )
-        engine.face = "functional"
-        engine.config = {**dataclasses.asdict(settings), "loss": loss_name(self.loss_fn)}
-        return engine
 
     def _overrides(self, method: str) -> bool:
         return getattr(type(self), method) is not getattr(Trainer, method)

@@ -37,7 +37,7 @@ class TrainOutputsHook(BaseHook):
     def on_after_step(self, trainer: Engine) -> None:
         """Keeps what the step counted: of a step that was tried again, the last try."""
         taken, self._task.step_outputs = self._task.step_outputs, []
-        counted = len(trainer.step_outputs)
+        counted = len(trainer.attempt.outputs)
         self._outputs += taken[len(taken) - counted :] if counted else []
 
     def on_after_epoch(self, trainer: Engine) -> None:

@@ -144,18 +144,18 @@ class GraphTrainer(EngineCounters):
         task = GraphTask(self.device, task_type, loss_fn=self.loss_fn, metrics=self.metrics, padding=padding)
         self._outputs, self._log_hooks = TrainOutputsHook(task), LogHooks(log_every)
         self._padding_hook = PaddingHook(padding)
+        self.config = {
+            "experiment_name": experiment_name, "task_type": task_type, "num_classes": self.num_classes,
+            "loss": loss_name(self.loss_fn), "grad_clip": grad_clip, "mixed_precision": mixed_precision,
+            "accumulation_steps": accumulation_steps, "scheduler_interval": scheduler_interval, "eval_seed": eval_seed,
+        }  # fmt: skip
         self._engine = Engine(
             self.model, optimizer, task, scheduler=scheduler, scheduler_interval=scheduler_interval, device=device,
             precision=precision_named(mixed_precision), grad_clip=grad_clip, accumulation_steps=accumulation_steps,
             max_non_finite_grad_retries=max_non_finite_grad_retries, eval_seed=eval_seed, capture=capture, logger=_log,
             hooks=[*self._own_hooks(checkpoint_dir, log_every, hooks), *with_trackers(hooks, trackers)],
+            face="graphs", config=self.config,
         )  # fmt: skip
-        self._engine.face = "graphs"
-        self._engine.config = self.config = {
-            "experiment_name": experiment_name, "task_type": task_type, "num_classes": self.num_classes,
-            "loss": loss_name(self.loss_fn), "grad_clip": grad_clip, "mixed_precision": mixed_precision,
-            "accumulation_steps": accumulation_steps, "scheduler_interval": scheduler_interval, "eval_seed": eval_seed,
-        }  # fmt: skip
         self._epochs = GraphEpochs(self._engine, task, self._outputs)
         self._folder = BestAndLast(self._engine, "checkpoint_dir")
         self._folder.use(checkpoint_dir)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO, TYPE_CHECKING, Any
 
 from treadle import distributed
@@ -119,7 +120,7 @@ class ProgressBarHook(BaseHook):
         """Collects the step, and shows it when it is time."""
         if self._silent:
             return
-        for output in trainer.step_outputs:
+        for output in trainer.attempt.outputs:
             add_output(self._means, output)
         if "grad_norm" in trainer.step_info:
             self._means.add_value(("grad_norm",), trainer.step_info["grad_norm"])
@@ -256,3 +257,31 @@ def fitting(parts: list[tuple[int, str]], room: int) -> str:
     while len(kept) > 1 and len(" ".join(text for _, text in kept)) > room:
         kept.remove(max(kept, key=lambda part: part[0]))
     return " ".join(text for _, text in kept)[: max(room, 1)]
+
+
+@contextlib.contextmanager
+def work_bar(name: str, unit: str, console: Console) -> Iterator[Callable[[int, int], None]]:
+    """Shows on a terminal how far a piece of work is.
+
+    Args:
+        name: of the work.
+        unit: what is counted.
+        console: where the bar is drawn; nothing is where it is no terminal.
+
+    Returns:
+        A context that gives a function of what is done and of the whole.
+
+    Raises:
+        ImportError: rich is not installed.
+
+    Example:
+        >>> from rich.console import Console
+        >>> with work_bar("encodings", "graphs", Console(quiet=True)) as progress:
+        ...     progress(1, 2)
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn(name), BarColumn(_BAR_WIDTH), MofNCompleteColumn(), TextColumn(unit))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None, visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)

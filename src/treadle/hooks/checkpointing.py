@@ -126,14 +126,14 @@ class CheckpointingHook(BaseHook):
             path = Path(self.load)
             inside = folder / path
             self._resumed_from = inside if len(path.parts) == 1 and inside.exists() else path
-            trainer.resume_source = str(self._resumed_from)
+            trainer.state.record_source(self._resumed_from)
             return open_on_ranks(self._resumed_from)
         prefer = links[0] if links else None
         found = find_latest([*numbered, *links], prefer=prefer, load=open_on_ranks)
         if found is None:
             return None
         self._resumed_from, tree = found
-        trainer.resume_source = str(self._resumed_from)
+        trainer.state.record_source(self._resumed_from)
         return tree
 
     def _readied(self, folder: Path) -> tuple[list[Path], list[Path]]:
@@ -240,7 +240,7 @@ class CheckpointingHook(BaseHook):
 
     def _writes_folders(self, trainer: Engine) -> bool:
         if self._sharded is None:
-            return distributed.is_sharded(trainer.model) and not trainer.state_options.full_state_dict
+            return distributed.is_sharded(trainer.model) and not trainer.state.options.full_state_dict
         return self._sharded
 
     def _write_file(self, trainer: Engine) -> Callable[[Mapping[str, Any]], None]:

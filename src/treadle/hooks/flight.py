@@ -101,7 +101,7 @@ def _as_dicts(value: Any) -> Any:
     return {i: _as_dicts(v) for i, v in enumerate(value)} if isinstance(value, (list, tuple)) else value
 
 
-class Attempt:
+class AttemptStart:
     """What an attempt at a step started from: random states, and buffers that a forward pass may change.
 
     A batch norm that saw a NaN keeps it in its running mean for ever, though no gradient reaches it. All buffers that
@@ -112,7 +112,7 @@ class Attempt:
         model: the modules it has now are watched.
 
     Example:
-        >>> attempt = Attempt(nn.BatchNorm1d(2))
+        >>> attempt = AttemptStart(nn.BatchNorm1d(2))
         >>> attempt.note()
     """
 
@@ -191,7 +191,7 @@ class Finding:
         return self.error or "not found: the second run was finite throughout"
 
 
-def find_non_finite(engine: Engine, attempt: Attempt) -> Finding:
+def find_non_finite(engine: Engine, attempt: AttemptStart) -> Finding:
     """Runs the engine's present group once more from where it started and watches every module and gradient.
 
     Random numbers and buffers are afterwards as they were before; the gradients are those of the second run.
@@ -219,9 +219,9 @@ def find_non_finite(engine: Engine, attempt: Attempt) -> Finding:
 def _run_again(engine: Engine, finding: Finding) -> None:
     """Forward and backward of the group, as the step does them but without exchanging gradients between ranks."""
     engine.optimizer.zero_grad(set_to_none=True)
-    group = engine.group
+    group = engine.attempt.group
     one_rank = distributed.world_size() == 1
-    weights = GroupWeights(len(group.batches), device=engine.device, undivided=engine.term_totals is not None)
+    weights = GroupWeights(len(group.batches), device=engine.device, undivided=engine.attempt.term_totals is not None)
     for number, batch in enumerate(group.batches):
         finding.micro_batch = number if finding.module is None else finding.micro_batch
         with engine.exchange.second_look(last=number + 1 == len(group.batches)):

@@ -16,10 +16,17 @@ from treadle.checkpoint.find_step import nearest_state, stamp_of, states_in
 from treadle.checkpoint.retention import write_order
 from treadle.checkpoint.store import open_checkpoint, sync_folder, write_bytes, write_text
 from treadle.engine.hook import BaseHook
-from treadle.engine.state import roll_back
 from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks.files import in_workspace, next_free, to_json
-from treadle.hooks.flight import Attempt, Finding, bad_inputs, batch_as_plain, find_non_finite, ids_as_plain, is_finite
+from treadle.hooks.flight import (
+    AttemptStart,
+    Finding,
+    bad_inputs,
+    batch_as_plain,
+    find_non_finite,
+    ids_as_plain,
+    is_finite,
+)
 from treadle.means import read_scalars
 from treadle.optim.nonfinite import RefusalPlan
 from treadle.optim.optimizer import parameter_names, scale_learning_rate
@@ -94,7 +101,7 @@ class NonFiniteHook(BaseHook):
         self.in_a_row = 0
         self.refused_steps = 0
         self.rollbacks = 0
-        self._attempt: Attempt | None = None
+        self._attempt: AttemptStart | None = None
         self.foreign_states: set[tuple[str, int, int]] = set()  # checkpoints of another run, never gone back to
 
     # -- declaration and events -----------------------------------------------------------------------------------
@@ -151,9 +158,9 @@ class NonFiniteHook(BaseHook):
         saved: Mapping[str, Any] = (tree.get("hooks") or {}).get(self.state_key) or {}
         return saved
 
-    def _noted(self, trainer: Engine) -> Attempt:
+    def _noted(self, trainer: Engine) -> AttemptStart:
         if self._attempt is None:
-            self._attempt = Attempt(trainer.model)
+            self._attempt = AttemptStart(trainer.model)
         return self._attempt
 
     # -- a refused step -------------------------------------------------------------------------------------------
@@ -174,8 +181,8 @@ class NonFiniteHook(BaseHook):
         return goes_on
 
     def _decide(self, trainer: Engine) -> tuple[str, bool]:
-        if trainer.tries <= trainer.max_non_finite_grad_retries:
-            return f"retry {trainer.tries} of {trainer.max_non_finite_grad_retries}", False
+        if trainer.progress.tries <= trainer.max_non_finite_grad_retries:
+            return f"retry {trainer.progress.tries} of {trainer.max_non_finite_grad_retries}", False
         self.in_a_row += 1
         self.refused_steps += 1
         if self.policy not in ("skip", "rollback"):
@@ -195,7 +202,7 @@ class NonFiniteHook(BaseHook):
         if distributed.agree(int(found is None)) or found is None:
             return f"raised, as {folder} holds no good checkpoint of this run", False
         path, tree = found
-        roll_back(trainer, tree)
+        trainer.state.roll_back(trainer, tree)
         self.rollbacks += 1
         undone = self.rollbacks - int(self._saved_in(tree).get("rollbacks", 0))
         scale_learning_rate(trainer.optimizer, trainer.lr_scheduler, self.lr_factor**undone)
@@ -210,12 +217,12 @@ class NonFiniteHook(BaseHook):
         groups = trainer.optimizer.param_groups
         with_gradient = [p for group in groups for p in group["params"] if p.grad is not None]
         bad = [names.get(id(p), "<unnamed>") for p in with_gradient if not is_finite(p.grad)]
-        info, group = trainer.step_info, trainer.group
+        info, group = trainer.step_info, trainer.attempt.group
         finding = find_non_finite(trainer, self._noted(trainer))
         position, count = trainer.cursor.position, len(group.batches)
         losses = [None if loss is None else float(loss) for loss in info["loss"]]
         return {
-            "step": trainer.step, "try": trainer.tries, "epoch": trainer.epoch + 1, "position": position,
+            "step": trainer.step, "try": trainer.progress.tries, "epoch": trainer.epoch + 1, "position": position,
             "batches": [max(position - count + 1, 1), position], "applied_steps": trainer.applied_steps,
             "lr": read_scalars(info["lr"]).tolist(), "grad_norm": _text(float(info["grad_norm"])),
             "losses": [_text(loss) for loss in losses],
@@ -244,7 +251,7 @@ class NonFiniteHook(BaseHook):
             return None
         parent = in_workspace(trainer, self.path)
         rank = f"_rank_{distributed.rank()}" if distributed.world_size() > 1 else ""
-        target = parent / f"step_{trainer.step:08d}_try_{trainer.tries}{rank}"
+        target = parent / f"step_{trainer.step:08d}_try_{trainer.progress.tries}{rank}"
         staged = parent / f".{target.name}.{os.getpid()}"
         try:
             if not target.exists() and parent.is_dir() and len(list(parent.iterdir())) >= self.max_events:
@@ -269,7 +276,7 @@ class NonFiniteHook(BaseHook):
 def _save_batch(trainer: Engine, path: Path) -> str:
     """Saves the micro-batches as a list; returns the file's name, or why there is none."""
     try:
-        plain = [batch_as_plain(batch) for batch in trainer.group.batches]
+        plain = [batch_as_plain(batch) for batch in trainer.attempt.group.batches]
     except TypeError as error:
         return f"not saved: {error}"
     write_bytes(lambda file: torch.save(plain, file), path)

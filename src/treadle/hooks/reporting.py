@@ -53,7 +53,7 @@ class IntervalHook(BaseHook):
     def _collect(self, trainer: Engine) -> None:
         info = trainer.step_info
         means, times = self._means, self._times
-        for output in trainer.step_outputs:
+        for output in trainer.attempt.outputs:
             add_output(means, output)
         times.add_value(("step_time",), info["step_time"])
         for seconds in info["data_time"]:

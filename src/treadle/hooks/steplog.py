@@ -42,7 +42,7 @@ class StepRows:
         self._rows.append({
             "step": trainer.step, "epoch": trainer.epoch + 1, "position": trainer.cursor.position,
             "loss": list(info["loss"]), "weight": list(info["weight"]),
-            "sums": [output.reduction == "sum" for output in trainer.step_outputs][:1],
+            "sums": [output.reduction == "sum" for output in trainer.attempt.outputs][:1],
             "grad_norm": info.get("grad_norm"), "lr": list(info["lr"]), "applied": info["applied"],
             "retries": info["retries"], "reason": info["reason"],
         })  # fmt: skip

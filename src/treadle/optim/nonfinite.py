@@ -29,8 +29,8 @@ _MARKS_ON_THEIR_WAY = 2
 _NUMPY = (torch.float32, torch.float64)
 
 
-class Place(NamedTuple):
-    """Where a step stands, for the message of an error about it.
+class StepLocation(NamedTuple):
+    """Location of a step (step, epoch, batch), used in error messages.
 
     Attributes:
         step: 1-based.
@@ -47,16 +47,7 @@ class Place(NamedTuple):
     tries: int
 
 
-class Verdict(NamedTuple):
-    """What is known of a step's gradient.
-
-    Attributes:
-        finite: the norm is finite on every rank.
-        counted: the total weight is above 0 on some rank.
-    """
-
-    finite: bool
-    counted: bool
+Locate = Callable[[], StepLocation]
 
 
 @dataclass(frozen=True)
@@ -96,9 +87,23 @@ class LateRefusal:
         undone: the steps that were counted as applied and are not: this one, and those after it.
     """
 
-    place: Place
+    place: StepLocation
     norm: Tensor
     undone: int
+
+
+class Verdict(NamedTuple):
+    """Verdict on the gradient of a step.
+
+    Attributes:
+        finite: the norm is finite on every rank.
+        counted: the total weight is above 0 on some rank.
+        late: an earlier step that the device refused and the host learns of now; then nothing is to be applied.
+    """
+
+    finite: bool
+    counted: bool
+    late: LateRefusal | None = None
 
 
 class FoundInf:
@@ -143,6 +148,7 @@ class FiniteGuard:
             retries, an fp16 scaler or a plan.
         plan: what a hook asks for at a refusal, or None.
         agreed: whether gradients and weights are the same on all ranks already, so that nothing is to be exchanged.
+        num_ranks: of the run; by default as many as the process group has.
 
     Attributes:
         late: what the host does not know yet of deferred steps; None before the first.
@@ -156,11 +162,18 @@ class FiniteGuard:
     recording = False  # whether steps are being recorded, so that nothing they seem to do has happened
     weights: GivenWeights | GroupWeights | None = None  # of a recorded step's micro-batches
 
-    def __init__(self, *, deferred: bool = False, plan: RefusalPlan | None = None, agreed: bool = False):
-        self.agreed = agreed
+    def __init__(
+        self,
+        *,
+        deferred: bool = False,
+        plan: RefusalPlan | None = None,
+        agreed: bool = False,
+        num_ranks: int | None = None,
+    ):
         self.deferred = deferred
         self.plan = plan
         self.late: LateFlags | None = None
+        self._alone = agreed or (distributed.world_size() if num_ranks is None else num_ranks) == 1
 
     def decides_now(self, total_weight: float | Tensor) -> bool:
         """Returns whether the verdict on a step of this weight is known before its update."""
@@ -168,33 +181,35 @@ class FiniteGuard:
 
     def judge(self, norm: Tensor, total_weight: float | Tensor) -> Verdict:
         """Returns the verdict on a gradient, by one decision for all ranks; optimistic where it is deferred."""
-        if not self.decides_now(total_weight):
+        now = self.decides_now(total_weight)
+        if self.late is not None and (late := self.late_refusal(wait=now)) is not None:
+            return Verdict(finite=False, counted=True, late=late)
+        if not now:
             return Verdict(finite=True, counted=True)
-        alone = self.agreed or distributed.world_size() == 1
-        if alone and norm.device.type == "cpu" and norm.dtype in _NUMPY and not isinstance(total_weight, Tensor):
+        if self._alone and norm.device.type == "cpu" and norm.dtype in _NUMPY and not isinstance(total_weight, Tensor):
             return Verdict(finite=math.isfinite(norm.numpy()), counted=True)  # the usual case, in a tenth of the time
         bad = ~torch.isfinite(norm).reshape(1)
         if isinstance(total_weight, Tensor):
             bad = torch.cat([bad, ~(total_weight.to(norm.device) > 0).reshape(1)])
-        shared = bad if self.agreed else distributed.max_over_ranks(bad.to(torch.uint8))
+        shared = bad if self._alone else distributed.max_over_ranks(bad.to(torch.uint8))
         flags = [bool(flag) for flag in (shared.numpy() if shared.device.type == "cpu" else shared.tolist())]
         return Verdict(finite=not flags[0], counted=len(flags) == 1 or not flags[1])
 
-    def apply(self, optimizer: Optimizer, norm: Tensor, total_weight: float | Tensor, *, place: Place) -> None:
+    def apply(self, optimizer: Optimizer, norm: Tensor, total_weight: float | Tensor, *, locate: Locate) -> None:
         """Steps the optimizer; where the verdict is deferred, the optimizer itself skips a non-finite gradient.
 
         Args:
             optimizer: the optimizer of the run.
             norm: the gradient's norm, before clipping.
             total_weight: as given to :meth:`judge`.
-            place: what an error that comes late has to say.
+            locate: returns the location of the step, for an error that comes late.
         """
         if self.decides_now(total_weight):
             optimizer.step()
             return
         late = self.late_flags(norm.device)
         step_unless(late.raise_for(norm), optimizer)
-        late.note(place, norm)
+        late.note(locate(), norm)
 
     def late_flags(self, device: torch.device) -> LateFlags:
         """Returns where deferred steps, and captured ones, leave word of a refusal."""
@@ -230,7 +245,7 @@ class LateFlags:
     Example:
         >>> flags = LateFlags(torch.device("cpu"))
         >>> norm = torch.tensor(float("inf"))
-        >>> _ = flags.raise_for(norm); flags.note(Place(3, 0, 3, 1, 1), norm)
+        >>> _ = flags.raise_for(norm); flags.note(StepLocation(3, 0, 3, 1, 1), norm)
         >>> flags.late_refusal().place.step, flags.late_refusal()
         (3, None)
     """
@@ -240,7 +255,7 @@ class LateFlags:
         self.refused = self._found.flag
         self.raised = False
         self._on_cuda = device.type == "cuda"
-        self._steps: deque[tuple[Place, Tensor]] = deque()
+        self._steps: deque[tuple[StepLocation, Tensor]] = deque()
         self._marks: deque[_Mark] = deque()
         self._spare: list[_Mark] = []
 
@@ -248,7 +263,7 @@ class LateFlags:
         """Raises the flag for a gradient's norm that is not finite, on the device; returns it."""
         return self._found.look_at(norm)
 
-    def note(self, place: Place, norm: Tensor) -> None:
+    def note(self, place: StepLocation, norm: Tensor) -> None:
         """Notes a step; every eighth sends the flag to the host, and waits for what an earlier one has sent.
 
         A copy at each step would take a tenth of a small model's, and a sixth of one that is replayed.

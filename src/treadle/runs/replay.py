@@ -22,8 +22,7 @@ from treadle.hooks import BaseHook, NonFiniteHook
 from treadle.hooks.flight import batch_as_plain, ids_as_plain, layer_norms
 from treadle.hooks.steplog import StepRows
 from treadle.means import read_scalars
-from treadle.runs.script import run_as_main
-from treadle.runs.target import train_from
+from treadle.runs.script import run_as_main, train_from
 
 
 class Arrived(BaseException):
@@ -83,7 +82,7 @@ class Witness(BaseHook):
         path, tree = found
         self.seen.start, self.seen.start_step = str(path), int(tree["global_step"])
         self.seen.versions = tree.get("versions") or {}
-        trainer.resume_source = str(path)
+        trainer.state.record_source(path)
         return tree
 
     def on_before_train(self, trainer: Engine) -> None:
@@ -119,13 +118,13 @@ class Witness(BaseHook):
         self.seen.rows += self._rows.read()
 
     def _look_at_data(self, trainer: Engine) -> None:
-        self.seen.batches = list(trainer.group.batches)
-        self.seen.sample_ids = [ids_as_plain(ids) for ids in trainer.group.sample_ids]
+        self.seen.batches = list(trainer.attempt.group.batches)
+        self.seen.sample_ids = [ids_as_plain(ids) for ids in trainer.attempt.group.sample_ids]
 
 
 def _stop_inside(trainer: Engine) -> None:
     """The gradients are final but for clipping; ``model``, ``batch`` and ``grads`` are at hand."""
-    model, batch = trainer.model, trainer.group.batches
+    model, batch = trainer.model, trainer.attempt.group.batches
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     breakpoint()
     del model, batch, grads
@@ -169,8 +168,8 @@ def _quiet_about_left_out_hooks() -> Iterator[None]:
     def passes(record: logging.LogRecord) -> bool:
         return getattr(record, "topic", None) != "ignored hook state"
 
-    faces = ("trainer", "functional", "spectra", "graphs", "astro", "engine")
-    loggers = [logging.getLogger(f"treadle.{face}") for face in faces]
+    # Every face has a logger of its own, also that of another package's trainer.
+    loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
     for logger in loggers:
         logger.addFilter(passes)
     try:

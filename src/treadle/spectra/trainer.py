@@ -126,7 +126,7 @@ class SpectraTrainer(EngineCounters):
         precision: PrecisionName | None = None
         if cfg.amp:
             precision = "bf16" if cfg.amp_dtype == "bf16" else "fp16"
-        engine = Engine(
+        return Engine(
             self.model,
             self.optimizer,
             SpectraTask(self.device, loss_type=cfg.loss_type, reduction=cfg.reduction, augmenter=augmenter),
@@ -141,11 +141,10 @@ class SpectraTrainer(EngineCounters):
             eval_seed=cfg.eval_seed,
             capture=check_capture(cfg.capture),
             logger=_log,
+            face="spectra",
+            config=cfg.to_dict(),
+            workspace=self.out_dir,
         )
-        engine.face = "spectra"
-        engine.config = cfg.to_dict()
-        engine.workspace = self.out_dir
-        return engine
 
     # -- what happened so far -------------------------------------------------------------------------------------
 
@@ -234,7 +233,7 @@ class SpectraTrainer(EngineCounters):
                 f"{source}: {error}. Another model needs another out_dir, or resume_from=None to start afresh here"
             ) from error
         say_if_other_loss(self._engine, tree, ("loss_type", "reduction"))
-        self._engine.resume_source = source
+        self._engine.state.record_source(source)
         _log.info("resumed from %s at step %d, epoch %d", source, self.step, self.epoch)
 
     def _write_epoch(self, record: Mapping[str, Any]) -> None:

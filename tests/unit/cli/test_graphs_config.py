@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from rich.console import Console
 
 import graph_data_kit  # noqa: F401  (lets the warnings of torch_geometric's import through)
 from treadle.errors import ConfigError
@@ -229,7 +228,7 @@ def test_capture_pads_batches_into_a_few_shapes_and_other_runs_are_as_they_were(
         "training.batch_size=4", "training.capture=auto", "training.epochs=1",
     ]  # fmt: skip
     config = read_settings(small)
-    data = prepare_data(config, Console(quiet=True))
+    data = prepare_data(config)
     batches = list(train_loader(config, data))
     assert {type(batch) for batch in batches} == {PaddedGraphBatch}
     assert len({(len(batch.x), batch.edge_index.shape[1]) for batch in batches}) <= config.training.num_buckets == 4

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 
 from command_kit import treadle
 from treadle.errors import ConfigError
+from treadle.runs.packs import find_pack
 from treadle.runs.setting_names import setting_of, settings_named
 from treadle.runs.setting_places import entries, settings_placed
 
@@ -65,24 +64,24 @@ WRONG = {
     ("pack", "setting", "words"), [(pack, *case) for pack, cases in WRONG.items() for case in cases]
 )
 def test_a_wrong_value_is_refused_by_the_settings_alone(pack, setting, words):
-    read = importlib.import_module(f"treadle.{pack}.runs").read_settings
+    read = find_pack(pack).read_settings
     with pytest.raises(ConfigError) as caught:
         read([setting], "cpu")
     assert str(caught.value).startswith(words)
 
 
 def test_settings_of_a_section_are_checked_together():
-    from treadle.spectra.runs import read_settings
+    from treadle.spectra.runs import PACK
 
     # One after the other, the first would leave nothing to train on beside the default of the second.
-    data = read_settings(["data.val_fraction=0.94", "data.test_fraction=0.05"], "cpu").data
+    data = PACK.read_settings(["data.val_fraction=0.94", "data.test_fraction=0.05"], "cpu").data
     assert (data.val_fraction, data.test_fraction) == (0.94, 0.05)
 
 
 @pytest.mark.parametrize("setting", ["type=foo", "warmup_epochs=-1", "min_lr=-1"])
 def test_a_schedule_is_refused_before_the_data_are_loaded(setting, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("treadle.graphs.runs.prepare_data", lambda *_: pytest.fail("the data were loaded"))
+    monkeypatch.setattr("treadle.graphs.run_build.prepare_data", lambda *_: pytest.fail("the data were loaded"))
     assert treadle("train", "graphs", f"training.scheduler.{setting}", "--device", "cpu") == 2
     assert f"error: training.scheduler.{setting.partition('=')[0]}=" in capsys.readouterr().err
 

@@ -73,7 +73,7 @@ def test_what_a_killed_process_left_of_a_line_is_cut(tmp_path, opened):
         '{"step": 1, "a": 1}\n{"step": 2, "a": 2}\n{"step": 3, "a": 3}\n{"step": 4, "'
     )
     engine, hook = opened(tmp_path, step=2)
-    engine.step = 3
+    engine.progress.step = 3
     hook.on_log(engine, {"a": 30})
     assert lines(tmp_path) == [{"step": 1, "a": 1}, {"step": 2, "a": 2}, {"step": 3, "a": 30}]
 

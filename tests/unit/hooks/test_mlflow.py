@@ -60,7 +60,7 @@ def test_the_status_says_how_the_run_ended(mlflow_workspace, error, status):
 
 def test_nan_infinity_and_odd_names_are_stored(mlflow_workspace):
     engine, hook = opened(mlflow_workspace, step=0)
-    engine.step = 1
+    engine.progress.step = 1
     hook.on_log(engine, {"nan": math.nan, "big": math.inf, "acc@1 (%)": torch.tensor(0.5).bfloat16()})
     assert math.isnan(history(mlflow_workspace, "nan")[0][1])
     assert history(mlflow_workspace, "big")[0][1] > 1e300

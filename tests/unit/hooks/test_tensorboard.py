@@ -36,7 +36,7 @@ def test_at_the_resumed_step_only_what_is_missing_is_written(tmp_path):
     for resumed_from, records in ((9, {"a": 1}), (10, {"a": 2, "epoch": 2})):
         hook, engine = TensorBoardHook(), bare_engine(tmp_path, step=resumed_from)
         hook.on_before_train(engine)
-        engine.step = 10
+        engine.progress.step = 10
         hook.on_log(engine, records)
         hook.on_close(engine)
         wait_for_the_next_second()
@@ -49,7 +49,7 @@ def test_a_run_from_nothing_hides_the_curve_of_an_older_one(tmp_path):
     for last in (5, 2):
         hook, engine = TensorBoardHook(), bare_engine(tmp_path)
         hook.on_before_train(engine)
-        for engine.step in range(last + 1):
+        for engine.progress.step in range(last + 1):
             hook.on_log(engine, {"a": last})
         hook.on_close(engine)
         wait_for_the_next_second()
@@ -60,7 +60,7 @@ def test_a_run_from_nothing_hides_the_curve_of_an_older_one(tmp_path):
 def test_nan_infinity_and_tensors_are_written_through_at_once(tmp_path):
     hook, engine = TensorBoardHook(), bare_engine(tmp_path, step=1)
     hook.on_before_train(engine)
-    engine.step = 2
+    engine.progress.step = 2
     hook.on_log(
         engine, {"nan": math.nan, "inf": torch.tensor(math.inf), "bf16": torch.tensor(2.0).bfloat16(), "s": "x"}
     )
@@ -75,7 +75,7 @@ def test_nan_infinity_and_tensors_are_written_through_at_once(tmp_path):
 def test_images_are_read_back(tmp_path):
     hook, engine = TensorBoardHook(), bare_engine(tmp_path, step=1)
     hook.on_before_train(engine)
-    engine.step = 2
+    engine.progress.step = 2
     hook.on_log_images(engine, {"val": {"sample": picture(7), "tensor": torch.zeros(3, 5, 6)}})
     hook.on_log_images(engine, {"dry": picture()}, dry_run=True)
     hook.on_close(engine)

@@ -97,7 +97,7 @@ def test_curves_take_every_kind_of_history(records, tmp_path):
 
 def test_the_best_epoch_is_the_lowest_finite_validation_loss(tmp_path, monkeypatch):
     kept = []
-    monkeypatch.setattr("treadle.spectra.pictures.save_figure", lambda figure, path: kept.append(figure))
+    monkeypatch.setattr("treadle.runs.curves.save_figure", lambda figure, path: kept.append(figure))
     values = {1: 3.0, 2: -math.inf, 3: 0.5, 4: math.nan, 5: 0.6}
     plot_training_curves(history(5, val=values.get), tmp_path / "curves.png")
     texts = [text.get_text() for text in kept[0].axes[0].get_legend().get_texts()]

@@ -30,7 +30,6 @@ from treadle.cli.bench.trials import (
 from treadle.cli.bench.watch import Watch, is_replayed, parts_in_order
 from treadle.data.cursor import Group
 from treadle.engine import Engine
-from treadle.engine.bookkeeping import settle
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
 
@@ -108,7 +107,7 @@ class BenchHook(BaseHook):
         if self._seen == WARM_UP:
             self._line.clear()
         if self._seen > WARM_UP and self._line.num_steps < self.steps:
-            self._groups = [*self._groups, trainer.group][-_KEPT_GROUPS:]
+            self._groups = [*self._groups, trainer.attempt.group][-_KEPT_GROUPS:]
             self._measured_at = self._seen
             return
         if self._seen <= WARM_UP:
@@ -137,8 +136,14 @@ class BenchHook(BaseHook):
         assert self._line is not None
         assert self._watch is not None
         assert self._counter is not None
-        settle(trainer)
-        trainer.lr_scheduler = None  # the trials take more steps than the schedule may know
+        trainer.raise_if_refused()
+        with trainer.temporarily(lr_scheduler=None):  # the trials take more steps than the schedule may know
+            self._measure(trainer)
+
+    def _measure(self, trainer: Engine) -> None:
+        assert self._line is not None
+        assert self._watch is not None
+        assert self._counter is not None
         result = self.result
         result.face, result.device, result.precision = trainer.face, str(trainer.device), trainer.precision.name
         result.num_threads = torch.get_num_threads()

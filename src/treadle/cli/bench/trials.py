@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -98,14 +99,10 @@ def fused_optimizer(engine: Engine) -> Iterator[Step]:
         raise NotTried(f"torch has no fused {type(present).__name__}")
     if not can_be_fused([p for group in present.param_groups for p in group["params"]]):
         raise NotTried("torch does not fuse on this device or for these parameters")
-    guard, kind = engine.guard, cast(Any, type(present))
+    kind = cast(Any, type(present))
     groups = [{**group, "fused": True, "foreach": None} for group in present.param_groups]
-    engine.optimizer = kind(groups)
-    engine.guard = finite_guard(engine)
-    try:
+    with engine.temporarily(optimizer=kind(groups)), engine.temporarily(guard=finite_guard(engine)):
         yield engine.train_step
-    finally:
-        engine.optimizer, engine.guard = present, guard
 
 
 @contextlib.contextmanager
@@ -114,11 +111,8 @@ def in_bf16(engine: Engine) -> Iterator[Step]:
     present = engine.precision
     if present.name is not None:
         raise NotTried(f"the run is in {present.name} already")
-    engine.precision = Precision("bf16", engine.device)
-    try:
+    with engine.temporarily(precision=Precision("bf16", engine.device)):
         yield engine.train_step
-    finally:
-        engine.precision = present
 
 
 @contextlib.contextmanager
@@ -126,18 +120,17 @@ def captured(engine: Engine, groups: Sequence[Group]) -> Iterator[Step]:
     """Steps replayed as one CUDA graph for each shape of the groups, with a fused optimizer."""
     if engine.device.type != "cuda":
         raise NotTried("CUDA graphs need a CUDA device")
-    present, late = engine.capture, engine.guard.late
+    captures = dataclasses.replace(engine.settings, capture=True)
     is_fused = all(group.get("fused") for group in engine.optimizer.param_groups)
     rates = [group["lr"] for group in engine.optimizer.param_groups]
     with contextlib.nullcontext() if is_fused else fused_optimizer(engine):
-        engine.capture, engine.guard.late = True, None
         try:
-            steps = steps_of(engine)
-            for met in [*groups, *groups]:  # the second of each shape is captured, which is no part of a step
-                steps(met)
-            yield steps
+            with engine.temporarily(settings=captures, guard=finite_guard(engine)):
+                steps = steps_of(engine)
+                for met in [*groups, *groups]:  # the second of each shape is captured, which is no part of a step
+                    steps(met)
+                yield steps
         finally:
-            engine.capture, engine.guard.late = present, late
             for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
 

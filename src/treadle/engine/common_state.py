@@ -1,4 +1,4 @@
-"""What of a state fits a model and an optimizer that are not those it was saved from."""
+"""Part of a checkpoint that another model has in common with it, for ``strict=False``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
 
-def fitting_state(
+def common_state(
     engine: Engine, tree: Mapping[str, Any], kept: Collection[str]
 ) -> tuple[dict[str, Any], frozenset[str]]:
     """Returns a checkpoint tree without what the engine's model has not, and says what starts fresh.

@@ -1,0 +1,301 @@
+"""One attempt at a step: its record, and how it ends as applied, skipped or refused."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from treadle import distributed
+from treadle.data.cursor import Group
+from treadle.engine.session import leave_after_step, own_messages
+from treadle.engine.settings import Outcome
+from treadle.errors import NonFiniteError
+from treadle.nested import map_nested_tensor
+from treadle.optim.ema import Ema
+from treadle.optim.gradients import Gradients, are_whole, total_norm
+from treadle.optim.loss_weights import GivenWeights, GroupWeights
+from treadle.optim.nonfinite import LateRefusal, StepLocation
+from treadle.task import StepOutput, add_output
+
+if TYPE_CHECKING:
+    from treadle.engine.loop import Engine
+
+_PLAIN = (float, int, str, type(None))
+
+
+class Attempt:
+    """State of one attempt at a step.
+
+    Args:
+        group: its micro-batches.
+        rates: learning rates of the parameter groups.
+        tries: groups tried for the step, this one included.
+        term_totals: counts of the loss's terms over all micro-batches and ranks; None where no term has a count.
+        num_ranks: of the run.
+        keeps_outputs: whether the model's outputs stay with the record, for tasks that want them after a replay.
+
+    Attributes:
+        info: the record that hooks read as ``trainer.step_info``.
+        outputs: losses and records of the micro-batches, on the device and free of their graph.
+        rank_messages: numbers that each rank sent with this step: a signal, a stop, and one for each hook that asks.
+
+    Example:
+        >>> attempt = Attempt(Group(["batch"], [0.0]))
+        >>> attempt.record_output(StepOutput(torch.tensor(2.0), {"n": 3}))
+        >>> attempt.info["loss"], attempt.outputs[0].records
+        ([tensor(2.)], {'n': 3})
+    """
+
+    __slots__ = ("_keeps_outputs", "_num_ranks", "group", "info", "outputs", "rank_messages", "term_totals")
+
+    def __init__(
+        self,
+        group: Group | None = None,
+        *,
+        rates: Sequence[Any] = (),
+        tries: int = 1,
+        term_totals: Mapping[str, float] | None = None,
+        num_ranks: int = 1,
+        keeps_outputs: bool = False,
+    ):
+        self.group = Group() if group is None else group
+        self.term_totals = term_totals
+        self.outputs: list[StepOutput] = []
+        self.rank_messages: list[list[float]] = []
+        self.info: dict[str, Any] = {} if group is None else {
+            "loss": [], "weight": [], "records": [], "data_time": group.data_time, "lr": rates,
+            "applied": False, "retries": tries - 1, "reason": None, "num_samples": 0,
+        }  # fmt: skip
+        self._num_ranks = num_ranks
+        self._keeps_outputs = keeps_outputs
+
+    def record_output(self, output: StepOutput) -> None:
+        """Adds a micro-batch's loss and records, free of their graph."""
+        weight = 1.0 if output.weight is None else output.weight
+        loss = None if output.loss is None else output.loss.detach()
+        if self.term_totals is not None and loss is not None:
+            # It is one share of the step's loss. A mean of shares times their number is their sum, and weights of one
+            # over their number let every step count once.
+            shares = len(self.group.batches) * self._num_ranks
+            loss, weight = loss * shares, 1.0 / shares
+        weight = weight.detach() if isinstance(weight, Tensor) else weight
+        outputs = map_nested_tensor(Tensor.detach, output.outputs) if self._keeps_outputs else None
+        records = _detached(output.records)
+        self.keep(StepOutput(loss, records, weight, output.reduction, outputs, output.num_samples))
+
+    def keep(self, output: StepOutput) -> None:
+        """Adds a micro-batch's output that is free of its graph already."""
+        self.outputs.append(output)
+        info = self.info
+        info["loss"].append(output.loss)
+        info["weight"].append(output.weight)
+        info["records"].append(output.records)
+        info["num_samples"] += output.num_samples or 0
+
+    def add_records(self, records: Mapping[str, Any]) -> None:
+        """Adds records to those of the latest micro-batch."""
+        last = self.outputs[-1]
+        self.outputs[-1] = replace(last, records={**last.records, **records})
+        self.info["records"][-1] = self.outputs[-1].records
+
+    def receive(self, messages: list[list[float]]) -> None:
+        """Keeps the numbers that each rank sent with this step."""
+        self.rank_messages = messages
+
+    def discard_outputs(self) -> None:
+        """Drops losses and records: those of a refused attempt are in no mean."""
+        self.outputs = []
+
+    def close(self, outcome: Outcome, step_started: float, means: Any) -> None:
+        """Completes the record of the step and adds its outputs to the running epoch's means."""
+        self.info["applied"] = outcome == "applied"
+        self.info["step_time"] = time.perf_counter() - step_started
+        if outcome == "refused":
+            self.discard_outputs()
+        for output in self.outputs:
+            add_output(means, output)
+
+
+def _detached(records: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns records free of their graph: the usual flat ones at once, others by the rules for nested values."""
+    flat: dict[str, Any] = {}
+    for name, value in (records or {}).items():
+        kind = type(value)
+        if kind is Tensor:
+            flat[name] = value.detach()
+        elif kind in _PLAIN:
+            flat[name] = value
+        else:
+            return map_nested_tensor(Tensor.detach, records)
+    return flat
+
+
+def begin_step(engine: Engine) -> None:
+    """Counts a step and calls ``on_before_step``."""
+    engine.progress.begin_step()
+    engine.events.emit(engine, "on_before_step")
+
+
+def start_attempt(engine: Engine, group: Group) -> GroupWeights | GivenWeights:
+    """Clears the gradients and begins the record of an attempt.
+
+    Returns:
+        The weights of its micro-batches, which also carry the messages between ranks.
+    """
+    clear_gradients(engine)
+    totals = _sum_term_counts(engine, group.batches)
+    begin_attempt(engine, group, totals)
+    if engine.guard.weights is not None:
+        return engine.guard.weights
+    return GroupWeights(
+        len(group.batches), device=engine.precision.device, undivided=totals is not None,
+        largest=engine.settings.accumulation_steps, num_ranks=engine.num_ranks, notices=lambda: own_messages(engine),
+    )  # fmt: skip
+
+
+def begin_attempt(engine: Engine, group: Group, term_totals: Mapping[str, float] | None = None) -> None:
+    """Begins the record of an attempt."""
+    rates = engine.progress.begin_attempt(len(group.batches), engine.optimizer)
+    engine.attempt = Attempt(
+        group, rates=rates, tries=engine.progress.tries, term_totals=term_totals, num_ranks=engine.num_ranks,
+        keeps_outputs=engine.guard.recording and hasattr(engine.task, "replayed"),
+    )  # fmt: skip
+    if engine.guard.plan is not None:
+        engine.guard.plan.watch()
+
+
+def counts_terms(engine: Engine, batch: Any) -> bool:
+    """Returns whether the task divides each term of a batch's loss by a count."""
+    weights_of = getattr(engine.task, "weights", None)
+    return weights_of is not None and weights_of(batch) is not None
+
+
+def _sum_term_counts(engine: Engine, batches: Sequence[Any]) -> Mapping[str, float] | None:
+    """Sums the counts of each loss term over the group and the ranks, before the first forward."""
+    # Asked each step, and whether a task is a WeighsTerms takes isinstance as long as two of the model's layers.
+    weights_of: Callable[[Any], Mapping[str, float] | None] | None = getattr(engine.task, "weights", None)
+    if weights_of is None:
+        return None
+    totals: dict[str, float] = {}
+    for batch in batches:
+        counts = weights_of(batch)
+        if counts is None:
+            return None
+        for term, count in counts.items():
+            totals[term] = totals.get(term, 0.0) + float(count)
+    summed = distributed.sum_over_ranks(torch.tensor(list(totals.values()), dtype=torch.float64))
+    return dict(zip(totals, summed.tolist(), strict=True))
+
+
+def run_gradient_hooks(engine: Engine, grads: Sequence[Tensor]) -> tuple[Gradients, Tensor]:
+    """Calls ``on_before_optimizer_step``.
+
+    Returns:
+        The gradients and their norm, as the hooks left them: what they changed is clipped and judged.
+    """
+    before = [(id(grad), grad._version) for grad in grads]
+    hooks = engine.events.hooks_for(engine.hooks, "on_before_optimizer_step")
+    engine.events.emit(engine, "on_before_optimizer_step")
+    left = Gradients.of(engine.optimizer)
+    may_differ = not all(getattr(hook.on_before_optimizer_step, "looks_only", False) for hook in hooks)
+    # The norm of gradients that are spread over ranks is a collective, and a hook that looks may be on one rank alone.
+    if may_differ and (are_whole(left) or [(id(grad), grad._version) for grad in left] != before):
+        engine.attempt.info["grad_norm"] = total_norm(left)
+    norm: Tensor = engine.attempt.info["grad_norm"]
+    return left, norm
+
+
+def skip(engine: Engine, reason: str) -> Outcome:
+    """Skips a step that has nothing to apply."""
+    engine.attempt.info["reason"] = reason
+    engine.precision.skipped()
+    clear_gradients(engine)
+    return "skipped"
+
+
+def refuse(engine: Engine) -> Outcome:
+    """Refuses a non-finite gradient: lowers the fp16 scale where possible, else asks a hook or for other data."""
+    info = engine.attempt.info
+    if engine.precision.refused():
+        info["reason"] = "non-finite gradient: the fp16 scale was lowered"
+        clear_gradients(engine)
+        return "skipped"
+    info["reason"] = "non-finite gradient"
+    skips = engine.guard.plan is not None and engine.guard.plan.refused()
+    clear_gradients(engine)
+    if skips:
+        engine.attempt.discard_outputs()  # a loss that is not finite belongs to no mean
+    return "skipped" if skips else "refused"
+
+
+def apply_step_effects(engine: Engine, moved: Collection[Ema] = ()) -> Outcome:
+    """Moves what moves with applied steps only: counters, schedule, averages; of those in ``moved`` the counter."""
+    if engine.guard.recording:
+        return "applied"  # nothing changed: see treadle.capture
+    engine.precision.applied()
+    engine.progress.apply(engine.attempt.info["lr"])
+    scheduler, moves = engine.lr_scheduler, engine.settings.scheduler_interval == "step"
+    if scheduler is not None and moves and not isinstance(scheduler, ReduceLROnPlateau):  # that one: with epochs alone
+        scheduler.step()
+    for ema in engine.declared.averages.values():
+        if ema in moved:
+            ema.count_update()
+        else:
+            ema.update(engine.model, applied_steps=engine.progress.applied_steps)
+    return "applied"
+
+
+def finish_step(engine: Engine, outcome: Outcome) -> None:
+    """Closes the record of a step, calls ``on_after_step``, writes what hooks ask for, and leaves at a signal."""
+    engine.attempt.close(outcome, engine.progress.step_started, engine.progress.epoch_means)
+    engine.events.emit(engine, "on_after_step")
+    engine.events.write_requested()
+    if engine.signals.plans:
+        leave_after_step(engine)
+
+
+def non_finite_error(engine: Engine, at: StepLocation | None = None, norm: Tensor | None = None) -> NonFiniteError:
+    """Returns the error of a step whose gradient is not finite and whose retries are used up."""
+    at = engine.location() if at is None else at
+    measured = float(engine.attempt.info.get("grad_norm", math.nan) if norm is None else norm)
+    first = max(at.position - at.num_batches + 1, min(at.position, 1))
+    where = f"batch {at.position}" if first == at.position else f"batches {first} to {at.position}"
+    return NonFiniteError(
+        f"the gradient of step {at.step} is not finite (norm {measured}) after {at.tries} "
+        f"{'try' if at.tries == 1 else 'tries'}: {where} of epoch "
+        f"{at.epoch + 1}. The weights are those of the last applied step ({engine.progress.applied_steps}). Look at "
+        "that batch, lower the learning rate, clip gradients, or set max_non_finite_grad_retries",
+        step=at.step, norm=measured, epoch=at.epoch, batch_index=at.position, tries=at.tries,
+    )  # fmt: skip
+
+
+def raise_late_refusal(engine: Engine, late: LateRefusal) -> None:
+    """Raises NonFiniteError for a step that the device refused and the host learned of late.
+
+    The optimizer skipped that step and every later one, so the weights and its state are those of the last applied
+    step. The schedule and the averages in memory are as many updates ahead; what is saved is looked at before.
+    """
+    engine.progress.take_back(late.undone)
+    clear_gradients(engine)
+    raise non_finite_error(engine, late.place, late.norm)
+
+
+def clear_gradients(engine: Engine) -> None:
+    """Sets every gradient to None, also those of parameters that no optimizer holds."""
+    optimizer = engine.optimizer
+    if type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
+        for group in optimizer.param_groups:  # as torch's own does, which takes longer over it than over a small layer
+            for parameter in group["params"]:
+                parameter.grad = None
+    else:
+        optimizer.zero_grad(set_to_none=True)
+    for parameter in engine.stray_parameters:
+        parameter.grad = None

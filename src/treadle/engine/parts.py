@@ -1,0 +1,503 @@
+"""Parts of a checkpoint: each collects its keys, refuses what does not fit, warns of changes, and loads."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from treadle import distributed
+from treadle.checkpoint.base_fingerprints import without
+from treadle.checkpoint.schema import FORMAT_NAME, FORMAT_VERSION, KEYS, to_plain, versions
+from treadle.distributed.state_names import check_model_state, load_model_state, model_state
+from treadle.engine.common_state import common_state
+from treadle.engine.hook import BaseHook
+from treadle.errors import CheckpointError
+from treadle.optim.ema import Ema
+from treadle.optim.optimizer import (
+    aligned_groups,
+    is_same_setting,
+    load_optimizer_state,
+    optimizer_state,
+    overruled_settings,
+)
+from treadle.seed import RngState, mix_seed
+
+if TYPE_CHECKING:
+    from treadle.engine.loop import Engine
+
+_OWN_DATA = ("opening", "generators", "loader")
+# Of torch's schedulers: what moves with the steps, or belongs to the optimizer's groups. The rest are settings.
+_MOVING = {
+    "base_lrs", "max_lrs", "last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "mode_worse",
+    "total_size", "verbose",
+}  # fmt: skip
+
+
+class Notice(NamedTuple):
+    """A warning about a state that is loaded, with the topic of its log record."""
+
+    text: str
+    topic: str | None = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint as a run loads it.
+
+    Attributes:
+        tree: the checkpoint, without what ``strict=False`` leaves out.
+        kept: names of weights that stay as they are, since the checkpoint leaves them out on purpose.
+    """
+
+    tree: Mapping[str, Any]
+    kept: frozenset[str] = frozenset()
+
+    @classmethod
+    def for_engine(cls, engine: Engine, tree: Mapping[str, Any]) -> Saved:
+        """Returns a checkpoint as it fits an engine's model; changes nothing.
+
+        Raises:
+            CheckpointError: it has no model, or its frozen weights are others than the model's.
+        """
+        if "model" not in tree:
+            raise CheckpointError(f"the checkpoint has no 'model' entry; its keys are {sorted(tree)}")
+        kept = engine.state.base.check(engine.model, tree.get("base"))
+        if engine.state.options.strict:
+            return cls(tree, kept)
+        return cls(*common_state(engine, tree, kept))
+
+    def get(self, key: str) -> Any:
+        """Returns an entry; None if it is missing."""
+        return self.tree.get(key)
+
+    def part(self, key: str) -> Mapping[str, Any]:
+        """Returns an entry that is a mapping; an empty one if it is missing."""
+        return self.tree.get(key) or {}
+
+
+class StatePart:
+    """One part of a checkpoint. The base class keeps nothing, accepts everything and warns of nothing."""
+
+    def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
+        """Writes the part's keys into a tree."""
+
+    def check(self, engine: Engine, saved: Saved) -> None:
+        """Raises CheckpointError if the part cannot be loaded; changes nothing."""
+
+    def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
+        """Yields warnings about what differs between the checkpoint and this run."""
+        yield from ()
+
+    def load(self, engine: Engine, saved: Saved) -> None:
+        """Restores the part, in place."""
+
+
+class FormatPart(StatePart):
+    """Format, configuration and versions: nothing of them is loaded but which weights were scored."""
+
+    def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
+        tree["format"] = {
+            "name": FORMAT_NAME,
+            "version": FORMAT_VERSION,
+            "face": engine.face,
+            "scored": engine.state.scored,
+        }
+        tree["config"] = engine.config
+        tree["versions"] = versions()
+
+    def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
+        missing = [key for key in ("optimizer", "global_step", "progress", "rng", "data") if saved.get(key) is None]
+        if engine.lr_scheduler is not None and saved.get("scheduler") is None and "progress" not in saved.tree:
+            missing.append("scheduler")  # of a checkpoint of treadle the scheduler's part warns
+        written = {key for driver in engine.state.drivers for key in driver.state_dict()}
+        missing += [key for key in ("selection", "history") if key in written and key not in saved.tree]
+        if missing:
+            yield Notice(
+                f"nothing is loaded for {', '.join(missing)}, which the checkpoint lacks or which was left out: these "
+                "start fresh and the resume is not exact"
+            )
+        before = saved.part("versions")
+        for name, now in versions().items():
+            if name in ("torch", "numpy") and before.get(name) not in (None, now):
+                yield Notice(
+                    f"the checkpoint was written with {name} {before[name]} and this is {now}: kernels may round "
+                    "differently"
+                )
+        yield from _device_notices(saved.part("progress").get("device"), engine.device.type)
+
+    def load(self, engine: Engine, saved: Saved) -> None:
+        described = saved.get("format")
+        engine.state.record_scored(described.get("scored") if isinstance(described, Mapping) else None)
+
+
+def _device_notices(before: str | None, now: str) -> Iterator[Notice]:
+    """Yields a warning of another kind of device, or of one whose kernels may vary from run to run."""
+    if before not in (None, now):
+        yield Notice(
+            f"the checkpoint was written on {before} and this run is on {now}: kernels round differently, and what is "
+            "drawn at random on the device is something else"
+        )
+    elif now != "cpu" and not torch.are_deterministic_algorithms_enabled():
+        yield Notice(
+            f"the resume is exact only if the kernels of this model are deterministic: on {now}, those that add with "
+            "atomics round otherwise each time; set_seed(seed, deterministic=True) chooses others"
+        )
+
+
+class DriversPart(StatePart):
+    """Keys of the objects around the engine: history, metrics and the best rule of an epoch driver."""
+
+    def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
+        for driver in engine.state.drivers:
+            tree.update(driver.state_dict())
+
+    def load(self, engine: Engine, saved: Saved) -> None:
+        for driver in engine.state.drivers:
+            driver.load_state_dict(saved.tree)
+
+
+class ModelPart(StatePart):
+    """Weights and buffers, but for frozen weights that are as they were at the start."""
+
+    def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
+        base = engine.state.base.unchanged(engine.model)
+        tree["model"] = without(model_state(engine.model), base)
+        tree["base"] = base or None
+
+    def check(self, engine: Engine, saved: Saved) -> None:
+        check_model_state(engine.model, saved.tree["model"], kept=saved.kept)
+
+    def load(self, engine: Engine, saved: Saved) -> None:
+        load_model_state(engine.model, saved.tree["model"], kept=saved.kept)
+
+
+class SchedulerPart(StatePart):
+    """State of the learning-rate scheduler."""
+
+    def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
+        tree["scheduler"] = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
+
+    def check(self, engine: Engine, saved: Saved) -> None:
+        if engine.lr_scheduler is not None and saved.get("scheduler") is not None:
+            _refuse_another_schedule(engine.lr_scheduler, saved.get("scheduler"))
+
+    def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
+        scheduler, state = engine.lr_scheduler, saved.get("scheduler")
+        if scheduler is not None and state is not None:
+            yield from _checkpoint_wins("schedule", overruled_schedule(scheduler, state))
+            yield from _jump_of_the_rate(scheduler, state)
+        elif scheduler is not None and "progress" in saved.tree:
+            yield Notice("no scheduler state is loaded: the scheduler starts fresh and the resume is not exact")
+        elif state is not None:
+            yield Notice("the checkpoint's scheduler state is ignored: this run has no scheduler")
+
+    def load(self, engine: Engine, saved: Saved) -> None:
+        state = saved.get("scheduler")
+        if engine.lr_scheduler is None or state is None:
+            return
+        engine.lr_scheduler.load_state_dict(_as_built(engine.lr_scheduler, state))
+        if saved.part("progress").get("applied_steps"):
+            # The optimizer did step, in another process; torch would warn of a wrong order at an epoch's end.
+            engine.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+class OptimizerPart(StatePart):
+    """State of the optimizer, by parameter."""
+
+    def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
+        tree["optimizer"] = optimizer_state(engine.optimizer, engine.model)
+
+    def check(self, engine: Engine, saved: Saved) -> None:
+        if saved.get("optimizer") is not None:
+            aligned_groups(engine.optimizer, engine.model, saved.get("optimizer"))
+
+    def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
+        if saved.get("optimizer") is not None:
+            scheduled = engine.lr_scheduler is not None
+            settings = overruled_settings(engine.optimizer, saved.get("optimizer"), scheduled=scheduled)
+            yield from _checkpoint_wins("optimizer", settings)
+
+    def load(self, engine: Engine, saved: Saved) -> None:
+        if saved.get("optimizer") is not None:
+            load_optimizer_state(engine.optimizer, engine.model, saved.get("optimizer"))
+
+
+class ScalerPart(StatePart):
+    """State of the fp16 gradient scaler."""
+
+    def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
+        tree["scaler"] = engine.precision.scaler.state_dict() if engine.precision.scaled else None
+
+    def check(self, engine: Engine, saved: Saved) -> None:
+        state = saved.get("scaler")
+        if not (engine.precision.scaled and state):
+            return
+        live = engine.precision.scaler.state_dict()
+        wrong = [key for key in live if not (isinstance(state, Mapping) and isinstance(state.get(key), (int, float)))]
+        if wrong:
+            raise CheckpointError(
+                f"scaler: the checkpoint's state of the gradient scaler has no number for {', '.join(wrong)}; take it "
+                "out of the file to start with a fresh scale"
+            )
+
+    def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
+        if engine.precision.scaled and not saved.get("scaler"):
+            yield Notice("the checkpoint has no gradient-scaler state: the fp16 scale starts fresh")
+        elif saved.get("scaler") and not engine.precision.scaled:
+            yield Notice("the checkpoint's gradient-scaler state is ignored: this run does not use fp16")
+
+    def load(self, engine: Engine, saved: Saved) -> None:
+        if engine.precision.scaled and saved.get("scaler"):
+            engine.precision.scaler.load_state_dict(dict(saved.get("scaler")))
+
+
+class AveragesPart(StatePart):
+    """Averaged weights that hooks keep, by name."""
+
+    def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
+        base = tree["base"] or ()
+        tree["ema"] = {name: _average_state(ema, base) for name, ema in engine.averages.items()} or None
+
+    def check(self, engine: Engine, saved: Saved) -> None:
+        for name, entry in saved.part("ema").items():
+            if name in engine.averages:
+                module = engine.averages[name].module
+                check_model_state(module, entry["shadow"], what="average", kept=saved.kept)
+
+    def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
+        known, live = saved.part("ema"), engine.averages
+        for name in live:
+            if name not in known:
+                yield Notice(
+                    f"the checkpoint has no average {name!r}: it starts from the loaded weights, not from the initial "
+                    "ones"
+                )
+        for name in known:
+            if name not in live:
+                yield Notice(f"the checkpoint's average {name!r} is ignored: this run keeps no such average")
+
+    def load(self, engine: Engine, saved: Saved) -> None:
+        known = saved.part("ema")
+        for name, ema in engine.averages.items():
+            if name in known:
+                ema.restore(known[name], kept=saved.kept)
+            else:
+                ema.restart_from(engine.model)
+
+
+class ProgressPart(StatePart):
+    """Counters of the run and the sums of the running epoch."""
+
+    def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
+        tree["epoch"] = engine.epoch
+        tree["global_step"] = engine.progress.step
+        tree["progress"] = {**engine.progress.state_dict(), "device": engine.device.type}
+
+    def load(self, engine: Engine, saved: Saved) -> None:
+        step = int(saved.get("global_step") or 0)
+        engine.progress.load_state_dict(saved.part("progress"), step=step, device=engine.device)
+
+
+class DataPart(StatePart):
+    """Position in the data, with the random state of this rank, which an epoch is opened again under."""
+
+    def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
+        tree["data"] = engine.cursor.state_dict()
+
+    def load(self, engine: Engine, saved: Saved) -> None:
+        engine.cursor.restart(epoch=int(saved.get("epoch") or 0))
+        if saved.get("data") is not None:
+            engine.cursor.load_state_dict(saved.get("data"), rng=_rng_of_rank(engine, saved))
+
+
+class HooksPart(StatePart):
+    """State of the hooks, by their keys or under keys of their own."""
+
+    def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
+        tree["hooks"] = {}
+        for hook in engine.hooks:
+            before = {key: id(value) for key, value in tree.items()}
+            others = dict(tree["hooks"])
+            hook.on_state_dict(engine, tree)
+            changed = [key for key, identity in before.items() if key not in tree or id(tree[key]) != identity]
+            kept = tree.get("hooks") or {}
+            changed += [f"hooks.{key}" for key, value in others.items() if kept.get(key) is not value]
+            if changed:
+                raise CheckpointError(
+                    f"{type(hook).__name__}.on_state_dict overwrites {changed[0]!r}, which belongs to somebody else; "
+                    'write to state_dict["hooks"][self.state_key]'
+                )
+
+    def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
+        kept, known = saved.part("hooks"), {hook.state_key for hook in engine.hooks}
+        for key in kept:
+            if key not in known:
+                text = f"the checkpoint's state of hook {key!r} is ignored: this run has no such hook"
+                yield Notice(text, topic="ignored hook state")
+        own_keys = set(saved.tree) - set(KEYS)  # a hook may keep its state under a key of its own
+        for hook in engine.hooks:
+            keeps_state = type(hook).on_state_dict is not BaseHook.on_state_dict
+            if keeps_state and "hooks" in saved.tree and not own_keys and hook.state_key not in kept:
+                yield Notice(f"the checkpoint has no state of hook {hook.state_key!r}: it starts fresh")
+
+    def load(self, engine: Engine, saved: Saved) -> None:
+        for hook in engine.hooks:
+            hook.on_load_state_dict(engine, saved.tree)
+
+
+class RngPart(StatePart):
+    """Random state of every rank; collected after all that may draw, and loaded last."""
+
+    def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
+        """Adds what each rank has to itself to a tree whose other entries are alike on all ranks."""
+        own = {
+            "rng": RngState.capture().to_plain(),
+            "data": {key: tree["data"].get(key) for key in _OWN_DATA},
+            "epoch_means": tree["progress"]["epoch_means"],
+        }
+        if distributed.world_size() == 1:
+            tree["rng"] = [own["rng"]]
+            return
+        everyone = distributed.gather_objects(to_plain(own, "rank"))
+        tree["rng"] = [each["rng"] for each in everyone]
+        tree["data"]["ranks"] = [each["data"] for each in everyone]
+        tree["progress"]["epoch_means"] = {
+            **tree["progress"]["epoch_means"], "ranks": [each["epoch_means"] for each in everyone],
+        }  # fmt: skip
+
+    def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
+        states, ranks = saved.get("rng"), distributed.world_size()
+        if states and len(states) != ranks:
+            yield Notice(
+                f"the checkpoint was written by {len(states)} ranks and this run has {ranks}: the random streams start "
+                "fresh",
+                topic="number of ranks",
+            )
+
+    def load(self, engine: Engine, saved: Saved) -> None:
+        rng = _rng_of_rank(engine, saved)
+        if rng is not None:
+            rng.restore()
+
+
+PARTS: tuple[StatePart, ...] = (
+    FormatPart(), DriversPart(), ModelPart(), SchedulerPart(), OptimizerPart(), ScalerPart(), AveragesPart(),
+    ProgressPart(), DataPart(), HooksPart(), RngPart(),
+)  # fmt: skip
+"""All parts, in the order in which they are collected and loaded."""
+
+MOVED_BY_STEPS = tuple(
+    part for part in PARTS if isinstance(part, (ModelPart, SchedulerPart, OptimizerPart, ScalerPart, AveragesPart))
+)
+"""The parts that a step changes."""
+
+
+def _rng_of_rank(engine: Engine, saved: Saved) -> RngState | None:
+    """Returns this rank's random state of a checkpoint; for another number of ranks, fresh streams made from it."""
+    states = saved.get("rng")
+    if not states:
+        return None
+    ranks, rank = distributed.world_size(), distributed.rank()
+    if len(states) == ranks:
+        return RngState.from_plain(dict(states[rank]))
+    digest = hashlib.blake2b(states[0]["torch"].cpu().numpy().tobytes(), digest_size=8).digest()
+    of_first = int.from_bytes(digest, "little") >> 1
+    return RngState.seeded(mix_seed(of_first, engine.progress.step, ranks, rank))
+
+
+def _average_state(ema: Ema, base: Collection[str]) -> dict[str, Any]:
+    entry = ema.snapshot()
+    return {**entry, "shadow": without(entry["shadow"], base)}  # the average of what does not move is itself
+
+
+def _checkpoint_wins(what: str, settings: list[str]) -> Iterator[Notice]:
+    if settings:
+        yield Notice(
+            f"the {what} goes on with the checkpoint's {', '.join(settings)}; to change a setting, set it in a hook's "
+            "on_before_train, or start a new run from load_weights(...)"
+        )
+
+
+def _jump_of_the_rate(scheduler: Any, saved: Mapping[str, Any]) -> Iterator[Notice]:
+    """Yields a warning if a function of this run, which no checkpoint holds, is not that of the checkpoint."""
+    if type(scheduler) is not LambdaLR or any(saved.get("lr_lambdas") or ()):  # the state of callable objects is loaded
+        return
+    moves, bases, old = saved["last_epoch"], saved["base_lrs"], saved.get("_last_lr") or ()
+    rates = [float(base * factor(moves)) for base, factor in zip(bases, scheduler.lr_lambdas, strict=False)]
+    for rate, before in zip(rates, map(float, old), strict=False):
+        if not math.isclose(rate, before, rel_tol=1e-6):
+            yield Notice(
+                f"after {moves} moves the schedule of this run gives a learning rate of {rate:g}, the checkpoint's "
+                f"gave {before:g}: from here on the rate follows this run's; to go on along the old curve, build the "
+                "schedule as it was, with the same length"
+            )
+            return
+
+
+def overruled_schedule(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
+    """Returns the settings of a schedule that a checkpoint overrules: ``"T_max=10 (built as 20)"``.
+
+    Of torch's schedulers, and those that they are made of; state of others may move with the steps.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        >>> old, new = (torch.optim.lr_scheduler.StepLR(optimizer, size) for size in (1, 2))
+        >>> overruled_schedule(new, old.state_dict())
+        ['step_size=1 (built as 2)']
+    """
+    return [
+        f"{key}={old!r} (built as {new[key]!r})"
+        for new, settings in _pairs(scheduler, saved)
+        for key, old in settings.items()
+        if key in new and not is_same_setting(old, new[key])
+    ]
+
+
+def _refuse_another_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
+    for new, old in _pairs(scheduler, saved):
+        missing, strange = sorted(new.keys() - old.keys()), sorted(old.keys() - new.keys())
+        if missing and strange:
+            raise CheckpointError(
+                f"scheduler: the checkpoint's is of another kind: it has {', '.join(strange)}, the "
+                f"{type(scheduler).__name__} of this run has {', '.join(missing)}. Build it as it was, or give "
+                "load_state_dict a state whose 'scheduler' is None, and this one starts fresh"
+            )
+
+
+def _pairs(scheduler: Any, saved: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yields the settings of a scheduler of torch and those saved, then of each scheduler that it is made of."""
+    if not type(scheduler).__module__.startswith("torch."):
+        return
+    own = {key: value for key, value in scheduler.state_dict().items() if _is_setting(key)}
+    yield own, {key: value for key, value in saved.items() if _is_setting(key)}
+    for part, state in zip(getattr(scheduler, "_schedulers", []), saved.get("_schedulers") or [], strict=False):
+        yield from _pairs(part, state)
+
+
+def _is_setting(key: str) -> bool:
+    return key == "_milestones" or not (key.startswith("_") or key in _MOVING)
+
+
+def _as_built(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a scheduler's saved state, and those of the schedulers that it is made of, in their own containers."""
+    before = vars(scheduler)
+    state = {key: _as_before(before.get(key), value) for key, value in saved.items()}
+    if state.get("_schedulers"):
+        state["_schedulers"] = [
+            _as_built(part, own) for part, own in zip(scheduler._schedulers, state["_schedulers"], strict=True)
+        ]
+    return state
+
+
+def _as_before(before: Any, value: Any) -> Any:
+    """Gives a plain value the container type that the scheduler made it with, such as MultiStepLR's Counter."""
+    container = type(before) in (tuple, Counter) and isinstance(value, (list, dict))
+    return type(before)(value) if container else value

@@ -1,0 +1,156 @@
+"""Progress of a run: its counters, the sums of the running epoch and the learning rates of its last applied step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from treadle import distributed
+from treadle.means import RunningMeans
+
+
+class Progress:
+    """Counters of a run.
+
+    Attributes:
+        step: optimizer steps attempted.
+        applied_steps: steps that changed the weights.
+        micro_steps: micro-batches taken by attempts.
+        tries: groups tried for the present step, from 1.
+        step_started: when the present step began, in seconds of ``time.perf_counter``.
+        epoch_applied_steps: applied steps of the running epoch.
+        last_lr: learning rates of the epoch's last applied step, by parameter group; of an attempt before there is one.
+        epoch_means: weighted means of the running epoch's losses and records, on this rank.
+
+    Example:
+        >>> progress = Progress()
+        >>> progress.begin_step(); progress.apply([0.1])
+        >>> progress.step, progress.applied_steps, progress.last_lr
+        (1, 1, [0.1])
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.applied_steps = 0
+        self.micro_steps = 0
+        self.tries = 1
+        self.step_started = 0.0
+        self.epoch_applied_steps = 0
+        self.last_lr: Sequence[Any] = []
+        self.epoch_means = RunningMeans()
+        self._rates = LearningRates()
+
+    def begin_step(self) -> None:
+        """Counts a step."""
+        self.step += 1
+        self.tries = 1
+        self.step_started = time.perf_counter()
+
+    def begin_attempt(self, num_micro_batches: int, optimizer: Optimizer) -> list[Any]:
+        """Counts the micro-batches of an attempt; returns the learning rate of each parameter group."""
+        self.micro_steps += num_micro_batches
+        rates = self._rates.read(optimizer)
+        if not self.epoch_applied_steps:
+            self.last_lr = rates
+        return rates
+
+    def retry(self) -> None:
+        """Counts another try at the present step."""
+        self.tries += 1
+
+    def apply(self, rates: Sequence[Any]) -> None:
+        """Counts an applied step, whose learning rates are ``rates``."""
+        self.applied_steps += 1
+        self.epoch_applied_steps += 1
+        self.last_lr = rates
+
+    def take_back(self, num_applied: int) -> None:
+        """Uncounts applied steps that turn out to be refused."""
+        self.applied_steps -= num_applied
+        self.epoch_applied_steps -= num_applied
+
+    def undo_step(self, num_micro_batches: int) -> None:
+        """Uncounts a step that broke off before it changed anything."""
+        self.step -= 1
+        self.micro_steps -= num_micro_batches
+
+    def roll_back(self, applied_steps: int) -> None:
+        """Sets the count of applied steps to that of a checkpoint; attempted steps stay counted."""
+        self.applied_steps = applied_steps
+
+    def end_epoch(self) -> None:
+        """Resets what belongs to the running epoch."""
+        self.epoch_means.reset()
+        self.epoch_applied_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all but ``step``, which has a key to itself in a checkpoint."""
+        return {
+            "applied_steps": self.applied_steps,
+            "micro_steps": self.micro_steps,
+            "epoch_applied_steps": self.epoch_applied_steps,
+            "epoch_means": self.epoch_means.state_dict(),
+            "lr": self.last_lr,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], *, step: int, device: torch.device) -> None:
+        """Restores what :meth:`state_dict` returned.
+
+        Args:
+            saved: may lack any key, as in checkpoints of other libraries.
+            step: optimizer steps attempted.
+            device: where sums on a device are kept.
+        """
+        self.step = step
+        self.applied_steps = int(saved.get("applied_steps", step))
+        self.micro_steps = int(saved.get("micro_steps", 0))
+        self.epoch_applied_steps = int(saved.get("epoch_applied_steps", 0))
+        self.last_lr = list(saved.get("lr", []))
+        self.epoch_means.reset()
+        if "epoch_means" in saved:
+            self._load_means(saved["epoch_means"], device)
+
+    def _load_means(self, saved: Mapping[str, Any], device: torch.device) -> None:
+        """Restores the sums of the running epoch; those of another number of ranks all go to the first one."""
+        of_ranks = saved.get("ranks") or [saved]
+        if len(of_ranks) == distributed.world_size():
+            self.epoch_means.load_state_dict(of_ranks[distributed.rank()], device=device)
+            return
+        for state in of_ranks:
+            part = RunningMeans()
+            part.load_state_dict(state, device=device)
+            self.epoch_means.include(part)
+        if distributed.rank() != 0:
+            names = self.epoch_means.names()
+            self.epoch_means.reset()
+            self.epoch_means.align([names])  # sums over ranks need the same names on all
+
+
+class LearningRates:
+    """Reader of an optimizer's learning rates, which are copied where a tensor holds them.
+
+    Such a tensor is changed in place by the schedule, so a record of a step needs its value of that step.
+    """
+
+    def __init__(self) -> None:
+        self._copied_from: list[Any] = []  # what was copied, in which version
+        self._copies: list[Any] = []
+
+    def read(self, optimizer: Optimizer) -> list[Any]:
+        """Returns the present rate of each parameter group."""
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for rate in rates:
+            if isinstance(rate, Tensor):
+                break
+        else:
+            return rates
+        state = [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates]
+        if self._copied_from != state:  # they move with the schedule, if there is one
+            self._copies = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+            self._copied_from = state
+        return self._copies
