@@ -186,8 +186,8 @@ def stored_run(run: Path) -> StoredRun:
     if face != ConfiguredRuns.name:
         instead = "call predict() of the treadle.Trainer that made it" if face == "functional" else "use its trainer"
         raise ConfigError(
-            f"{path.name} is of the face {face}, whose runs cannot be evaluated from their checkpoints; {instead}; "
-            f"known: {', '.join([*pack_names(), ConfiguredRuns.name])}",
+            f"{path.name} is of the face {face}, whose runs cannot be evaluated from their "
+            f"checkpoints; {instead}; known: {', '.join([*pack_names(), ConfiguredRuns.name])}",
             argument="RUN",
             value=str(run),
         )

@@ -41,8 +41,8 @@ class ConfiguredRuns(Pack[Any, None, Any]):
         found = recorded_config(home, int(tree["global_step"]))
         if found is None:
             raise ConfigError(
-                "has no run.json, which `treadle train FILE` writes; load the weights into your own model with "
-                f"treadle.load_weights({path.name!r})",
+                f"has no run.json, which `treadle train FILE` writes; load the weights into your "
+                f"own model with treadle.load_weights({path.name!r})",
                 argument="RUN",
                 value=str(home),
             )

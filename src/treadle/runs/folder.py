@@ -258,7 +258,7 @@ def known_split(split: str, known: Collection[str]) -> str:
         'val'
     """
     if split not in known:
-        raise ConfigError(nearest(split, known), argument="split", value=split)
+        raise ConfigError(f"{nearest(split, known)}", argument="split", value=split)
     return split
 
 

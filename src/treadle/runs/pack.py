@@ -377,8 +377,8 @@ class Pack(Generic[Config, Data, Trainer]):
             config = self.from_values(record.config)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"{name} cannot be used ({type(error).__name__}: {error}); give the folder of a run of 'treadle "
-                "train', or your own script with --script",
+                f"{name} cannot be used ({type(error).__name__}: {error}); give the folder of a run "
+                "of 'treadle train', or your own script with --script",
                 argument="RUN",
                 value=str(home),
             ) from error

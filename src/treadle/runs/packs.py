@@ -65,8 +65,8 @@ def find_pack(name: str) -> Pack[Any, Any, Any]:
         found = entry.load()
     except Exception as error:  # code of another package
         raise ConfigError(
-            f"the entry point {entry.value!r} cannot be loaded ({type(error).__name__}: {error}); mend or uninstall "
-            "its package",
+            f"the entry point {entry.value!r} cannot be loaded ({type(error).__name__}: {error}); mend "
+            "or uninstall its package",
             argument="face",
             value=name,
         ) from error

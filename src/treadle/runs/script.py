@@ -110,8 +110,8 @@ def train_from(config: dict[str, Any], folder: Path) -> Any:
     needed = [] if not callable(train) else inspect.signature(train).parameters.values()
     if not callable(train) or any(item.default is item.empty and item.kind < item.VAR_POSITIONAL for item in needed):
         raise ConfigError(
-            f"{config['trainer']['type']!r} makes a {type(trainer).__name__}, which has no train() that needs no "
-            "arguments; use a BaseTrainer, or `face` for a run of a pack",
+            f"{config['trainer']['type']!r} makes a {type(trainer).__name__}, which has no train() that "
+            "needs no arguments; use a BaseTrainer, or `face` for a run of a pack",
             argument="trainer.type",
         )
     train()

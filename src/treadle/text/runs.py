@@ -370,8 +370,9 @@ def _refuse_fewer_epochs(name: str, epochs: int, *, folder: Path) -> None:
     done = len((stored_json(folder / "history.json") or {}).get("epoch", ()))
     if epochs < done:
         raise ConfigError(
-            f"{name}={epochs}: the run in {folder} has completed {done} epochs already; give as many or more, another "
-            "folder with --out, or --no-resume to start afresh in this one"
+            f"={epochs}: the run in {folder} has completed {done} epochs already; give as many or more, another "
+            "folder with --out, or --no-resume to start afresh in this one",
+            argument=name,
         )
 
 

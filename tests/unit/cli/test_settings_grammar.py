@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import runpy
 import sys
@@ -13,6 +12,8 @@ import pytest
 import graph_data_kit  # noqa: F401  (lets the warnings of torch_geometric's import through)
 from treadle.errors import ConfigError
 from treadle.graphs.run_config import read_settings
+from treadle.graphs.runs import PACK
+from treadle.runs.packs import find_pack
 from treadle.runs.settings import flat
 from treadle.runs.target import PackRun, read_target
 
@@ -38,7 +39,7 @@ def settings(tmp_path, monkeypatch, capsys):
 
     def of_script(texts):
         found = []
-        monkeypatch.setattr("treadle.graphs.runs.train_graphs", lambda config, run: found.append(config.to_dict()))
+        monkeypatch.setattr(PACK, "run", lambda run, show: found.append(run.config.to_dict()))
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), *texts])
         try:
             runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -58,8 +59,8 @@ def settings(tmp_path, monkeypatch, capsys):
             run = read_target(Path("run.yaml"), texts)
             assert isinstance(run, PackRun)
             return flat(read_settings(run.settings).to_dict())
-        config = importlib.import_module(f"treadle.{entry}.runs").read_settings(texts, "cpu")
-        return flat(json.loads(json.dumps(config.to_dict(), default=str)))
+        pack = find_pack(entry)
+        return flat(json.loads(json.dumps(pack.values(pack.read_settings(texts, "cpu")), default=str)))
 
     return read
 
