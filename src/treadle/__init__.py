@@ -70,7 +70,7 @@ from treadle.hooks import (
 from treadle.hooks.trackers import with_trackers
 from treadle.means import Total, Weighted
 from treadle.nested import flatten_nested_dict, key_average, map_nested_tensor
-from treadle.runs.exact import verify
+from treadle.runs.exact import replay, verify
 from treadle.seed import ReproducibilityContext, set_seed
 from treadle.task import StepOutput, Task
 
@@ -131,6 +131,7 @@ __all__ = [
     "parallelize",
     "rank_and_worker",
     "read_foreign",
+    "replay",
     "set_seed",
     "shard_iterable",
     "steps_per_epoch",

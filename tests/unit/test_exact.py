@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +43,29 @@ def test_a_function_inside_another_is_refused():
 def test_a_script_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match=r"no_such\.py"):
         treadle.verify("no_such.py")
+
+
+def test_a_step_of_a_script_is_replayed_as_its_record_has_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = Path("train.py")
+    script.write_text(
+        "import exact_targets\nfrom treadle import CheckpointingHook, StepLogHook, set_seed\nset_seed(0)\n"
+        "hooks = [StepLogHook(), CheckpointingHook(5, keep_previous=9)]\n"
+        "exact_targets.Fit(12, device='cpu', workspace='runs/logged', hooks=hooks).train()\n"
+    )
+    runpy.run_path(str(script), run_name="__main__")
+    found = treadle.replay("runs/logged", 8, script=script)
+    assert (found.equal, found.step, found.start_step, found.differences) == (True, 8, 5, {})
+    assert found.batches[0][0].shape == (4, 3)
+    record = Path("runs/logged/steps.jsonl")
+    rows = record.read_text().splitlines(keepends=True)
+    record.write_text("".join(row for row in rows if json.loads(row)["step"] != 8))
+    assert treadle.replay("runs/logged", 8, script=script).equal is None
+
+
+def test_a_step_before_the_first_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="step=0"):
+        treadle.replay(tmp_path, 0)
 
 
 SUITE = """

@@ -128,7 +128,7 @@ def pad_batch(batch: Any, buckets: PadBucket | Sequence[PadBucket], *, level: st
         ([0, 0, 3, 1, 1, 3], [[0, 1, 3, 4, 2, 5], [1, 0, 4, 3, 2, 5]])
     """
     if level not in TASKS:
-        raise ConfigError(f"level={level!r} is unknown; known: {', '.join(TASKS)}")
+        raise ConfigError(f" is unknown; known: {', '.join(TASKS)}", argument="level", value=level)
     if masks_in(batch):
         raise ConfigError(
             f"{masks_in(batch)[0]}: the batch has masks of the field, and padded batches have none, so that targets of "

@@ -62,7 +62,7 @@ def target_of(batch: Any) -> Tensor:
         target = getattr(batch, name, None)
         if isinstance(target, Tensor):
             return target
-    raise ConfigError(f"batch: a {type(batch).__name__} without targets; it needs a tensor 'y', or 'target'")
+    raise ConfigError(f"a {type(batch).__name__} without targets; it needs a tensor 'y', or 'target'", argument="batch")
 
 
 class FedMetrics:
@@ -243,14 +243,17 @@ class GraphTask:
         if isinstance(self.loss_fn, GraphLoss):
             if not isinstance(pred, Tensor):
                 raise ConfigError(
-                    f"model: it returned a {type(pred).__name__}, and {self.loss_fn!r} needs a tensor; pass a loss_fn "
-                    "of your own that takes it"
+                    f"it returned a {type(pred).__name__}, and {self.loss_fn!r} needs a tensor; pass a loss_fn "
+                    "of your own that takes it",
+                    argument="model",
                 )
             return self.loss_fn(pred, target, mask)
         if mask is not None:
             raise ConfigError(
-                f"loss_fn={self.loss_fn!r}: the batch has a mask of its targets (target_mask where it is padded, or "
-                "train_mask, val_mask, test_mask), and only a loss of get_loss_fn counts by it; use one"
+                "the batch has a mask of its targets (target_mask where it is padded, or train_mask, val_mask, "
+                "test_mask), and only a loss of get_loss_fn counts by it; use one",
+                argument="loss_fn",
+                value=self.loss_fn,
             )
         loss: Tensor = in_full_precision(self.loss_fn, pred, target, self.device)
         return loss

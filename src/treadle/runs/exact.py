@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.errors import ConfigError
+from treadle.runs.compare import Replay, replay_and_compare
 from treadle.runs.target import PackRun, checked_target
 from treadle.runs.verify.runs import Verification, Verifier, two_servers
 
@@ -71,6 +72,44 @@ def verify(
     return run_verification(os.fspath(target), arguments, steps=steps, kills=kills, seed=seed)
 
 
+def replay(
+    run: str | os.PathLike[str],
+    step: int,
+    *,
+    script: str | os.PathLike[str] | None = None,
+    arguments: Sequence[str] = (),
+    device: str | None = None,
+) -> Replay:
+    """Runs one step of a finished or broken run again and compares it with the run's record, to the bit.
+
+    It starts from the nearest checkpoint before the step. A run of ``treadle train`` is built again from what its
+    folder holds, which is only read; for a run of another script give the script. ``treadle replay`` is the same as a
+    command.
+
+    Args:
+        run: the run folder, or the workspace of a script's trainer.
+        step: 1-based.
+        script: script or configuration with a BaseTrainer, whose workspace ``run`` is.
+        arguments: of the script.
+        device: of the run of a pack only; None takes CUDA, then MPS, then the CPU.
+
+    Raises:
+        ConfigError: an argument does not fit the others, or the run has no such step.
+        CheckpointError: a file that the step needs is missing or damaged.
+
+    Example:
+        >>> # assert treadle.replay("runs/demo", 120).equal
+    """
+    from rich.console import Console
+
+    if not isinstance(step, int) or step < 1:
+        raise ConfigError("must be the number of a step, >= 1", argument="step", value=step)
+    return replay_and_compare(
+        Path(run), step, script=None if script is None else Path(script), arguments=arguments, device=device,
+        debug=False, messages=Console(quiet=True),
+    )  # fmt: skip
+
+
 def _script_of(function: Callable[[], Any]) -> str:
     """Returns a script that loads the module of a function and calls it.
 
@@ -80,8 +119,10 @@ def _script_of(function: Callable[[], Any]) -> str:
     name, file = getattr(function, "__qualname__", ""), inspect.getsourcefile(function)
     if not name.isidentifier() or file is None:
         raise ConfigError(
-            f"target={function!r}: the runs are new processes, which find a function only at the top of a module that "
-            "is a file; move it there, or give the path of a script"
+            "the runs are new processes, which find a function only at the top of a module that is a file; move it "
+            "there, or give the path of a script",
+            argument="target",
+            value=function,
         )
     path = str(Path(file).absolute())
     return _CALL.format(module=f"verified_{Path(file).stem}", file=path, path=[str(Path(path).parent)], name=name)

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from treadle.runs.tables import print_table
+from treadle.cli.console import print_table
 from treadle.runs.verify.describe import describe_difference, verdict_reason
 from treadle.runs.verify.recorder import PARTS
 from treadle.runs.verify.runs import Verification

@@ -20,8 +20,9 @@ from treadle.engine import Engine
 from treadle.engine.observers import observing
 from treadle.errors import ConfigError
 from treadle.hooks import CheckpointingHook
-from treadle.runs.script import MovedRuns, run_as_main
-from treadle.runs.target import PackRun, pack_commands, resolve, train_from
+from treadle.runs.packs import find_pack
+from treadle.runs.script import MovedRuns, run_as_main, train_from
+from treadle.runs.target import PackRun, resolve
 from treadle.runs.verify.evidence import SeedWatch
 from treadle.runs.verify.jobs import Job, RecordFile
 from treadle.runs.verify.recorder import Looker, Recorder
@@ -141,9 +142,10 @@ def _run_target(job: Job, arrangement: Arrangement) -> None:
         arrangement.pack = True
         from rich.console import Console
 
-        run = pack_commands(found.face).run
-        consoles = {"results": Console(highlight=False), "messages": Console(stderr=True, highlight=False)}
-        run(found.settings, out=job.workspace, device=found.device, resume=True, **consoles)
+        messages = Console(stderr=True, highlight=False)
+        find_pack(found.face).train(
+            found.settings, out=job.workspace, device=found.device, resume=True, messages=messages
+        )
     elif found is not None:
         train_from(found, path.parent)
     else:

@@ -193,15 +193,16 @@ class Verifier:
         self.say(f"{name.replace('-', ' run ')}: {count} steps in {answer['seconds']:.1f} s")
         if count < 2:
             raise ConfigError(
-                f"TARGET={job.target}: trained {count} steps; to be killed in between it needs at least 2"
+                f"={job.target}: trained {count} steps; to be killed in between it needs at least 2", argument="TARGET"
             )
         return lines, float(answer["seconds"])
 
     def _give_up(self, job: Job, answer: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> None:
         if answer["code"] == 0 and not lines:
             raise ConfigError(
-                f"TARGET={job.target}: ended without training; it must make a BaseTrainer (or an Engine) and call "
-                f"train(), as a script does with `python {job.target}`. Its output is in {job.log}"
+                f"={job.target}: ended without training; it must make a BaseTrainer (or an Engine) and call "
+                f"train(), as a script does with `python {job.target}`. Its output is in {job.log}",
+                argument="TARGET",
             )
         raise TreadleError(
             f"the target failed by itself, without a kill (exit code {answer['code']}): {_last_line(job.log)}. Its "
