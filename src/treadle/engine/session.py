@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from treadle import distributed
 from treadle.distributed.state_names import clean_name
+from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook
 from treadle.engine.out_of_memory import explaining_out_of_memory
@@ -110,12 +111,13 @@ def training_session(engine: Engine) -> Iterator[None]:
         signals = _make_ready(engine, held)
         try:
             with engine.signals.listening(signals), failing_by_name(engine), explaining_out_of_memory(engine):
-                for hook in engine.hooks:
-                    opened.append(hook)
-                    hook.on_before_train(engine)
-                engine.events.cache_dispatch(engine.hooks)
-                into_training_mode(engine)
-                yield
+                with contextlib.suppress(EvaluationAbandoned):  # of a callback, or of a hook before the first step
+                    for hook in engine.hooks:
+                        opened.append(hook)
+                        hook.on_before_train(engine)
+                    engine.events.cache_dispatch(engine.hooks)
+                    into_training_mode(engine)
+                    yield
                 leave_on_signal(engine)  # one that came after the last boundary must not be lost
         except BaseException as error:
             failure = error
@@ -173,6 +175,8 @@ def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
             held.enter_context(hook.claim(engine))
         check_before_training(engine)
         engine.attempt.receive([])
+        engine.events.abandoned = False
+        engine.progress.in_step = False
         if engine.progress.step == 0 and not engine.state.loaded:
             separate_streams()
     signals = engine.signals.expect([plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None])
@@ -245,15 +249,19 @@ def ranks_stop(engine: Engine) -> bool:
 
 def leave_after_step(engine: Engine) -> None:
     """Leaves as :func:`leave_on_signal` does, by the messages of the step: nothing more is exchanged."""
-    if engine.num_ranks == 1:
+    if engine.num_ranks == 1 or engine.events.abandoned:
         leave_on_signal(engine)
     elif engine.signals.plans:
         _leave(engine, int(max((sent[0] for sent in engine.attempt.rank_messages), default=0)))
 
 
 def interruption(engine: Engine) -> Callable[[], bool] | None:
-    """Returns a callable that tells whether an evaluation is to be abandoned for a signal; None if no hook waits."""
-    if not engine.signals.plans:
+    """Returns a callable that tells whether an evaluation is to be abandoned for a signal; None if it is not to be.
+
+    No evaluation is abandoned inside a step: a hook that was cut short there would leave other gradients than it meant
+    to, and a step that has begun has no state to be saved.
+    """
+    if not engine.signals.plans or engine.progress.in_step:
         return None
     return lambda: bool(distributed.agree(engine.signals.received or 0))
 

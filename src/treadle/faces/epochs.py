@@ -13,6 +13,7 @@ from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.evaluation import for_each_batch, refuse_no_batch
 from treadle.engine.predictions import joined, kept_outputs
+from treadle.engine.session import interruption
 
 
 class EpochTrainer:
@@ -117,6 +118,7 @@ class EpochTrainer:
                 precision=engine.precision,
                 eval_seed=engine.eval_seed,
                 cursor=engine.eval_cursor,
+                interrupted=interruption(engine) if engine.num_ranks == 1 else None,  # one rank may predict alone
             )
         return joined(outputs)
 
