@@ -1,8 +1,7 @@
-"""Which numbered checkpoints stay, and in what order they were written."""
+"""Which numbered checkpoints stay."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -10,38 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle.checkpoint.shard_manifest import MARKER, is_whole, remove_folder
+from treadle.checkpoint.shard_manifest import is_whole, remove_folder
 
 _log = logging.getLogger("treadle.checkpoint")
-
-
-def write_order(path: Path) -> tuple[int, int]:
-    """Returns a key that sorts checkpoints by write time, then by number; a file that vanished sorts first.
-
-    A folder of shards was written when its marker was.
-    """
-    digits = re.findall(r"\d+", path.stem)
-    try:
-        written = os.stat(path / MARKER if path.is_dir() else path).st_mtime_ns
-    except OSError:
-        written = -1
-    return written, int(digits[-1]) if digits else -1
-
-
-def date_last(path: Path, folder: Path) -> None:
-    """Dates a file that was just written after every checkpoint of a folder, if the clock was set back since.
-
-    What is newest is told by write times: which file a run goes on from, and which stay.
-
-    Args:
-        path: the file, or the marker of a folder of shards.
-        folder: of the checkpoints.
-    """
-    with contextlib.suppress(OSError):  # a file system without times, or a file that another user owns
-        others = [other for other in folder.iterdir() if other.suffix == ".pt" or is_whole(other)]
-        newest = max((write_order(other)[0] for other in others if other not in (path, path.parent)), default=-1)
-        if os.stat(path).st_mtime_ns <= newest:
-            os.utime(path, ns=(newest + 1, newest + 1))
 
 
 @dataclass(frozen=True)
@@ -49,7 +19,7 @@ class Retention:
     """Which numbered files stay.
 
     Attributes:
-        keep_previous: the N newest stay, the newest included; None keeps all.
+        keep_previous: the N with the largest numbers stay; None keeps all.
         keep_interval: numbers divisible by this stay for ever; None or 0: none.
 
     Example:
@@ -82,10 +52,8 @@ class Retention:
             _log.warning("old checkpoints in %s cannot be listed and stay: %s", folder, error)
             return []
         numbered = [(int(match.group(1)), folder / name) for name in names if (match := re.fullmatch(pattern, name))]
-        # The newest are those written last: after a rewind, steps of the abandoned future are older.
-        by_time = sorted(numbered, key=lambda item: write_order(item[1]))
         deleted = []
-        for number, path in sorted(by_time[: -self.keep_previous]):
+        for number, path in sorted(numbered)[: -self.keep_previous]:
             kept_for_ever = self.keep_interval and number % self.keep_interval == 0
             if kept_for_ever or os.path.realpath(path) in safe:
                 continue

@@ -286,14 +286,16 @@ class Trainer:
             eval_dataloader: evaluated after each epoch.
             save_dir: folder of ``checkpoint_epoch_{n}.pt``, ``best_model.pt``, ``history.json``, and ``pretrained``
                 with the best weights of a model with ``save_pretrained``; None writes nothing.
-            save_freq: epochs between checkpoints; None or 0 writes none.
+            save_freq: epochs between numbered checkpoints; None or 0 writes none. The state that the call ends with is
+                always written: under the number of its epoch, or as ``last.pt`` without numbers or inside an epoch.
             best_model_metric: a key of the epoch's record, with ``eval_`` or without; selects the best epoch, stops
                 early, and moves a plateau scheduler. Without ``eval_dataloader``, ``"eval_loss"`` means the training
                 loss. None selects nothing.
             early_stopping_patience: epochs without improvement until training stops.
             callbacks: called as ``callback(trainer, epoch, metrics)`` after each epoch, ``epoch`` counted from 0.
             best_mode: ``"min"``, ``"max"``, or None for the direction of the metric's name.
-            resume_from: None, ``"auto"`` (the newest intact checkpoint in ``save_dir``), or a path, also in it.
+            resume_from: None, ``"auto"`` (the furthest intact checkpoint in ``save_dir`` and the folders of hooks that
+                load the latest), or a path, also in ``save_dir``.
 
         Returns:
             The history: lists by key, one entry per completed epoch.
@@ -321,6 +323,7 @@ class Trainer:
                 self._epochs.fit_through(epoch, num_epochs, after_epoch)
             else:
                 self._epochs.fit(train_dataloader, eval_dataloader, num_epochs, after_epoch=after_epoch)
+            self._folder.write_end()
         return self.history
 
     def _end_epoch(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:

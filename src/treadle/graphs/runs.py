@@ -199,8 +199,7 @@ def _open_folder(config: GraphsConfig, run: GraphRun, trainer: GraphTrainer) -> 
     found = by_rank_0(lambda: _stored_states(run))
     start = "fresh"
     # A damaged last.pt is named, and best.pt taken in its place.
-    last = run.checkpoints / "last.pt"
-    latest = find_latest(found, prefer=last, load=open_on_ranks) if run.resume and found else None
+    latest = find_latest(found, load=open_on_ranks) if run.resume and found else None
     if latest is not None:
         _take_up_changes(latest[1].get("config", {}).get("run"), config, run)
         trainer.load_checkpoint(latest[0])

@@ -13,7 +13,7 @@ import torch
 
 from treadle import distributed
 from treadle.checkpoint.find_step import nearest_state, stamp_of, states_in
-from treadle.checkpoint.retention import write_order
+from treadle.checkpoint.order import furthest_first
 from treadle.checkpoint.store import open_checkpoint, sync_folder, write_bytes, write_text
 from treadle.engine.hook import BaseHook
 from treadle.errors import CheckpointError, ConfigError
@@ -236,12 +236,12 @@ class NonFiniteHook(BaseHook):
         }  # fmt: skip
 
     def _nearest_file(self, trainer: Engine) -> str | None:
-        """Returns the newest checkpoint's file by its write time, unopened; None where there is none."""
+        """Returns the name of the furthest checkpoint; None where there is none."""
         if self.checkpoints.is_absolute() or trainer.workspace is not None:
             files = states_in(in_workspace(trainer, self.checkpoints))
             files = [path for path in files if stamp_of(path) not in self.foreign_states]
             if files:
-                return max(files, key=write_order).name
+                return furthest_first(files)[0].name
         return None
 
     def _write(self, trainer: Engine, event: dict[str, Any]) -> Path | None:

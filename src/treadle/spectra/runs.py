@@ -208,8 +208,7 @@ def _open_folder(out: Path, values: dict[str, Any], trainer: SpectraTrainer, *, 
         The checkpoint that was loaded, or None for a fresh start.
     """
     candidates, stored = by_rank_0(lambda: _look_into(out, values, resume=resume))
-    # A damaged last.pt is named, and best.pt taken in its place.
-    found = find_latest(candidates, prefer=out / "checkpoints" / "last.pt", load=open_on_ranks)
+    found = find_latest(candidates, load=open_on_ranks)  # a damaged last.pt is named, and best.pt taken in its place
     if found is not None:
         trainer.load_checkpoint(found[0])
     by_rank_0(lambda: _write_settings(out, values, stored, resume=resume))
