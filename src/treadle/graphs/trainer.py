@@ -144,7 +144,7 @@ class GraphTrainer:
         )
         padding = Padding(pad_to, level=getattr(unwrap(model), "level", None), loss_fn=self.loss_fn)
         task = GraphTask(self.device, task_type, loss_fn=self.loss_fn, metrics=self.metrics, padding=padding)
-        self._outputs, self._log_hooks = TrainOutputsHook(task), LogHooks(log_every)
+        self._outputs, self._log_hooks = TrainOutputsHook(task, self.metrics), LogHooks(log_every)
         self._padding_hook = PaddingHook(padding)
         self.config = {
             "experiment_name": experiment_name, "task_type": task_type, "num_classes": self.num_classes,
