@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch.nn.parameter import is_lazy
 
 from treadle import distributed
@@ -17,6 +18,7 @@ from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook
 from treadle.engine.out_of_memory import explaining_out_of_memory
+from treadle.engine.single_samples import explaining_single_samples
 from treadle.engine.start_log import start_block
 from treadle.engine.streams import separate_streams
 from treadle.errors import ConfigError
@@ -110,7 +112,12 @@ def training_session(engine: Engine) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         signals = _make_ready(engine, held)
         try:
-            with engine.signals.listening(signals), failing_by_name(engine), explaining_out_of_memory(engine):
+            with (
+                engine.signals.listening(signals),
+                failing_by_name(engine),
+                explaining_out_of_memory(engine),
+                explaining_single_samples(engine),
+            ):
                 with contextlib.suppress(EvaluationAbandoned):  # of a callback, or of a hook before the first step
                     for hook in engine.hooks:
                         opened.append(hook)
@@ -218,12 +225,26 @@ def check_before_training(engine: Engine) -> None:
             f"optimizer: a {type(engine.optimizer).__name__} wants a closure that runs the model several times a step; "
             "here a step runs it once. Use an optimizer whose step() needs no closure"
         )
+    _warn_of_half_sums(engine)
     engine.stray_parameters = [parameter for _, parameter in uncovered_parameters(engine.model, engine.optimizer)]
     names = [name for name, _ in uncovered_parameters(engine.model, engine.optimizer)]
     if names:
         engine.logger.warning(
             "%d parameters require gradients but are in no optimizer group and will not be trained: %s",
             len(names), ", ".join(names[:10]),
+        )  # fmt: skip
+
+
+def _warn_of_half_sums(engine: Engine) -> None:
+    """Warns where gradients of several micro-batches are summed in a type that drops small ones."""
+    half = {torch.bfloat16, torch.float16}
+    kinds = {p.dtype for group in engine.optimizer.param_groups for p in group["params"] if p.dtype in half}
+    if kinds and engine.settings.accumulation_steps > 1:
+        kind = str(kinds.pop()).removeprefix("torch.")
+        engine.logger.warning(
+            "weights are %s and so are their gradients, so the sum over %d micro-batches loses small ones (256 + 1 is "
+            "256 in bfloat16); keep the weights in float32 and ask for mixed precision, or accumulate over fewer",
+            kind, engine.settings.accumulation_steps,
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from treadle import distributed
+from treadle.checkpoint.files import TEMPORARY, remove_leftover
 from treadle.checkpoint.find_step import nearest_state, stamp_of, states_in
 from treadle.checkpoint.order import furthest_first
 from treadle.checkpoint.store import open_checkpoint, sync_folder, write_bytes, write_text
@@ -125,6 +126,8 @@ class NonFiniteHook(BaseHook):
     def on_before_train(self, trainer: Engine) -> None:
         """Sets the events of another run aside."""
         folder = in_workspace(trainer, self.path)
+        for leftover in folder.glob(f".*{TEMPORARY}"):
+            remove_leftover(leftover)
         if trainer.step == 0:
             files = states_in(in_workspace(trainer, self.checkpoints)) if self.policy == "rollback" else []
             self.foreign_states = {stamp_of(path) for path in files}
@@ -251,7 +254,7 @@ class NonFiniteHook(BaseHook):
         parent = in_workspace(trainer, self.path)
         rank = f"_rank_{distributed.rank()}" if distributed.world_size() > 1 else ""
         target = parent / f"step_{trainer.step:08d}_try_{trainer.progress.tries}{rank}"
-        staged = parent / f".{target.name}.{os.getpid()}"
+        staged = parent / f".{target.name}.{os.getpid()}{TEMPORARY}"
         try:
             if not target.exists() and parent.is_dir() and len(list(parent.iterdir())) >= self.max_events:
                 trainer.logger.debug("max_events=%d are written; this one is only logged", self.max_events)
