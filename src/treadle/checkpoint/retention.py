@@ -1,7 +1,8 @@
-"""Which numbered checkpoints stay."""
+"""Which numbered checkpoints stay, and when files were written."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -9,9 +10,38 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle.checkpoint.shard_manifest import is_whole, remove_folder
+from treadle.checkpoint.shard_manifest import MARKER, is_whole, remove_folder
 
 _log = logging.getLogger("treadle.checkpoint")
+
+
+def write_order(path: Path) -> tuple[int, int]:
+    """Returns a key that sorts checkpoints by write time, then by number; a file that vanished sorts first.
+
+    A folder of shards was written when its marker was.
+    """
+    digits = re.findall(r"\d+", path.stem)
+    try:
+        written = os.stat(path / MARKER if path.is_dir() else path).st_mtime_ns
+    except OSError:
+        written = -1
+    return written, int(digits[-1]) if digits else -1
+
+
+def date_last(path: Path, folder: Path) -> None:
+    """Dates a file that was just written after every checkpoint of a folder, if the clock was set back since.
+
+    Pages and listings show files by write time; a run that resumes goes by what is in them.
+
+    Args:
+        path: the file, or the marker of a folder of shards.
+        folder: of the checkpoints.
+    """
+    with contextlib.suppress(OSError):  # a file system without times, or a file that another user owns
+        others = [other for other in folder.iterdir() if other.suffix == ".pt" or is_whole(other)]
+        newest = max((write_order(other)[0] for other in others if other not in (path, path.parent)), default=-1)
+        if os.stat(path).st_mtime_ns <= newest:
+            os.utime(path, ns=(newest + 1, newest + 1))
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from torch import Tensor
 from treadle.checkpoint import shard_manifest
 from treadle.checkpoint.files import make_folder, reported, sync_folder
 from treadle.checkpoint.ranks import WriterLostError, together, writers_group
+from treadle.checkpoint.retention import date_last
 from treadle.checkpoint.schema import is_finite, non_finite_names
 from treadle.checkpoint.shard_files import write_shard
-from treadle.checkpoint.shard_manifest import STATE, checksum
+from treadle.checkpoint.shard_manifest import MARKER, STATE, checksum
 from treadle.checkpoint.store import put_aside, save_checkpoint
 from treadle.checkpoint.tensor_table import take_apart
 from treadle.distributed.shards import Part
@@ -115,6 +116,7 @@ def _publish(target: Path, files: list[dict[str, Mapping[str, Any]]]) -> None:
         shard_manifest.publish(
             target, {name: entry for part in files for name, entry in part.items()}, ranks=len(files)
         )
+        date_last(target / MARKER, target.parent)
 
 
 def _finish(target: Path, finish: Callable[[Path], object] | None) -> None:

@@ -30,7 +30,7 @@ from treadle.checkpoint.files import (
     write_text,
 )
 from treadle.checkpoint.order import NONFINITE, aside_of, furthest_first, is_aside
-from treadle.checkpoint.retention import Retention
+from treadle.checkpoint.retention import Retention, date_last
 from treadle.checkpoint.safe.archive import ArchiveError, read_archive
 from treadle.checkpoint.safe.pickled import walk_pickle
 from treadle.checkpoint.schema import check_format, non_finite_names
@@ -188,6 +188,7 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
             with open(temporary, "wb") as file:
                 torch.save(dict(tree), file)
                 file.flush()
+                date_last(temporary, target.parent)
                 os.fsync(file.fileno())
             _refuse_half_written(temporary, target)
     return target

@@ -55,8 +55,8 @@ def repeated_by_ranks(loader: Any, *, same_data: bool) -> list[str]:
     if not same_data:
         return []
     return [
-        f"loader: each of the {ranks} ranks trains on all {len(loader.dataset)} samples of the {name}, so each sample "
-        f"comes {ranks} times in an epoch; share them by DataLoader(dataset, batch_sampler="
+        f"loader: each of the {ranks} ranks trains on all {_size(loader.dataset)} samples of the {name}, so each "
+        f"sample comes {ranks} times in an epoch; share them by DataLoader(dataset, batch_sampler="
         "treadle.data.RankBatchSampler(dataset, batch_size, shuffle=True))"
     ]
 
@@ -71,10 +71,14 @@ def fingerprint(loader: Any) -> int:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or _shares(loader):
         return 0
     try:
-        described = (type(loader.dataset).__qualname__, len(loader.dataset), *_told(loader.dataset, 4))
+        described = (type(loader.dataset).__qualname__, _size(loader.dataset), *_told(loader.dataset, 4))
     except Exception:  # noqa: BLE001  (a data set of any kind; a warning is not worth an error)
         return 0
     return 1 + zlib.crc32(repr(described).encode())
+
+
+def _size(dataset: Any) -> int:
+    return len(dataset)
 
 
 def _shares(loader: DataLoader[Any]) -> bool:

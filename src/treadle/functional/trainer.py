@@ -318,13 +318,21 @@ class Trainer:
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             say_if_finished(self._epochs, num_epochs)
-            if self._overrides("train_epoch"):
-                epoch = partial(self.train_epoch, train_dataloader, eval_dataloader)
-                self._epochs.fit_through(epoch, num_epochs, after_epoch)
-            else:
-                self._epochs.fit(train_dataloader, eval_dataloader, num_epochs, after_epoch=after_epoch)
+            self._train_to(num_epochs, train_dataloader, eval_dataloader, after_epoch)
             self._folder.write_end()
         return self.history
+
+    def _train_to(
+        self,
+        num_epochs: int,
+        train_loader: Iterable[Any],
+        eval_loader: Iterable[Any] | None,
+        after_epoch: Callable[[dict[str, Any]], None],
+    ) -> None:
+        if self._overrides("train_epoch"):
+            self._epochs.fit_through(partial(self.train_epoch, train_loader, eval_loader), num_epochs, after_epoch)
+        else:
+            self._epochs.fit(train_loader, eval_loader, num_epochs, after_epoch=after_epoch)
 
     def _end_epoch(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
         improved = None if self._epochs.best is None else self._epochs.improved

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from treadle import distributed
 from treadle.checkpoint.files import remove_link
 from treadle.checkpoint.lock import check_free, run_lock
-from treadle.checkpoint.order import Reach
 from treadle.checkpoint.rank_writer import RankWriter
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks, writers_group
 from treadle.checkpoint.shard_manifest import is_whole, tidy, unfinished
@@ -109,7 +108,8 @@ class CheckpointingHook(BaseHook):
         self.load = load
         self._exit = (exit_signals, exit_code, exit_wait)
         exit_plan(exit_signals, lambda: None, code=exit_code, wait=exit_wait)  # refuse bad values now
-        self._saved: Reach | None = None
+        self._saved_step: int | None = None
+        self._saved_epoch = 0
         self._resumed_from: Path | None = None
         self._background = background
         self._sharded = sharded
@@ -178,7 +178,8 @@ class CheckpointingHook(BaseHook):
         if self._writes_folders(trainer):
             writers_group()  # made here, where all ranks are at the same point
         trainer.state.origin.watch(self.folder(trainer), step_states)
-        self._saved = _reach(trainer) if self._resumed_from is not None else None
+        self._saved_step = trainer.step if self._resumed_from is not None else None
+        self._saved_epoch = trainer.epoch
 
     def on_after_step(self, trainer: Engine) -> None:
         """Asks for a checkpoint when one is due; it is written once every hook has seen the step."""
@@ -225,7 +226,7 @@ class CheckpointingHook(BaseHook):
         late = self._writer.settle()
         if late is not None:  # a state of the present step makes up for the one that failed
             trainer.logger.error("%s", late)
-            self._saved = None
+            self._saved_step = None
         self._save(trainer, background=False)
 
     def wait_for_writes(self) -> None:
@@ -237,12 +238,12 @@ class CheckpointingHook(BaseHook):
         try:
             self._writer.wait()
         except CheckpointError:
-            self._saved = None  # a later occasion at the same step tries again
+            self._saved_step = None  # a later occasion at the same step tries again
             raise
 
     def _save(self, trainer: Engine, *, background: bool) -> None:
         self.wait_for_writes()
-        if self._saved == _reach(trainer):
+        if (self._saved_step, self._saved_epoch) == (trainer.step, trainer.epoch):
             return
         trainer.state.origin.clear()
         if self._writes_folders(trainer):
@@ -254,7 +255,7 @@ class CheckpointingHook(BaseHook):
             self._writer.save_file(
                 lambda buffers: trainer.state_dict(buffers=buffers), self._write_file(trainer), background=background
             )
-        self._saved = _reach(trainer)
+        self._saved_step, self._saved_epoch = trainer.step, trainer.epoch
 
     def _writes_folders(self, trainer: Engine) -> bool:
         if self._sharded is None:
@@ -298,7 +299,3 @@ class CheckpointingHook(BaseHook):
             retention.prune(target.parent, _PATTERN, [target, *protect])
 
         return finish
-
-
-def _reach(trainer: Engine) -> Reach:
-    return Reach(trainer.step, trainer.epoch)

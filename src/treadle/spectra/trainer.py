@@ -98,16 +98,16 @@ class SpectraTrainer:
         self.scheduler = scheduler
         self.train_loader = train_loader
         self.val_loader = val_loader
-        self.out_dir = Path(self.cfg.out_dir).absolute()
+        out_dir = Path(self.cfg.out_dir).absolute()
         self._writer = RankWriter()
         self._selects = self._choose_selection()
-        self._engine = self._build_engine(scheduler_interval, with_trackers(hooks, trackers), augmenter)
+        self._engine = self._build_engine(scheduler_interval, with_trackers(hooks, trackers), augmenter, out_dir)
         rule = None
         if self._selects:
             delta, patience = self.cfg.early_stop_min_delta, self.cfg.early_stop_patience
             rule = BestRule("val_loss", "min", delta, patience)
         self._epochs = SpectraEpochs(self._engine, best=rule)
-        self._folder = SpectraFolder(self._engine, self._writer, self.out_dir)
+        self._folder = SpectraFolder(self._engine, self._writer, out_dir)
 
     def _choose_selection(self) -> bool:
         if self.cfg.selection == "best" and self.val_loader is None:
@@ -116,12 +116,16 @@ class SpectraTrainer:
         return self.cfg.selection == "best"
 
     def _build_engine(
-        self, interval: Literal["step", "epoch"], hooks: Sequence[BaseHook], augmenter: Augmenter | None
+        self,
+        interval: Literal["step", "epoch"],
+        hooks: Sequence[BaseHook],
+        augmenter: Augmenter | None,
+        out_dir: Path,
     ) -> Engine:
         cfg = self.cfg
         own: list[BaseHook] = [EmaHook(cfg.ema_decay, use_buffers=True)] if cfg.use_ema else []
         keys = ("epoch", "train_loss", "val_loss", "lr")
-        own.append(HistoryHook(self.out_dir / "training_history.json", lambda: self.history, keep=keys))
+        own.append(HistoryHook(out_dir / "training_history.json", lambda: self.history, keep=keys))
         if cfg.background_saves:
             own.append(BackgroundErrorHook(self._writer))
         precision: PrecisionName | None = None
@@ -144,10 +148,20 @@ class SpectraTrainer:
             logger=_log,
             face="spectra",
             config=cfg.to_dict(),
-            workspace=self.out_dir,
+            workspace=out_dir,
         )
 
     # -- what happened so far -------------------------------------------------------------------------------------
+
+    @property
+    def out_dir(self) -> Path:
+        """The folder of the run; may be assigned between two calls."""
+        assert self._folder.path is not None
+        return self._folder.path
+
+    @out_dir.setter
+    def out_dir(self, path: str | Path) -> None:
+        self._folder.use(path)
 
     @property
     def epoch(self) -> int:
@@ -198,7 +212,7 @@ class SpectraTrainer:
         if self._epochs.best is not None:
             self._epochs.best.start_epoch = max(1, int(epochs * self.cfg.early_stop_start_ratio))
         with self._folder.held(), self._writer, tf32(self.cfg.enable_tf32):
-            self._folder.resume_once(self.cfg.resume_from)
+            self._resume()
             self._epochs.fit(self.train_loader, self.val_loader, epochs, after_epoch=self._write_epoch)
             self._folder.write_end()
         return {"best": self.best, "epochs": self.epoch}
@@ -219,6 +233,9 @@ class SpectraTrainer:
         return float(self._epochs.evaluate(self.val_loader)["loss"])
 
     # -- files ----------------------------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        self._folder.resume_once(self.cfg.resume_from)
 
     def _write_epoch(self, record: Mapping[str, Any]) -> None:
         selection: Selection = "last"

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from treadle.checkpoint.retention import write_order
 from treadle.checkpoint.safe.inspect import glance
-from treadle.checkpoint.shard_manifest import MARKER
 from treadle.cli.runpage.files import Row, weight_files
 from treadle.errors import CheckpointError
 
@@ -74,16 +74,6 @@ def epochs_of(values: Mapping[str, Any]) -> list[Row]:
         if found:
             rows.setdefault(int(found[1]), {})[found[2]] = value
     return [row for _, row in sorted(rows.items()) if type(row.get("epoch")) is int]
-
-
-def write_order(path: Path) -> tuple[int, int]:
-    """Returns a key that sorts files by write time, then by number; a file that vanished sorts first."""
-    digits = re.findall(r"\d+", path.stem)
-    try:
-        written = os.stat(path / MARKER if path.is_dir() else path).st_mtime_ns
-    except OSError:
-        written = -1
-    return written, int(digits[-1]) if digits else -1
 
 
 def _read(path: Path, run: Path) -> Checkpoint:
