@@ -133,7 +133,7 @@ class RunFolder:
             return None
         if str(source) == "auto":
             if self.path is None:
-                raise ConfigError(f"resume_from='auto': needs {self._argument}, the folder to look in")
+                raise ConfigError(f"='auto': needs {self._argument}, the folder to look in", argument="resume_from")
             if self.engine.step > 0:
                 return None
             found = find_latest(on_rank_0(self._states_of_run), load=open_on_ranks)
