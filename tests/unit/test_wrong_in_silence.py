@@ -70,6 +70,18 @@ def test_a_plateau_against_the_direction_of_its_metric_is_refused_before_step_1(
     assert functional_kit.scalar(scheduler=ReduceLROnPlateau).train(data, 2, best_model_metric=None)["epoch"] == [1, 2]
 
 
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_an_engine_alone_steps_a_plateau_with_its_training_loss(mode):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine = Engine(model, optimizer, Ones(), device="cpu", scheduler=ReduceLROnPlateau(optimizer, mode=mode))
+    if mode == "max":
+        with pytest.raises(ConfigError, match="stepped with 'train_loss'"):
+            engine.run([torch.ones(1, 2)], epochs=1)
+    else:
+        engine.run([torch.ones(1, 2)], epochs=1)
+
+
 # -- weights in half precision -------------------------------------------------------------------------------------
 
 

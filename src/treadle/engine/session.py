@@ -25,6 +25,7 @@ from treadle.errors import ConfigError
 from treadle.optim.ema import Ema
 from treadle.optim.nonfinite import FiniteGuard, RefusalPlan, skips_on_device
 from treadle.optim.optimizer import check_scheduler, uncovered_parameters
+from treadle.optim.schedules import check_plateau
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
@@ -224,6 +225,8 @@ def check_before_training(engine: Engine) -> None:
             argument="model",
         )
     check_scheduler(engine.lr_scheduler, engine.optimizer)
+    if engine.target.score_epoch is None:
+        check_plateau(engine.lr_scheduler, "train_loss", "min")
     wanted = inspect.signature(engine.optimizer.step).parameters.get("closure")
     if wanted is not None and wanted.default is inspect.Parameter.empty:
         raise ConfigError(
