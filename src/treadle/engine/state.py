@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from treadle.checkpoint.base_fingerprints import FrozenBase
 from treadle.checkpoint.buffers import HostBuffers
+from treadle.checkpoint.order import Reach
 from treadle.checkpoint.schema import KEYS, to_plain
+from treadle.engine.origin import RunOrigin
 from treadle.engine.parts import MOVED_BY_STEPS, PARTS, Saved, StatePart
 from treadle.engine.state_options import StateOptions
 
@@ -47,7 +49,9 @@ class RunState:
         base: fingerprints of frozen weights that checkpoints leave out.
         loaded: whether a state was loaded, by hand or by a hook.
         resumed: whether hooks were asked for a checkpoint to resume from.
+        searched: whether a front end chose the state among those of all hooks too, so that hooks need not look.
         source: the checkpoint that the run resumed from, for the log.
+        origin: where the run began.
         scored: the weights that the last evaluation scored, ``"model"`` or ``"ema"``; None before one.
         num_loads: how often a state was loaded; tensors of the optimizer lie in other memory after each.
     """
@@ -59,7 +63,9 @@ class RunState:
         self.drivers: list[Driver] = []
         self.loaded = False
         self.resumed = False
+        self.searched = False
         self.source: str | None = None
+        self.origin = RunOrigin()
         self.scored: str | None = None
         self.num_loads = 0
 
@@ -91,6 +97,7 @@ class RunState:
         saved = Saved.for_engine(engine, tree)
         self._load(engine, saved, PARTS, warns=True)
         self.loaded = True
+        self.origin.moved(Reach(engine.progress.step, engine.epoch))
 
     def roll_back(self, engine: Engine, tree: Mapping[str, Any]) -> None:
         """Loads what a step changes: weights, optimizer, schedule, scaler, averages. Data and random numbers stay.
@@ -118,7 +125,11 @@ class RunState:
 
     def record_source(self, source: object) -> None:
         """Records the checkpoint that the run resumed from."""
-        self.source = str(source)
+        self.source = self.origin.source = str(source)
+
+    def record_searched(self) -> None:
+        """Records that the state was chosen among those of all hooks."""
+        self.searched = True
 
     def record_resumed(self) -> None:
         """Records that hooks were asked for a checkpoint."""

@@ -13,6 +13,8 @@ from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.evaluation import for_each_batch, refuse_no_batch
 from treadle.engine.predictions import joined, kept_outputs
+from treadle.engine.session import interruption
+from treadle.optim.schedules import check_plateau
 
 
 class EpochTrainer:
@@ -63,7 +65,12 @@ class EpochTrainer:
 
         Returns:
             The history.
+
+        Raises:
+            ConfigError: a plateau scheduler goes by the other direction than the best rule's metric, or the loss.
         """
+        metric, mode = ("the loss", "min") if self.best is None else (self.best.metric, self.best.mode)
+        check_plateau(self.engine.lr_scheduler, metric, mode)
         self.engine.run(
             train_loader,
             epochs=epochs,
@@ -117,6 +124,7 @@ class EpochTrainer:
                 precision=engine.precision,
                 eval_seed=engine.eval_seed,
                 cursor=engine.eval_cursor,
+                interrupted=interruption(engine) if engine.num_ranks == 1 else None,  # one rank may predict alone
             )
         return joined(outputs)
 

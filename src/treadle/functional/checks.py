@@ -16,7 +16,7 @@ from treadle.engine.best import BestRule, Mode
 from treadle.errors import ConfigError
 from treadle.functional.driver import PREFIX, FaceEpochs, MetricRule
 from treadle.functional.settings import TrainingSettings
-from treadle.optim.optimizer import can_be_fused, move_optimizer_state
+from treadle.optim.optimizer import can_be_fused, decay_groups, move_optimizer_state
 
 _log = logging.getLogger("treadle.functional")
 # What `train` calls the arguments of a best rule.
@@ -24,7 +24,9 @@ _OURS = {"mode": "best_mode", "patience": "early_stopping_patience"}
 
 
 def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: TrainingSettings) -> Optimizer:
-    """Returns the optimizer as given, its state beside the parameters, or an AdamW over the model, fused if it can be.
+    """Returns the optimizer as given, its state beside the parameters, or an AdamW over what is trainable.
+
+    The one that is built is fused if it can be, and decays matrices only: no biases and no normalisation layers.
 
     A setting that differs from a given optimizer's is warned about; the optimizer stays as it is.
 
@@ -45,8 +47,9 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
     if optimizer is None:
         lr = 1e-4 if settings.learning_rate is None else settings.learning_rate
         decay = 0.01 if settings.weight_decay is None else settings.weight_decay
-        fused = can_be_fused(model.parameters()) or None
-        return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay, fused=fused)
+        groups = decay_groups(model, decay)
+        fused = can_be_fused(parameter for group in groups for parameter in group["params"]) or None
+        return torch.optim.AdamW(groups, lr=lr, weight_decay=decay, fused=fused)
     move_optimizer_state(optimizer)
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
         wanted = getattr(settings, name)

@@ -265,14 +265,16 @@ class Trainer(EngineCounters):
             eval_dataloader: evaluated after each epoch.
             save_dir: folder of ``checkpoint_epoch_{n}.pt``, ``best_model.pt``, ``history.json``, and ``pretrained``
                 with the best weights of a model with ``save_pretrained``; None writes nothing.
-            save_freq: epochs between checkpoints; None or 0 writes none.
+            save_freq: epochs between numbered checkpoints; None or 0 writes none. The state that the call ends with is
+                always written: under the number of its epoch, or as ``last.pt`` without numbers or inside an epoch.
             best_model_metric: a key of the epoch's record, with ``eval_`` or without; selects the best epoch, stops
                 early, and moves a plateau scheduler. Without ``eval_dataloader``, ``"eval_loss"`` means the training
                 loss. None selects nothing.
             early_stopping_patience: epochs without improvement until training stops.
             callbacks: called as ``callback(trainer, epoch, metrics)`` after each epoch, ``epoch`` counted from 0.
             best_mode: ``"min"``, ``"max"``, or None for the direction of the metric's name.
-            resume_from: None, ``"auto"`` (the newest intact checkpoint in ``save_dir``), or a path, also in it.
+            resume_from: None, ``"auto"`` (the furthest intact checkpoint in ``save_dir`` and the folders of hooks that
+                load the latest), or a path, also in ``save_dir``.
 
         Returns:
             The history: lists by key, one entry per completed epoch.
@@ -295,12 +297,21 @@ class Trainer(EngineCounters):
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             say_if_finished(self._epochs, num_epochs)
-            if self._overrides("train_epoch"):
-                epoch = partial(self.train_epoch, train_dataloader, eval_dataloader)
-                self._epochs.fit_through(epoch, num_epochs, after_epoch)
-            else:
-                self._epochs.fit(train_dataloader, eval_dataloader, num_epochs, after_epoch=after_epoch)
+            self._train_to(num_epochs, train_dataloader, eval_dataloader, after_epoch)
+            self._folder.write_end()
         return self.history
+
+    def _train_to(
+        self,
+        num_epochs: int,
+        train_loader: Iterable[Any],
+        eval_loader: Iterable[Any] | None,
+        after_epoch: Callable[[dict[str, Any]], None],
+    ) -> None:
+        if self._overrides("train_epoch"):
+            self._epochs.fit_through(partial(self.train_epoch, train_loader, eval_loader), num_epochs, after_epoch)
+        else:
+            self._epochs.fit(train_loader, eval_loader, num_epochs, after_epoch=after_epoch)
 
     def _end_epoch(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
         improved = None if self._epochs.best is None else self._epochs.improved
