@@ -353,7 +353,8 @@ def of_torchdata(data: Any = None, **settings: Any) -> Any:
     def case() -> Case:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        return Case(loader=StatefulDataLoader(data() if data else Points(), batch_size=3, **settings))
+        made = {name: value() if isinstance(value, type) else value for name, value in settings.items()}
+        return Case(loader=StatefulDataLoader(data() if data else Points(), batch_size=3, **made))
 
     return case
 
@@ -416,7 +417,11 @@ DATA_ROWS = [
     Row("a DataLoader with an iterator of its own", LOADERS, lambda: Case(
         loader=OwnIterator(Points(), batch_size=3, shuffle=True))),
     Row("torchdata.StatefulDataLoader", LOADERS, of_torchdata(shuffle=True), needs=("torchdata",)),
-    Row("torchdata.StatefulDataLoader, a sampler with state", LOADERS, of_torchdata(sampler=CountsWithState()),
+    Row("torchdata.StatefulDataLoader, a sampler with state", LOADERS, of_torchdata(sampler=CountsWithState),
+        needs=("torchdata",)),
+    Row("torchdata.StatefulDataLoader, a sampler that counts", LOADERS, of_torchdata(sampler=CountsPasses),
+        needs=("torchdata",)),
+    Row("torchdata.StatefulDataLoader, a data set with state", LOADERS, of_torchdata(CountingPointsWithState),
         needs=("torchdata",)),
     Row("torchdata.nodes", LOADERS, of_nodes, needs=("torchdata",)),
     Row("torch_geometric DataLoader", LOADERS, of_graphs("DataLoader"), needs=("torch_geometric",)),

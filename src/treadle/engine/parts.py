@@ -32,7 +32,7 @@ from treadle.seed import RngState, mix_seed
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
-_OWN_DATA = ("opening", "generators", "loader")
+_OWN_DATA = ("opening", "generators", "loader", "objects")
 # Of torch's schedulers: what moves with the steps, or belongs to the optimizer's groups. The rest are settings.
 _MOVING = {
     "base_lrs", "max_lrs", "last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "mode_worse",
@@ -359,7 +359,7 @@ class RngPart(StatePart):
         """Adds what each rank has to itself to a tree whose other entries are alike on all ranks."""
         own = {
             "rng": RngState.capture().to_plain(),
-            "data": {key: tree["data"].get(key) for key in _OWN_DATA},
+            "data": {key: tree["data"][key] for key in _OWN_DATA if key in tree["data"]},
             "epoch_means": tree["progress"]["epoch_means"],
         }
         if distributed.world_size() == 1:
