@@ -31,17 +31,13 @@ def matrices_only() -> Case:
 
 
 class MuonWithAdamW(Optimizer):
-    """Two optimizers in one class, whose inherited state dict holds neither's state."""
+    """Two optimizers in one class, whose groups it shares and whose state its inherited state dict does not hold."""
 
     def __init__(self, model: nn.Module):
+        super().__init__(model.parameters(), {})
         self.muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02)
         self.adamw = torch.optim.AdamW([p for p in model.parameters() if p.ndim < 2], lr=0.01)
-        super().__init__([{"params": []}], {}) if False else None
-        self.defaults: dict[str, Any] = {}
-        self.state = {}
         self.param_groups = self.muon.param_groups + self.adamw.param_groups
-        self._optimizer_step_pre_hooks = {}
-        self._optimizer_step_post_hooks = {}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class Attributes:
         owner: any object; None of its attributes is read by its class's own methods.
         deep: whether tensors, arrays and containers count.
         leave_out: names of attributes that do not count.
+        stashes: whether tensors that belong to a graph may appear, as activations that a module remembers do.
 
     Example:
         >>> class Counter: calls = 0
@@ -40,10 +41,11 @@ class Attributes:
         0
     """
 
-    def __init__(self, owner: Any, *, deep: bool = False, leave_out: tuple[str, ...] = ()):
+    def __init__(self, owner: Any, *, deep: bool = False, leave_out: Collection[str] = (), stashes: bool = False):
         self.owner = owner
         self._deep = deep
         self._leave_out = leave_out
+        self._stashes = stashes
         self._before = self._values()
         self._others = self._identities()
 
@@ -71,7 +73,11 @@ class Attributes:
     @property
     def can_be_written(self) -> bool:
         """Whether no attribute has appeared that a checkpoint cannot hold."""
-        return all(name in self._others or callable(attributes_of(self.owner)[name]) for name in self._identities())
+        held = attributes_of(self.owner)
+        return all(name in self._others or self._is_harmless(held[name]) for name in self._identities())
+
+    def _is_harmless(self, value: Any) -> bool:
+        return callable(value) or (self._stashes and isinstance(value, Tensor) and value.grad_fn is not None)
 
     def changed(self) -> dict[str, Any]:
         """Returns what a checkpoint holds: the attributes that differ, or nothing where they are not all."""
@@ -235,8 +241,12 @@ def unequal(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, str]]:
         elif one is not other:
             for number, (left, right) in enumerate(zip(one, other, strict=True)):
                 yield from unequal(left, right, f"{path}[{number}]")
-    elif type(one) is not type(other) or not (one == other or (one != one and other != other)):
+    elif type(one) is not type(other := _plain_number(other)) or not (one == other or (one != one and other != other)):
         yield path, f"{one!r} and {other!r}"
+
+
+def _plain_number(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

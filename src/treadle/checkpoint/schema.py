@@ -48,6 +48,12 @@ KEYS: dict[str, str] = {
     "versions": "{treadle, python, torch, numpy}",
 }
 
+OPTIONAL_KEYS: dict[str, str] = {
+    "objects": "{path: state} of the user's own objects on the trainer and the task, where there are any",
+    "modules": "what no state dict of the model holds and has changed: trainable flags, modes, buffers, attributes",
+}
+"""Keys that a checkpoint has only where there is something to keep."""
+
 
 _PLAIN = (bool, int, float, str)
 

@@ -115,6 +115,7 @@ def training_session(engine: Engine) -> Iterator[None]:
                     hook.on_before_train(engine)
                 engine.events.cache_dispatch(engine.hooks)
                 into_training_mode(engine)
+                engine.state.begin_run()
                 yield
                 leave_on_signal(engine)  # one that came after the last boundary must not be lost
         except BaseException as error:
@@ -122,6 +123,7 @@ def training_session(engine: Engine) -> Iterator[None]:
             raise
         finally:
             engine.signals.expect([])
+            engine.state.end_run(engine)
             engine.cursor.close()
             engine.eval_cursor.close()
             engine.exchange.close()
@@ -140,7 +142,7 @@ def into_training_mode(engine: Engine) -> None:
         for name, module in (model.named_modules() if model.training else ())
         if not module.training and getattr(module, "running_mean", None) is not None
     ]
-    model.train()
+    engine.state.modules.begin(model)
     thawed = [clean_name(name) for name, module in frozen if module.training]
     if thawed:
         engine.logger.warning(
