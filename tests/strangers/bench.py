@@ -14,7 +14,7 @@ from torch import nn
 
 from helpers import MeanSquare, differences, through_a_file
 from treadle import Engine, set_seed
-from treadle.errors import ConfigError
+from treadle.errors import TreadleError
 from treadle.hooks import BaseHook
 
 STEPS = 9
@@ -171,13 +171,13 @@ def refusal(row: Row) -> str:
         with quiet():
             case = row.make()
             engine = case.made()
-    except ConfigError as error:
+    except (TreadleError, ValueError) as error:  # some are refused by torch, when they are built
         return str(error)
     try:
         with quiet():
             engine.prepare()
             engine.run(case.loader or getattr(engine, "data_loader", None) or points_loader(), max_steps=2)
-    except ConfigError as error:
+    except TreadleError as error:
         return str(error) if engine.applied_steps == 0 else ""
     return ""
 

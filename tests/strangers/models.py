@@ -197,7 +197,8 @@ def fully_sharded_1() -> Case:
     model = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     nn.Module.__init__(model)
     model._fsdp_wrapped_module = net()
-    return Case(model=model)
+    optimizer = torch.optim.SGD(model._fsdp_wrapped_module.parameters(), lr=0.1)
+    return Case(model=model, optimizer=lambda of: optimizer)
 
 
 def of(make: Any, *hooks: Any, optimizer: Any = None) -> Any:

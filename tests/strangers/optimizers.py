@@ -118,6 +118,20 @@ class WideMoments(Optimizer):
                 p.copy_(state["master"])
 
 
+class Hidden(torch.optim.Optimizer):
+    """Keeps its momenta in a list of its own, which the state dict that it inherits leaves out."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {"lr": 0.05})
+        self.momenta = [torch.zeros_like(p) for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for momentum, p in zip(self.momenta, parameters, strict=True):
+            p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=0.05)
+
+
 class Counting(torch.optim.SGD):
     """Keeps a counter as an attribute, which no state dict has."""
 
@@ -223,6 +237,8 @@ OPTIMIZERS = [
         lambda of: Lookahead(torch.optim.AdamW(of.parameters(), lr=0.02)))),
     Row("float32 moments beside bfloat16 weights", KIND, half),
     Row("a counter as an attribute of the optimizer", KIND, lambda: by(lambda of: Counting(of.parameters(), lr=0.05))),
+    Row("momenta in a list, state dict inherited", KIND, lambda: by(lambda of: Hidden(of.parameters())),
+        ("Hidden", "momenta")),
     Row("a GAN with two optimizers on the trainer", KIND, lambda: Case(engine=Gan(max_steps=9, device="cpu"))),
     Row("a GAN with its critic in containers of the task", KIND, lambda: Case(model=nn.Linear(WIDTH, 1), task=GanInATask())),
     Row("schedulefree.AdamWScheduleFree", KIND, lambda: schedule_free("AdamWScheduleFree"), needs=("schedulefree",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,28 @@ _OF_EVERY_MODULE = (*vars(nn.Module()), "_is_full_backward_hook", "_version", "_
 _LARGEST = 1_000_000  # elements of a plain tensor attribute that counts as state
 
 
-def version_of(tensor: Tensor) -> tuple[int, int]:
-    """Returns what changes when a tensor is replaced or written to."""
-    return id(tensor), -1 if tensor.is_inference() else tensor._version
+class Version:
+    """A tensor as it was at one moment, which tells whether it was replaced or written to since.
+
+    Example:
+        >>> tensor = torch.zeros(1)
+        >>> version = Version(tensor)
+        >>> version.is_of(tensor), version.is_of(tensor.add_(1))
+        (True, False)
+    """
+
+    def __init__(self, tensor: Tensor):
+        self._tensor = weakref.ref(tensor)
+        self._version = _count_of(tensor)
+        self.shape = tensor.shape
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Returns whether the tensor is that one, as it was."""
+        return self._tensor() is tensor and self._version == _count_of(tensor)
+
+
+def _count_of(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 class ModuleState:
@@ -47,8 +67,7 @@ class ModuleState:
             for name, module in named.items()
             if not type(module).__module__.startswith("torch.")
         }
-        self._tensors = {path: version_of(value) for path, (_, _, value) in _other_tensors(named).items()}
-        self._shapes = {path: value.shape for path, (_, _, value) in _other_tensors(named).items()}
+        self._tensors = {path: Version(value) for path, (_, value) in _other_tensors(named).items()}
         self._trained_eval: list[str] | None = None  # modules in eval mode after train(), while a run goes on
         self._pending_eval: list[str] | None = None  # those of a checkpoint, or of the end of the last run
         self._last: dict[str, Any] = {}
@@ -100,9 +119,15 @@ class ModuleState:
     def _changed_tensors(self, model: nn.Module) -> dict[str, Tensor]:
         return {
             path: value
-            for path, (_, is_buffer, value) in _other_tensors(dict(_modules(model))).items()
-            if self._tensors.get(path) != version_of(value) and (is_buffer or self._shapes.get(path) == value.shape)
+            for path, (is_buffer, value) in _other_tensors(dict(_modules(model))).items()
+            if self._has_changed(path, value, is_buffer=is_buffer)
         }
+
+    def _has_changed(self, path: str, value: Tensor, *, is_buffer: bool) -> bool:
+        built = self._tensors.get(path)
+        if built is None:
+            return is_buffer  # a plain tensor that appeared may be anything that a module remembers
+        return not built.is_of(value) and (is_buffer or built.shape == value.shape)
 
     def lost(self) -> Iterator[str]:
         """Yields names of attributes that changed since this was last asked and that no checkpoint holds."""
@@ -170,16 +195,16 @@ def _set_modes(model: nn.Module, evaluating: list[str]) -> None:
         module.training = name not in names
 
 
-def _other_tensors(named: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, bool, Tensor]]:
+def _other_tensors(named: Mapping[str, nn.Module]) -> dict[str, tuple[bool, Tensor]]:
     """Returns buffers that are not persistent and plain tensor attributes, by path, with whether it is a buffer."""
     found = {}
     for name, module in named.items():
         for key in module._non_persistent_buffers_set:
             if (buffer := module._buffers.get(key)) is not None and not is_dtensor(buffer):
-                found[f"{name}.{key}".lstrip(".")] = (module, True, buffer)
+                found[f"{name}.{key}".lstrip(".")] = (True, buffer)
         for key, value in vars(module).items():
             if type(value) is Tensor and value.grad_fn is None and value.numel() <= _LARGEST:
-                found[f"{name}.{key}".lstrip(".")] = (module, False, value)
+                found[f"{name}.{key}".lstrip(".")] = (False, value)
     return found
 
 

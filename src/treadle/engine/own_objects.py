@@ -14,7 +14,7 @@ from treadle.checkpoint.attributes import Attributes, attributes_of, same, unequ
 from treadle.checkpoint.base_fingerprints import fingerprint
 from treadle.checkpoint.schema import to_plain
 from treadle.data.indexed import has_state
-from treadle.engine.module_state import version_of
+from treadle.engine.module_state import Version
 from treadle.engine.state_part import Difference, Notice, Saved, StatePart
 from treadle.errors import CheckpointError
 
@@ -40,13 +40,13 @@ class OwnObjects:
         self._known = {id(part) for part in _parts_of(engine)}
         self.owners: dict[str, Any] = {}
         self._attributes: dict[str, Attributes] = {}
-        self._versions: dict[str, list[tuple[int, int]]] = {}
+        self._versions: dict[str, list[Version]] = {}
         self._last: dict[str, Any] = {}
         for root, owner in _roots(engine).items():
             self._walk(root, owner, _DEEPEST)
         for path, owner in self.owners.items():
             if isinstance(owner, nn.Module):
-                self._versions[path] = _versions(owner)
+                self._versions[path] = [Version(value) for value in _tensors_of(owner)]
 
     def _walk(self, path: str, owner: Any, depth: int) -> None:
         if depth == 0 or id(owner) in self._known:
@@ -76,21 +76,18 @@ class OwnObjects:
                 found |= self._of_module(path, owner)
             elif state := owner.state_dict():
                 found[path] = {"state": to_plain(state, f"objects.{path}")}
-        for path, attributes in self._attributes.items():
-            if changed := attributes.changed():
-                found[path] = {"attributes": changed}
-        return found
+        return found | self.attributes()
 
     def _of_module(self, path: str, module: nn.Module) -> dict[str, Any]:
         state = module.state_dict()
-        unchanged = _versions(module) == self._versions[path]
+        tensors, built = _tensors_of(module), self._versions[path]
+        unchanged = len(tensors) == len(built) and all(one.is_of(now) for one, now in zip(built, tensors, strict=True))
         parameters = list(module.parameters())
         if not state or (unchanged and not parameters):
             return {}
         if unchanged and not any(parameter.requires_grad for parameter in parameters):
-            tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-            if sum(value.numel() * value.element_size() for value in tensors.values()) > _LARGE:
-                return {path: {"fingerprints": {name: fingerprint(value) for name, value in tensors.items()}}}
+            if sum(value.numel() * value.element_size() for value in tensors) > _LARGE:
+                return {path: {"fingerprints": _fingerprints(state)}}
         return {path: {"state": state}}
 
     def check(self, saved: Mapping[str, Any]) -> None:
@@ -108,7 +105,7 @@ class OwnObjects:
                     "make it in __init__ or in build_model(), before training, or start a new run from load_weights(...)"
                 )
             if "fingerprints" in entry:
-                here = {name: fingerprint(value) for name, value in self.owners[path].state_dict().items() if isinstance(value, Tensor)}
+                here = _fingerprints(self.owners[path].state_dict())
                 wrong = [name for name, mark in entry["fingerprints"].items() if here.get(name) != mark]
                 if wrong:
                     raise CheckpointError(
@@ -132,8 +129,16 @@ class OwnObjects:
                 raise CheckpointError(
                     f"{path}: {type(owner).__name__}.load_state_dict does not take the state of the checkpoint: {error}"
                 ) from error
+        self.restore_attributes(saved)
+
+    def restore_attributes(self, saved: Mapping[str, Any]) -> None:
+        """Sets attributes as in an entry of :meth:`collect`, and the others as they were at the start."""
         for path, attributes in self._attributes.items():
             attributes.restore(saved.get(path, {}).get("attributes", {}))
+
+    def attributes(self) -> dict[str, Any]:
+        """Returns the attributes that changed, by path."""
+        return {path: {"attributes": now} for path, one in self._attributes.items() if (now := one.changed())}
 
     def without_entry(self, saved: Mapping[str, Any]) -> list[str]:
         """Returns the paths of objects that have state and of which a checkpoint holds none."""
@@ -188,8 +193,12 @@ def _is_plain(owner: Any) -> bool:
     return root not in ("builtins", "torch", "numpy", "logging", "pathlib", "collections", "functools", "torchmetrics")
 
 
-def _versions(module: nn.Module) -> list[tuple[int, int]]:
-    return [version_of(value) for value in (*module.parameters(), *module.buffers())]
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _fingerprints(state: Mapping[str, Any]) -> dict[str, str]:
+    return {name: fingerprint(value) for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _trainer_names() -> frozenset[str]:

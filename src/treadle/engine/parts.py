@@ -24,6 +24,8 @@ from treadle.engine.own_objects import ObjectsPart
 from treadle.engine.state_part import Difference, Notice, Saved, StatePart
 from treadle.errors import CheckpointError
 from treadle.optim.ema import Ema
+from treadle.optim.evaluation_point import NAME as POINT
+from treadle.optim.evaluation_point import at_evaluation_point, has_modes
 from treadle.optim.optimizer import (
     aligned_groups,
     is_same_setting,
@@ -231,6 +233,8 @@ class AveragesPart(StatePart):
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         base = tree["base"] or ()
         tree["ema"] = {name: _average_state(ema, base) for name, ema in engine.averages.items()} or None
+        if not engine.averages and has_modes(engine.optimizer):
+            tree["ema"] = {POINT: {"shadow": without(_weights_at_evaluation_point(engine), base)}}
 
     def check(self, engine: Engine, saved: Saved) -> None:
         for name, entry in saved.part("ema").items():
@@ -247,7 +251,7 @@ class AveragesPart(StatePart):
                     "ones"
                 )
         for name in known:
-            if name not in live:
+            if name not in (*live, POINT):
                 yield Notice(f"the checkpoint's average {name!r} is ignored: this run keeps no such average")
 
     def load(self, engine: Engine, saved: Saved) -> None:
@@ -398,6 +402,14 @@ def _rng_of_rank(engine: Engine, saved: Saved) -> RngState | None:
     digest = hashlib.blake2b(states[0]["torch"].cpu().numpy().tobytes(), digest_size=8).digest()
     of_first = int.from_bytes(digest, "little") >> 1
     return RngState.seeded(mix_seed(of_first, engine.progress.step, ranks, rank))
+
+
+def _weights_at_evaluation_point(engine: Engine) -> dict[str, Any]:
+    with at_evaluation_point(engine.optimizer):
+        return {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in model_state(engine.model).items()
+        }
 
 
 def _average_state(ema: Ema, base: Collection[str]) -> dict[str, Any]:

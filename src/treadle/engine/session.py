@@ -14,12 +14,15 @@ from torch.nn.parameter import is_lazy
 from treadle import distributed
 from treadle.distributed.state_names import clean_name
 from treadle.engine.failure import failing_by_name
+from treadle.engine.first_save import refuse_hidden_tensors
 from treadle.engine.hook import BaseHook
 from treadle.engine.out_of_memory import explaining_out_of_memory
+from treadle.engine.rehearsal import try_folders, try_schedule
 from treadle.engine.start_log import start_block
 from treadle.engine.streams import separate_streams
 from treadle.errors import ConfigError
 from treadle.optim.ema import Ema
+from treadle.optim.evaluation_point import into_training_point
 from treadle.optim.nonfinite import FiniteGuard, RefusalPlan, skips_on_device
 from treadle.optim.optimizer import check_scheduler, uncovered_parameters
 
@@ -143,6 +146,7 @@ def into_training_mode(engine: Engine) -> None:
         if not module.training and getattr(module, "running_mean", None) is not None
     ]
     engine.state.modules.begin(model)
+    into_training_point(engine.optimizer)
     thawed = [clean_name(name) for name, module in frozen if module.training]
     if thawed:
         engine.logger.warning(
@@ -174,6 +178,7 @@ def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
         for hook in engine.hooks:
             held.enter_context(hook.claim(engine))
         check_before_training(engine)
+        engine.state.run_trial(engine)
         engine.attempt.receive([])
         if engine.progress.step == 0 and not engine.state.loaded:
             separate_streams()
@@ -210,6 +215,10 @@ def check_before_training(engine: Engine) -> None:
             "run one batch through the model before building the optimizer"
         )
     check_scheduler(engine.lr_scheduler, engine.optimizer)
+    engine.state.objects.collect()  # a state that no checkpoint can hold is named now and not at the first save
+    refuse_hidden_tensors(engine.optimizer)
+    try_schedule(engine)
+    try_folders(engine)
     wanted = inspect.signature(engine.optimizer.step).parameters.get("closure")
     if wanted is not None and wanted.default is inspect.Parameter.empty:
         raise ConfigError(

@@ -6,17 +6,19 @@ that does not fit leaves the run as it was; the random state is loaded last.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.optim import Optimizer
 
+from treadle import distributed
 from treadle.checkpoint.attributes import Attributes
 from treadle.checkpoint.base_fingerprints import FrozenBase
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.checkpoint.schema import KEYS, to_plain
 from treadle.engine.module_state import ModuleState
 from treadle.engine.own_objects import OwnObjects
+from treadle.engine.first_save import try_loading
 from treadle.engine.parts import MOVED_BY_STEPS, PARTS
 from treadle.engine.state_part import Saved, StatePart
 from treadle.engine.state_options import StateOptions
@@ -87,6 +89,7 @@ class RunState:
         self.num_loads = 0
         self.training = False
         self.num_runs = 0
+        self._trial: Callable[[], None] | None = None
         self._rehearsed = False
         self._warned: set[str] = set()
 
@@ -103,6 +106,20 @@ class RunState:
         if text not in self._warned:
             self._warned.add(text)
             engine.logger.warning("%s", text, extra={"topic": "state that is lost"})
+
+    def try_before_step_1(self, trial: Callable[[], None]) -> None:
+        """Has something tried before the first step of a run that begins; one that was resumed has done it before."""
+        self._trial = trial
+
+    def run_trial(self, engine: Engine) -> None:
+        """Runs what is to be tried, and puts back what it changed in the user's objects."""
+        trial, self._trial = self._trial, None
+        if trial is None or engine.progress.step or self.loaded:
+            return
+        modules, objects = self.modules.collect(engine.model), self.objects.attributes()
+        trial()
+        self.modules.restore(engine.model, modules, ready=False)
+        self.objects.restore_attributes(objects)
 
     def begin_run(self) -> None:
         """Records that steps are being taken."""
@@ -126,7 +143,11 @@ class RunState:
         tree: dict[str, Any] = dict.fromkeys(KEYS)
         for part in PARTS:
             part.collect(engine, tree)
-        return {key: to_plain(value, key, buffers=buffers, parts=parts) for key, value in tree.items()}
+        plain = {key: to_plain(value, key, buffers=buffers, parts=parts) for key, value in tree.items()}
+        if self.training and not self._rehearsed and not parts and distributed.world_size() == 1:
+            self._rehearsed = True
+            try_loading(engine, plain)
+        return plain
 
     def restore(self, engine: Engine, tree: Mapping[str, Any]) -> None:
         """Loads a checkpoint tree, in place.

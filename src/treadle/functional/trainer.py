@@ -31,6 +31,7 @@ from treadle.functional.checks import (
     optimizer_for,
     rule_for,
     say_if_finished,
+    unused_names,
     warn_of_idle_interval,
 )
 from treadle.functional.driver import FaceEpochs
@@ -302,6 +303,8 @@ class Trainer:
             ConfigError: an argument is out of range, or the metric is not in the record.
             CheckpointError: another process trains in ``save_dir``, or no checkpoint is intact.
         """
+        for warning in unused_names(self, Trainer):
+            _log.warning("%s", warning)
         check_call(num_epochs, save_freq, callbacks=callbacks, eval_loader=eval_dataloader)
         if best_model_metric in ("eval_loss", "loss") and eval_dataloader is None:
             best_model_metric = "train_loss"

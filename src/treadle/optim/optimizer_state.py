@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, ValuesView
 from typing import Any
 
 from torch import Tensor, nn
@@ -142,6 +142,32 @@ def by_position(state: Mapping[str, Any]) -> dict[str, Any]:
     ]
     rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     return {**{f"state.{name}": value for name, value in entries.items()}, "param_groups": groups, **rest}
+
+
+def hidden_tensors(optimizer: Any) -> str | None:
+    """Returns the attribute of an optimizer that holds tensors its inherited state dict leaves out, or None.
+
+    Example:
+        >>> import torch
+        >>> hidden_tensors(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)) is None
+        True
+    """
+    kind = type(optimizer)
+    if getattr(kind, "state_dict", None) is not Optimizer.state_dict or kind.__module__.startswith("torch."):
+        return None
+    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, value in vars(optimizer).items():
+        if name in ("param_groups", "state", "defaults"):
+            continue
+        items = [value.values(), value] if isinstance(value, Mapping) else [value]
+        for item in (inner for part in items for inner in (part if _is_many(part) else [part])):
+            if isinstance(item, Tensor) and id(item) not in parameters:
+                return name
+    return None
+
+
+def _is_many(value: Any) -> bool:
+    return isinstance(value, (list, tuple, Mapping, ValuesView))
 
 
 def rehearse(optimizer: Any, state: Mapping[str, Any]) -> Iterator[str]:
