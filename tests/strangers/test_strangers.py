@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strangers.bench import Row, inexact, refusal
+from strangers.document import DOCUMENT, with_table
 from strangers.table import TABLE
 
 
@@ -18,3 +19,13 @@ def test_it_is_exact_or_refused(row: Row) -> None:
         assert [word for word in row.words if word not in message] == [], message
     else:
         assert inexact(row) == []
+
+
+def test_the_document_has_the_table() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert text == with_table(text), "refresh it: python tests/strangers/document.py"
+
+
+def test_the_table_is_large_and_has_no_row_twice() -> None:
+    names = [(row.kind, row.name) for row in TABLE]
+    assert len(names) == len(set(names)) >= 60
