@@ -270,6 +270,7 @@ class Cursor:
         if self.ended:
             self._iterator = None
             self.warn(source.warnings(resuming=False))
+            self._warn_of_lost()
         return group
 
     def _check_buffers(self, count: int) -> None:
@@ -375,14 +376,17 @@ class Cursor:
 
     def _object_states(self) -> dict[str, Any]:
         """Returns the entry ``objects``, or none where nothing is to be kept."""
+        self._warn_of_lost()
+        states = self._objects.collect() if self._pending_objects is None else self._pending_objects
+        return {"objects": states} if states else {}
+
+    def _warn_of_lost(self) -> None:
         lost = [
             f"{name} has changed, and no checkpoint holds it: a resume is exact only if no item depends on it. Give its "
             "object state_dict and load_state_dict, or make items from their index and the global random generators"
             for name in self._objects.lost()
         ]
         self.warn(lost, topic="state that is lost")
-        states = self._objects.collect() if self._pending_objects is None else self._pending_objects
-        return {"objects": states} if states else {}
 
     def _order_state(self) -> dict[str, Any] | None:
         """Returns how far the ranks together are in the global order, if the loader has one."""

@@ -96,7 +96,7 @@ class LoaderState:
         self._attributes = {
             path: Attributes(owner, deep=path.startswith(("batch_sampler", "sampler")))
             for path, owner in self.owners.items()
-            if not has_state(owner) and not _is_of_torch(owner)
+            if not has_state(owner) and not _is_known(owner)
         }
         self._last: dict[str, Any] = {}
 
@@ -143,5 +143,6 @@ class LoaderState:
         return [path for path in states if path not in self.owners]
 
 
-def _is_of_torch(owner: Any) -> bool:
-    return type(owner).__module__.startswith("torch.utils.data") or isinstance(owner, nn.Module)
+def _is_known(owner: Any) -> bool:
+    known = type(owner).__module__.startswith(("torch.utils.data", "treadle."))
+    return known or isinstance(owner, nn.Module)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from treadle.data.indexed import IndexedReader, Workers, draw_as_workers_do_when_they_start, has_state, is_known
 from treadle.data.rows import RowLoader
-from treadle.data.samplers import changed_values, hidden_generators, kept_values, samplers_of
+from treadle.data.samplers import hidden_generators, samplers_of
 from treadle.data.transfer import TransferLoader, TransferredSource
 from treadle.errors import ConfigError
 
@@ -66,11 +66,9 @@ class _Indexed:
         self.reader = IndexedReader(loader)
         self.length = _length(loader)
         self.exact = self.length is not None and self.reader.known
-        self._values: dict[tuple[int, str], Any] = {}
         self.ids_at = self.reader.ids_at
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
-        self._values = {} if self.loader.num_workers else kept_values(self.loader)
         return self.reader.open(skip=skip, seed=seed)
 
     def finish(self, iterator: Iterator[Any]) -> None:
@@ -86,7 +84,7 @@ class _Indexed:
         self.reader.close()
 
     def warnings(self, *, resuming: bool) -> list[str]:
-        sentences = hidden_generators(self.loader) + changed_values(self.loader, self._values)
+        sentences = hidden_generators(self.loader)
         if not self.reader.loader.in_order:
             sentences.append("in_order=False: batches come as workers finish them, so no run can be repeated exactly")
         if self.reader.draws_while_running:

@@ -226,7 +226,11 @@ class ModulesPart(StatePart):
     """What no state dict of the model holds: trainable flags, modes, buffers that are not persistent, attributes."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
-        if entry := engine.state.modules.collect(engine.model):
+        entry = engine.state.modules.collect(engine.model)
+        known = set(tree["base"] or ())  # frozen as they were at the start, which their fingerprints tell
+        if entry.get("frozen") == entry.get("built_frozen") and known.issuperset(entry.get("frozen", ())):
+            entry = {key: value for key, value in entry.items() if key not in ("frozen", "built_frozen")}
+        if entry:
             tree["modules"] = entry
         for name in engine.state.modules.lost():
             engine.state.warn_once(

@@ -16,7 +16,7 @@ from treadle.checkpoint.attributes import unequal
 from treadle.checkpoint.base_fingerprints import without
 from treadle.checkpoint.schema import FORMAT_NAME, FORMAT_VERSION, KEYS, OPTIONAL_KEYS, to_plain, versions
 from treadle.distributed import is_dtensor
-from treadle.distributed.shards import placed_like
+from treadle.distributed.shards import placed_like, placed_state
 from treadle.distributed.state_names import check_model_state, load_model_state, model_state, without_wrappers
 from treadle.engine.hook import BaseHook
 from treadle.engine.module_state import ModulesPart
@@ -384,8 +384,14 @@ def unlike(saved: Mapping[str, Any], now: Mapping[str, Any], path: str) -> Itera
             yield f"{path}.{key}", "nothing there after loading"
             continue
         live = now[key]
-        if is_dtensor(live):
-            value, live = placed_like(value, live).to_local(), live.to_local()
+        if isinstance(value, Mapping) and isinstance(live, Mapping):
+            yield from unlike(value, live, f"{path}.{key}")
+            for extra in live.keys() - value.keys():
+                yield f"{path}.{key}.{extra}", "nothing there in the file"
+            continue
+        if is_dtensor(live) and not is_dtensor(value):
+            placed = placed_state(value, live)
+            value, live = placed.to_local() if is_dtensor(placed) else placed, live.to_local()
         elif isinstance(live, torch.Tensor) and not isinstance(value, torch.Tensor):
             value = placed_like(value, None)  # stored in a folder of shards
         yield from unequal(value, live, f"{path}.{key}")

@@ -6,7 +6,7 @@ import copy
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,8 @@ def try_schedule(engine: Engine) -> None:
         ) from error
     except ValueError:  # a function without a signature
         pass
-    trial = _copied(engine)
+    # A step that was set on the object may move the object itself, whatever copy it is called on.
+    trial = None if "step" in vars(scheduler) else _copied(engine)
     if trial is None:
         return
     try:
@@ -136,12 +137,12 @@ def try_folders(engine: Engine) -> None:
 def try_evaluation(
     model: nn.Module, loader: Iterable[Any], task: Task | None, *, precision: Precision, eval_seed: int = 0
 ) -> None:
-    """Evaluates the first batch of a loader and keeps nothing of it: what fails, fails before step 1.
+    """Reads the first batch of a loader and feeds it to the metrics, if there are any; keeps nothing of it.
 
     Args:
         model: on the device of ``precision``.
         loader: of the evaluation; where it cannot be opened twice, nothing is tried.
-        task: turns a batch into a loss; None only collates the batch.
+        task: turns a batch into a loss, and has the metrics; None only collates the batch.
         precision: autocast as in training.
         eval_seed: seeds the random numbers of the evaluation.
     """
@@ -153,18 +154,14 @@ def try_evaluation(
             cursor.restart()
             cursor.open(loader)
             batches = cursor.take(1).batches
-            if not batches or task is None:
+            metrics = task.new_metrics() if isinstance(task, HasMetrics) and batches else None
+            if not metrics:
                 return
-            update: Callable[..., None] | None = None
-            if isinstance(task, HasMetrics):
-                metrics = task.new_metrics()
-                if metrics is not None:
-                    metrics.reset()
-                    update = update_of(metrics)
+            metrics.reset()
             with precision.autocast():
                 output = as_step_output(task.step(model, batches[0]), training=False)
-            if update is not None and output.outputs is not None:
-                update(output.outputs)
-                task.new_metrics()
+            if output.outputs is not None:
+                update_of(metrics)(output.outputs)
+                metrics.reset()
         finally:
             cursor.close()
