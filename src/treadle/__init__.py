@@ -70,6 +70,7 @@ from treadle.hooks import (
 from treadle.hooks.trackers import with_trackers
 from treadle.means import Total, Weighted
 from treadle.nested import flatten_nested_dict, key_average, map_nested_tensor
+from treadle.runs.exact import replay, verify
 from treadle.seed import ReproducibilityContext, set_seed
 from treadle.task import StepOutput, Task
 
@@ -130,9 +131,11 @@ __all__ = [
     "parallelize",
     "rank_and_worker",
     "read_foreign",
+    "replay",
     "set_seed",
     "shard_iterable",
     "steps_per_epoch",
+    "verify",
     "verify_checkpoint",
     "with_trackers",
 ]

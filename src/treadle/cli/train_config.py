@@ -10,18 +10,31 @@ from typer.core import TyperCommand, TyperGroup
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
 from treadle.cli.pack_options import Trackers
+from treadle.cli.train_pack import pack_command
 from treadle.runs.launch import TIMEOUT, process_group
+from treadle.runs.packs import pack_names
 from treadle.runs.target import is_named_like_config
 
 NAME = "FILE"
 
 
 class TrainGroup(TyperGroup):
-    """The commands of ``treadle train``; the name of a file stands for the one that takes files."""
+    """The commands of ``treadle train``: one for each pack, and one that the name of a file stands for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Returns the names of the packs, and that of the command that takes files."""
+        return [*pack_names(), *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """Returns a command; that of a pack imports the pack."""
+        return pack_command(name) if name in pack_names() else super().get_command(ctx, name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Finds the command that the first argument means."""
         file = bool(args) and is_named_like_config(args[0])
+        if args and not file and args[0] not in self.list_commands(ctx):
+            # The nearest name is looked for among these.
+            self.commands = {name: pack_command(name) for name in pack_names()} | dict(self.commands)
         return super().resolve_command(ctx, [NAME, *args] if file else args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -87,4 +100,4 @@ def config(
         if show:
             show_config(file, settings or [], result_console())
             return
-        run_config(file, settings or [], trackers=trackers, results=result_console(), messages=messages)
+        run_config(file, settings or [], trackers=trackers, messages=messages)

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from treadle import distributed
-from treadle.checkpoint.store import write_text
 from treadle.config import format_config
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
+from treadle.hooks.files import to_json
 from treadle.hooks.sessionlog import SessionLogHook
+from treadle.runs.folder import RUN_FILE, write_record
 from treadle.runs.settings import changes
 from treadle.runs.target import PackRun, read_target
 
 _log = logging.getLogger("treadle.cli")
-_NAME = "run.json"
 CHECKPOINTS = "checkpoints"
 SESSIONS = "sessions.jsonl"
 
@@ -41,6 +41,7 @@ class RunRecordHook(BaseHook):
 
     def __init__(self, file: Path, arguments: Sequence[str], config: Mapping[str, Any]):
         self.file = file
+        self.config = config
         self._entry = {
             "file": str(file.resolve()), "arguments": list(arguments), "config": _as_literal(config),
         }  # fmt: skip
@@ -49,7 +50,7 @@ class RunRecordHook(BaseHook):
         """Writes the record, unless it says the same already."""
         if distributed.rank() != 0 or trainer.workspace is None:
             return
-        path = trainer.workspace / _NAME
+        path = trainer.workspace / RUN_FILE
         before = _entries(path)
         entries = [entry for entry in before if entry["from_step"] < trainer.step]
         if not entries or not _same(entries[-1], self._entry):
@@ -57,7 +58,8 @@ class RunRecordHook(BaseHook):
                 _say_changes(entries[-1], self._entry, str(trainer.workspace))
             entries.append({"from_step": trainer.step, **self._entry})
         if entries != before:
-            write_text(json.dumps(entries, indent=2) + "\n", path)
+            config = None if entries[-1]["config"] is None else to_json(self.config)
+            write_record(trainer.workspace, {"face": trainer.face, "config": config, "entries": entries})
 
 
 class SessionKeeper:
@@ -104,7 +106,8 @@ def _from_literal(lines: Sequence[str]) -> Any:
 def _entries(path: Path) -> list[dict[str, Any]]:
     """Reads a record; one that is damaged is named and counts as absent."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        entries = found.get("entries", []) if isinstance(found, dict) else found  # a list in earlier versions
         return [{key: entry[key] for key in ("from_step", "file", "arguments", "config")} for entry in entries]
     except FileNotFoundError:
         return []
@@ -115,11 +118,11 @@ def _entries(path: Path) -> list[dict[str, Any]]:
 
 def last_config(run: Path) -> Any:
     """Returns the configuration that a run was last started with; None if none of plain values was recorded."""
-    entries = _entries(run / _NAME)
+    entries = _entries(run / RUN_FILE)
     try:
         return _from_literal(entries[-1]["config"]) if entries and entries[-1]["config"] is not None else None
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
-        _log.warning("%s: the configuration cannot be read (%s: %s)", run / _NAME, type(error).__name__, error)
+        _log.warning("%s: the configuration cannot be read (%s: %s)", run / RUN_FILE, type(error).__name__, error)
         return None
 
 
@@ -132,14 +135,15 @@ def recorded_config(run: Path, step: int) -> tuple[dict[str, Any], Path] | None:
     Raises:
         ConfigError: the folder of the file is gone.
     """
-    entries = [entry for entry in _entries(run / _NAME) if entry["from_step"] < step]
+    entries = [entry for entry in _entries(run / RUN_FILE) if entry["from_step"] < step]
     if not entries:
         return None
     file, lines = Path(entries[-1]["file"]), entries[-1]["config"]
     if not file.parent.is_dir():
         raise ConfigError(
-            f"RUN={str(run)!r}: was started from {file}, whose folder is gone; name the file where it lies now with "
-            "--script"
+            f"was started from {file}, whose folder is gone; name the file where it lies now with --script",
+            argument="RUN",
+            value=str(run),
         )
     if lines is not None:
         return _from_literal(lines), file.parent
