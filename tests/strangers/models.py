@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from helpers import MeanSquare
 from strangers.bench import WIDTH, Case, Row, net
 from treadle import EmaHook
 from treadle.hooks import BaseHook
@@ -245,7 +244,8 @@ MODELS = [
     Row("a model with extra state", KIND, of(WithExtraState)),
     Row("a dynamically quantised part", KIND, of(quantised)),
     Row("quantisation-aware training", KIND, of(quantisation_aware)),
-    Row("FullyShardedDataParallel (FSDP 1)", KIND, fully_sharded_1, ("FullyShardedDataParallel", 'parallelize(model, "fsdp")')),
+    Row("FullyShardedDataParallel (FSDP 1)", KIND, fully_sharded_1,
+        ("FullyShardedDataParallel", 'parallelize(model, "fsdp")')),
 ]  # fmt: skip
 
 

@@ -200,7 +200,8 @@ OBJECTS = [
     Row("a factor that the task lowers", KIND, lambda: Case(task=Annealed())),
     Row("a state_dict with a Path in it", KIND, lambda: Case(task=WithRunning(running=Unplain())),
         ("task.running.path", "Path")),
-    Row("a frozen teacher, a follower and a temperature", KIND, lambda: Case(engine=Distilled(max_steps=9, device="cpu"))),
+    Row("a frozen teacher, a follower and a temperature", KIND, lambda: Case(
+        engine=Distilled(max_steps=9, device="cpu"))),
     Row("a hook with state", KIND, lambda: Case(hooks=[CountingHook()])),
     Row("a hook whose folder is a file", KIND, lambda: Case(hooks=[WritesInto(Path(__file__) / "below")]),
         ("WritesInto", "objects.py")),

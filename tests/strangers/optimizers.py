@@ -240,7 +240,8 @@ OPTIMIZERS = [
     Row("momenta in a list, state dict inherited", KIND, lambda: by(lambda of: Hidden(of.parameters())),
         ("Hidden", "momenta")),
     Row("a GAN with two optimizers on the trainer", KIND, lambda: Case(engine=Gan(max_steps=9, device="cpu"))),
-    Row("a GAN with its critic in containers of the task", KIND, lambda: Case(model=nn.Linear(WIDTH, 1), task=GanInATask())),
+    Row("a GAN with its critic in containers of the task", KIND, lambda: Case(
+        model=nn.Linear(WIDTH, 1), task=GanInATask())),
     Row("schedulefree.AdamWScheduleFree", KIND, lambda: schedule_free("AdamWScheduleFree"), needs=("schedulefree",)),
     Row("schedulefree.SGDScheduleFree", KIND, lambda: schedule_free("SGDScheduleFree"), needs=("schedulefree",)),
 ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""Nothing is silent: a load is compared, later needs are tried before step 1, and names that nothing calls are named."""
+"""Nothing is silent: a load is compared, later needs are tried before step 1, and names that nothing calls are "
+"named."""
 
 from __future__ import annotations
 
@@ -98,7 +99,9 @@ def test_an_object_that_does_not_load_what_it_saves_is_found_at_the_first_save()
             trainer.request_write(trainer.state_dict)
             saves.count += 1
 
-    with pytest.raises(CheckpointError, match=r"first checkpoint.*task\.stubborn: Stubborn does not load what it saves"):
+    with pytest.raises(
+        CheckpointError, match=r"first checkpoint.*task\.stubborn: Stubborn does not load what it saves"
+    ):
         engine_of(task=task, hooks=[Saves()]).run(points_loader(), max_steps=3)
     assert saves.count == 1
 

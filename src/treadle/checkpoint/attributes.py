@@ -95,7 +95,9 @@ class Attributes:
 def attributes_of(owner: Any) -> dict[str, Any]:
     """Returns the attributes of an object by name, those in ``__slots__`` too."""
     slots = [name for kind in type(owner).__mro__ for name in _as_names(kind.__dict__.get("__slots__", ()))]
-    found = {name: getattr(owner, name) for name in slots if name not in ("__dict__", "__weakref__") and hasattr(owner, name)}
+    found = {
+        name: getattr(owner, name) for name in slots if name not in ("__dict__", "__weakref__") and hasattr(owner, name)
+    }
     return {**found, **getattr(owner, "__dict__", {})}
 
 
@@ -125,7 +127,11 @@ def _encoded_container(value: Any) -> Any:
         plain = plain and value.device.type != "meta" and value.numel() <= _LONGEST
         return value.detach().to("cpu", copy=True) if plain else _OPAQUE
     if isinstance(value, np.ndarray):
-        return {"array": torch.from_numpy(value.copy())} if value.dtype.kind in "biuf" and value.size <= _LONGEST else _OPAQUE
+        return (
+            {"array": torch.from_numpy(value.copy())}
+            if value.dtype.kind in "biuf" and value.size <= _LONGEST
+            else _OPAQUE
+        )
     if type(value) in (list, tuple, deque) and len(value) <= _LONGEST:
         return _tagged(type(value).__name__, [encode(item, deep=True) for item in value])
     if type(value) is dict and all(type(key) in (str, int) for key in value):
@@ -203,7 +209,11 @@ def _with_arrays(state: Any) -> Any:
         return state
     if "array" in state:
         array = state["array"].numpy()
-        return array.astype(np.uint64) if array.max(initial=0) >= 2**32 or array.min(initial=0) < 0 else array.astype(np.uint32)
+        return (
+            array.astype(np.uint64)
+            if array.max(initial=0) >= 2**32 or array.min(initial=0) < 0
+            else array.astype(np.uint32)
+        )
     return {key: _with_arrays(value) for key, value in state.items()}
 
 

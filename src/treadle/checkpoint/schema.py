@@ -101,7 +101,9 @@ def to_plain(
     """
     copies = {} if copies is None else copies
     below: dict[str, Any] = {"copies": copies, "buffers": buffers, "parts": parts}
-    if tree is None or type(tree) in _PLAIN or isinstance(tree, torch.dtype):  # subclasses, such as an Enum of strings, would be pickled by class
+    if (
+        tree is None or type(tree) in _PLAIN or isinstance(tree, torch.dtype)
+    ):  # subclasses, such as an Enum of strings, would be pickled by class
         return tree
     if isinstance(tree, Tensor):
         return _clone_part(tree, **below) if is_dtensor(tree) else _clone(tree, path, copies, buffers)

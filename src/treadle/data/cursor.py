@@ -172,7 +172,9 @@ class Cursor:
         self.warn(self._place.warnings, topic="resumed position")
         self.warn(mismatches(loaded, now, self._place) + source.warnings(resuming=True))
         unknown = self._objects.unknown(opening.get("objects") or {})
-        self.warn([f"the checkpoint's state of {path} is ignored: this run's loader has no such object" for path in unknown])
+        self.warn(
+            [f"the checkpoint's state of {path} is ignored: this run's loader has no such object" for path in unknown]
+        )
         _set_generators(self._loader, opening["generators"])
         self._objects.restore(opening.get("objects") or {})
         RngState.from_plain(opening["rng"]).restore()
@@ -385,7 +387,8 @@ class Cursor:
 
     def _warn_of_lost(self) -> None:
         lost = [
-            f"{name} has changed, and no checkpoint holds it: a resume is exact only if no item depends on it. Give its "
+            f"{name} has changed, and no checkpoint holds it: a resume is exact only if no item depends on it. "
+            "Give its "
             "object state_dict and load_state_dict, or make items from their index and the global random generators"
             for name in self._objects.lost()
         ]

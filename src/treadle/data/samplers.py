@@ -67,9 +67,9 @@ def hidden_generators(loader: Any) -> list[str]:
     if not getattr(loader, "num_workers", 0):
         return []
     return [
-        f"{type(owner).__name__}.{name} is a random generator that no checkpoint holds, since each worker has a copy: if "
-        "data are drawn with it, a resume is not exact. Draw from the global generators of torch, NumPy or Python, or use "
-        "num_workers=0"
+        f"{type(owner).__name__}.{name} is a random generator that no checkpoint holds, since each worker has a "
+        "copy: if data are drawn with it, a resume is not exact. Draw from the global generators of torch, NumPy or "
+        "Python, or use num_workers=0"
         for owner in _with_those_inside([getattr(loader, "dataset", None)], set())
         for name, value in vars(owner).items()
         if isinstance(value, GENERATORS)

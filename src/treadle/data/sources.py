@@ -139,8 +139,8 @@ class _Stateful:
     def warnings(self, *, resuming: bool) -> list[str]:
         if resuming and self._replays:
             return [
-                f"the sampler of this {type(self.loader).__name__} keeps state: the epoch is replayed from its start, and "
-                "the consumed batches are read again and dropped; a plain DataLoader passes over them"
+                f"the sampler of this {type(self.loader).__name__} keeps state: the epoch is replayed from its "
+                "start, and the consumed batches are read again and dropped; a plain DataLoader passes over them"
             ]
         if resuming and getattr(self.loader, "num_workers", 0) > 0:
             return [
@@ -208,7 +208,8 @@ def _is_users_with_state(sampler: Any) -> bool:
 
 @contextlib.contextmanager
 def _ending_where_it_ends(loader: Any) -> Iterator[None]:
-    """Keeps a loader whose state is at the end of an epoch from beginning the next one, as ``torchdata.nodes`` would."""
+    """Keeps a loader whose state is at the end of an epoch from beginning the next one, as ``torchdata.nodes`` "
+    "would."""
     restarts = getattr(loader, "restart_on_stop_iteration", None) is True
     if restarts:
         loader.restart_on_stop_iteration = False

@@ -43,8 +43,8 @@ def _try_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:
         return
     if optimizer.state and not state.get("state"):
         raise CheckpointError(
-            f"optimizer: the state_dict of this {type(optimizer).__name__} is empty although it holds state; give the class "
-            "state_dict() and load_state_dict() of its own"
+            f"optimizer: the state_dict of this {type(optimizer).__name__} is empty although it holds state; give "
+            "the class state_dict() and load_state_dict() of its own"
         )
     for lost in rehearse(optimizer, state):
         raise CheckpointError(f"optimizer: {type(optimizer).__name__} does not load what it saves: {lost}")
@@ -71,7 +71,7 @@ def _try_objects(engine: Engine, saved: Mapping[str, Any]) -> None:
             continue
         try:
             double = copy.deepcopy(owner)
-        except Exception:
+        except Exception:  # noqa: BLE001  (what cannot be copied is tried by the first load)
             continue
         try:
             double.load_state_dict(to_plain(state, path))

@@ -235,8 +235,8 @@ class ModulesPart(StatePart):
         for name in engine.state.modules.lost():
             engine.state.warn_once(
                 engine,
-                f"model: {name} has changed, and no checkpoint holds it: a resume is exact only if nothing depends on it. "
-                "Make it a buffer, or give the module get_extra_state and set_extra_state",
+                f"model: {name} has changed, and no checkpoint holds it: a resume is exact only if nothing "
+                "depends on it. Make it a buffer, or give the module get_extra_state and set_extra_state",
             )
 
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:

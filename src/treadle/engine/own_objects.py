@@ -85,9 +85,9 @@ class OwnObjects:
         parameters = list(module.parameters())
         if not state or (unchanged and not parameters):
             return {}
-        if unchanged and not any(parameter.requires_grad for parameter in parameters):
-            if sum(value.numel() * value.element_size() for value in tensors) > _LARGE:
-                return {path: {"fingerprints": _fingerprints(state)}}
+        is_large = sum(value.numel() * value.element_size() for value in tensors) > _LARGE
+        if unchanged and is_large and not any(parameter.requires_grad for parameter in parameters):
+            return {path: {"fingerprints": _fingerprints(state)}}
         return {path: {"state": state}}
 
     def check(self, saved: Mapping[str, Any]) -> None:
@@ -101,8 +101,9 @@ class OwnObjects:
                 continue
             if path not in self.owners:
                 raise CheckpointError(
-                    f"{path}: the checkpoint holds the state of this object, and this run has none there when it loads; "
-                    "make it in __init__ or in build_model(), before training, or start a new run from load_weights(...)"
+                    f"{path}: the checkpoint holds the state of this object, and this run has none there when it "
+                    "loads; make it in __init__ or in build_model(), before training, or start a new run from "
+                    "load_weights(...)"
                 )
             if "fingerprints" in entry:
                 here = _fingerprints(self.owners[path].state_dict())
@@ -186,7 +187,17 @@ def _is_ours(owner: Any) -> bool:
 
 def _is_plain(owner: Any) -> bool:
     """Returns whether an object is a user's, whose attributes may hold others."""
-    foreign = (type, types.ModuleType, types.FunctionType, types.MethodType, Tensor, Dataset, Sampler, DataLoader, Optimizer)
+    foreign = (
+        type,
+        types.ModuleType,
+        types.FunctionType,
+        types.MethodType,
+        Tensor,
+        Dataset,
+        Sampler,
+        DataLoader,
+        Optimizer,
+    )
     if isinstance(owner, foreign) or not hasattr(owner, "__dict__"):
         return False
     root = type(owner).__module__.partition(".")[0]
@@ -224,8 +235,8 @@ class ObjectsPart(StatePart):
         for name in objects.lost():
             engine.state.warn_once(
                 engine,
-                f"{name} has changed, and no checkpoint holds it: a resume is exact only if nothing depends on it. Keep it "
-                "in an object with state_dict and load_state_dict",
+                f"{name} has changed, and no checkpoint holds it: a resume is exact only if nothing depends on "
+                "it. Keep it in an object with state_dict and load_state_dict",
             )
 
     def check(self, engine: Engine, saved: Saved) -> None:
@@ -235,7 +246,9 @@ class ObjectsPart(StatePart):
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
         missing = engine.state.objects.without_entry(saved.part("objects"))
         if missing:
-            yield Notice(f"the checkpoint has no state of {', '.join(missing)}: these start fresh and the resume is not exact")
+            yield Notice(
+                f"the checkpoint has no state of {', '.join(missing)}: these start fresh and the resume is not exact"
+            )
 
     def load(self, engine: Engine, saved: Saved) -> None:
         engine.state.objects.restore(saved.part("objects"))

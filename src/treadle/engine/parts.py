@@ -378,7 +378,8 @@ MOVED_BY_STEPS = tuple(
 
 
 def unlike(saved: Mapping[str, Any], now: Mapping[str, Any], path: str) -> Iterator[Difference]:
-    """Yields where a state in memory differs from a saved one; of tensors over ranks, this rank's parts are compared."""
+    """Yields where a state in memory differs from a saved one; of tensors over ranks, this rank's parts are "
+    "compared."""
     for key, value in saved.items():
         if key not in now:
             yield f"{path}.{key}", "nothing there after loading"

@@ -38,8 +38,9 @@ def refuse_fsdp_1(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
             raise ConfigError(
-                f"model: {clean_name(name) or 'it'} is wrapped in FullyShardedDataParallel (FSDP 1), which is not "
-                'supported; use parallelize(model, "fsdp"), which shards it by fully_shard'
+                f"{clean_name(name) or 'it'} is wrapped in FullyShardedDataParallel (FSDP 1), which is not "
+                'supported; use parallelize(model, "fsdp"), which shards it by fully_shard',
+                argument="model",
             )
 
 
@@ -55,17 +56,19 @@ def try_schedule(engine: Engine) -> None:
     name = type(scheduler).__name__
     if not has_state(scheduler):
         raise ConfigError(
-            f"scheduler: {name} has no state_dict() and load_state_dict(), so no checkpoint could hold where it is; add "
-            "them, or use one of torch.optim.lr_scheduler"
+            f"{name} has no state_dict() and load_state_dict(), so no checkpoint could hold where it "
+            "is; add them, or use one of torch.optim.lr_scheduler",
+            argument="scheduler",
         )
     arguments = (1.0,) if isinstance(scheduler, ReduceLROnPlateau) else ()
     try:
         inspect.signature(scheduler.step).bind(*arguments)
     except TypeError as error:
         raise ConfigError(
-            f"scheduler: {name}.step() is called without arguments ({engine.scheduler_interval} by "
-            f"{engine.scheduler_interval}), and this one wants more: {error}. Wrap it in a class whose step() counts and "
-            "passes what it wants"
+            f"{name}.step() is called without arguments ({engine.scheduler_interval} by "
+            f"{engine.scheduler_interval}), and this one wants more: {error}. Wrap it in a class whose step() "
+            "counts and passes what it wants",
+            argument="scheduler",
         ) from error
     except ValueError:  # a function without a signature
         pass
@@ -78,7 +81,9 @@ def try_schedule(engine: Engine) -> None:
             warnings.simplefilter("ignore")  # torch's about the order of steps, of which the trial has none
             trial.step(*arguments)
     except Exception as error:
-        raise ConfigError(f"scheduler: {name}.step() fails when it is tried before step 1: {error}") from error
+        raise ConfigError(
+            f"{name}.step() fails when it is tried before step 1: {error}", argument="scheduler"
+        ) from error
 
 
 def _copied(engine: Engine) -> Any:
@@ -94,7 +99,7 @@ def _copied(engine: Engine) -> Any:
     memo = {id(optimizer): shadow, **{id(one): one for one in kept}}
     try:
         return copy.deepcopy(engine.lr_scheduler, memo)
-    except Exception:
+    except Exception:  # noqa: BLE001  (what cannot be copied is not tried)
         return None
 
 
@@ -110,8 +115,9 @@ def check_length_of_schedule(engine: Engine) -> None:
     moves = target - engine.progress.step
     if scheduler.last_epoch + moves > scheduler.total_steps:
         raise ConfigError(
-            f"scheduler: OneCycleLR has total_steps={scheduler.total_steps} and is at {scheduler.last_epoch}; this run has "
-            f"{moves} more steps and the schedule would raise before its end; build it with total_steps={target}"
+            f"OneCycleLR has total_steps={scheduler.total_steps} and is at {scheduler.last_epoch}; this run has {moves} "
+            f"more steps and the schedule would raise before its end; build it with total_steps={target}",
+            argument="scheduler",
         )
 
 

@@ -16,12 +16,12 @@ from treadle.checkpoint.attributes import Attributes
 from treadle.checkpoint.base_fingerprints import FrozenBase
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.checkpoint.schema import KEYS, to_plain
+from treadle.engine.first_save import try_loading
 from treadle.engine.module_state import ModuleState
 from treadle.engine.own_objects import OwnObjects
-from treadle.engine.first_save import try_loading
 from treadle.engine.parts import MOVED_BY_STEPS, PARTS
-from treadle.engine.state_part import Saved, StatePart
 from treadle.engine.state_options import StateOptions
+from treadle.engine.state_part import Saved, StatePart
 from treadle.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -171,7 +171,8 @@ class RunState:
         for part in PARTS:
             for path, how in part.differences(engine, saved):
                 raise CheckpointError(
-                    f"{path}: after loading, it is not what the checkpoint holds ({how}, in the file and in memory). Its "
+                    f"{path}: after loading, it is not what the checkpoint holds ({how}, in the file and in "
+                    "memory). Its "
                     "object loads something else than it saves, or was built otherwise than in the run that wrote the "
                     "file; build it as it was, or start a new run from load_weights(...)"
                 )

@@ -234,7 +234,9 @@ def say_if_finished(epochs: FaceEpochs, num_epochs: int) -> None:
     done = epochs.engine.epoch
     level = logging.WARNING if epochs.engine.state.num_runs else logging.INFO
     if epochs.finished:
-        _log.log(level, "early stopping ended this run at epoch %d: pass a larger early_stopping_patience to train on", done)
+        _log.log(
+            level, "early stopping ended this run at epoch %d: pass a larger early_stopping_patience to train on", done
+        )
     elif done >= num_epochs:
         _log.log(
             level,

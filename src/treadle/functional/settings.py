@@ -191,8 +191,9 @@ def _attributes_of(part: Any) -> dict[str, Any]:
 
 def _refuse_closed(part: Any) -> None:
     raise ConfigError(
-        f"{_WHERE}: a {type(part).__name__} shows neither keys nor attributes, so its settings cannot be read; pass a dict, "
-        "a dataclass or an object with attributes"
+        f"a {type(part).__name__} shows neither keys nor attributes, so its settings cannot be read; "
+        "pass a dict, a dataclass or an object with attributes",
+        argument=_WHERE,
     )
 
 

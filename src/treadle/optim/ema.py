@@ -201,8 +201,8 @@ def _without_graphs(model: nn.Module) -> Iterator[None]:
         yield
     except (TypeError, RuntimeError, NotImplementedError) as error:
         raise ConfigError(
-            f"ema: the {type(model).__name__} cannot be copied, so no average of it can be kept: {error}. Give the part "
-            "that refuses a __deepcopy__, or train without an average"
+            f"the {type(model).__name__} cannot be copied, so no average of it can be kept: {error}. Give "
+            "the part that refuses a __deepcopy__, or train without an average"
         ) from error
     finally:
         for module, name, value in held:

@@ -201,7 +201,8 @@ def aligned_groups(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, A
 def _refuse_another_form(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     if has_torchs_form(optimizer, optimizer.state_dict()):
         raise CheckpointError(
-            f"optimizer: the checkpoint's state has a form of its own ({', '.join(map(str, saved.get(OWN, saved)))}), and the "
+            "optimizer: the checkpoint's state has a form of its own "
+            f"({', '.join(map(str, saved.get(OWN, saved)))}), and the "
             f"{type(optimizer).__name__} of this run has torch's; build the optimizer as it was"
         )
 

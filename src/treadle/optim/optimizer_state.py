@@ -1,4 +1,5 @@
-"""State of optimizers beyond torch's own form: optimizers inside optimizers, own forms, dtypes, groups that hooks add."""
+"""State of optimizers beyond torch's own form: optimizers inside optimizers, own forms, dtypes, groups that "
+"hooks add."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def inner_optimizers(optimizer: Any) -> dict[str, Optimizer]:
     return found
 
 
-def load_inner(optimizer: Any, inner: Mapping[str, Optimizer], saved: Mapping[str, Any], shared: Mapping[Any, int]) -> None:
+def load_inner(
+    optimizer: Any, inner: Mapping[str, Optimizer], saved: Mapping[str, Any], shared: Mapping[Any, int]
+) -> None:
     """Loads the states of inner optimizers; groups that they shared with the outer one are shared again.
 
     Args:
@@ -127,7 +130,8 @@ def added_groups(optimizer: Any, names: Mapping[str, nn.Parameter], saved: list[
 
 
 def by_position(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an optimizer's state by names of parameters, or by group and place, so that two orders can be compared."""
+    """Returns an optimizer's state by names of parameters, or by group and place, so that two orders can be "
+    "compared."""
     if "param_groups" not in state or "state" not in state:
         return dict(state)
     entries: dict[str, Any] = {}
@@ -138,7 +142,8 @@ def by_position(state: Mapping[str, Any]) -> dict[str, Any]:
             if index in state["state"]:
                 entries[name] = state["state"][index]
     groups = [
-        {key: value for key, value in group.items() if key not in ("params", "param_names")} for group in state["param_groups"]
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in state["param_groups"]
     ]
     rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     return {**{f"state.{name}": value for name, value in entries.items()}, "param_groups": groups, **rest}
