@@ -114,8 +114,8 @@ class _SeededDataset(Dataset[Any]):
         yield
         if not same(before, to_plain(self.dataset.state_dict(), "dataset")):
             raise ConfigError(
-                f"the state_dict of {type(self.dataset).__name__} changes while items are read, and each worker has a copy "
-                "of it whose state no checkpoint can hold; use num_workers=0, or make items from their index",
+                f"the state_dict of {type(self.dataset).__name__} changes while items are read, and each worker has a "
+                "copy of it whose state no checkpoint can hold; use num_workers=0, or make items from their index",
             )
 
     def __len__(self) -> int:

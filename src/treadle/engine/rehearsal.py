@@ -115,8 +115,8 @@ def check_length_of_schedule(engine: Engine) -> None:
     moves = target - engine.progress.step
     if scheduler.last_epoch + moves > scheduler.total_steps:
         raise ConfigError(
-            f"OneCycleLR has total_steps={scheduler.total_steps} and is at {scheduler.last_epoch}; this run has {moves} "
-            f"more steps and the schedule would raise before its end; build it with total_steps={target}",
+            f"OneCycleLR has total_steps={scheduler.total_steps} and is at {scheduler.last_epoch}; this run has "
+            f"{moves} more steps and the schedule would raise before its end; build it with total_steps={target}",
             argument="scheduler",
         )
 
