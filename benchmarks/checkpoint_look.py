@@ -1,4 +1,5 @@
-"""Measures what looking costs: at the first save of a run, and after a load. ``python benchmarks/checkpoint_look.py``."""
+"""Measures what looking costs: at the first save of a run, and after a load. ``python "
+"benchmarks/checkpoint_look.py``."""
 
 from __future__ import annotations
 

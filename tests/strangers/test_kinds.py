@@ -142,6 +142,19 @@ def test_an_attribute_that_cannot_be_kept_is_named_once(caplog):
     assert caplog.text.count("calls has changed, and no checkpoint holds it") == 1
 
 
+def test_a_roll_back_takes_own_objects_back_too():
+    task = MeanSquare()
+    task.critic, task.factor = nn.Linear(1, 1), 1.0
+    engine = engine_of(task=task)
+    state = through_a_file(engine.state_dict())
+    with torch.no_grad():
+        task.critic.weight.add_(1)
+    task.factor = 0.5
+    engine.state.roll_back(engine, state)
+    assert torch.equal(task.critic.weight, state["objects"]["task.critic"]["state"]["weight"])
+    assert task.factor == 1.0
+
+
 # -- optimizers with two points
 
 

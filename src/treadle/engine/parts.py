@@ -372,7 +372,9 @@ PARTS: tuple[StatePart, ...] = (
 """All parts, in the order in which they are collected and loaded."""
 
 MOVED_BY_STEPS = tuple(
-    part for part in PARTS if isinstance(part, (ModelPart, SchedulerPart, OptimizerPart, ScalerPart, AveragesPart))
+    part
+    for part in PARTS
+    if isinstance(part, (ModelPart, SchedulerPart, OptimizerPart, ScalerPart, AveragesPart, ObjectsPart, ModulesPart))
 )
 """The parts that a step changes."""
 

@@ -76,12 +76,13 @@ def warn_of_idle_interval(scheduler: Any, settings: TrainingSettings) -> None:
         )
 
 
-def check_loss_fn(loss_fn: Any, *, own_loss: bool) -> None:
-    """Raises ConfigError for a loss that is not a scalar or a class, and warns of one with parameters of its own.
+def check_loss_fn(loss_fn: Any, *, own_loss: bool, optimizer: Optimizer | None = None) -> None:
+    """Raises ConfigError for a loss that is not a scalar or a class, and warns of parameters that are not trained.
 
     Args:
         loss_fn: the loss, or None.
         own_loss: whether a subclass computes the loss itself, and so may reduce it.
+        optimizer: may hold parameters of the loss.
     """
     if (isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module)) or not (loss_fn is None or callable(loss_fn)):
         raise ConfigError(
@@ -97,10 +98,16 @@ def check_loss_fn(loss_fn: Any, *, own_loss: bool) -> None:
             argument="loss_fn",
             value=loss_fn,
         )
-    if isinstance(loss_fn, nn.Module) and any(parameter.requires_grad for parameter in loss_fn.parameters()):
+    own = (
+        [parameter for parameter in loss_fn.parameters() if parameter.requires_grad]
+        if isinstance(loss_fn, nn.Module)
+        else []
+    )
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} if optimizer else set()
+    if any(id(parameter) not in held for parameter in own):
         _log.warning(
-            "loss_fn: %s has parameters that require gradients; a checkpoint holds those of the model only, so they "
-            "start fresh on a resume: make the loss a part of the model",
+            "loss_fn: %s has parameters that require gradients and are in no group of the optimizer, so they are not "
+            "trained; build the optimizer over them too, or make the loss a part of the model",
             type(loss_fn).__name__,
         )
 

@@ -108,7 +108,7 @@ class Trainer(EngineCounters):
         self.loss_fn = loss_fn.to(self.device) if isinstance(loss_fn, nn.Module) else loss_fn
         self.scheduler = scheduler
         warn_of_idle_interval(scheduler, self.settings)
-        check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"))
+        check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"), optimizer=self.optimizer)
         self._warned_of_length = False
         self._counts_on_host = not (self._overrides("_prepare_batch") or self._overrides("_loss_weight"))
         own_eval = OverriddenEvalTask if self._overrides("eval_step") else EvalTask

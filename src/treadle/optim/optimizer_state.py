@@ -167,7 +167,7 @@ def hidden_tensors(optimizer: Any) -> str | None:
         items = [value.values(), value] if isinstance(value, Mapping) else [value]
         for item in (inner for part in items for inner in (part if _is_many(part) else [part])):
             if isinstance(item, Tensor) and id(item) not in parameters:
-                return name
+                return str(name)
     return None
 
 
