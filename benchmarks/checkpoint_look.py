@@ -38,20 +38,25 @@ def milliseconds(act: Callable[[], object]) -> float:
     return 1000 * (time.perf_counter() - start)
 
 
+def acts_of(engine: Engine) -> dict[str, Callable[[], object]]:
+    """Returns what is timed."""
+    tree = engine.state_dict()
+    saved = Saved.for_engine(engine, tree)
+    return {
+        "one copy of the state (what a save begins with)": engine.state_dict,
+        "the look at the first save, once a run": lambda: try_loading(engine, tree),
+        "a load without the look": lambda: engine.state._load(engine, saved, PARTS, warns=False),
+        "the look after a load": lambda: engine.state._refuse_what_differs(engine, saved),
+    }
+
+
 def main() -> None:
     print("| ms | " + " | ".join(f"{size} MiB" for size in (1, 16, 64, 256)) + " |")
     print("|---|---|---|---|---|")
     rows: dict[str, list[str]] = {}
     for size in (1, 16, 64, 256):
         engine = engine_of(size)
-        tree = engine.state_dict()
-        saved = Saved.for_engine(engine, tree)
-        acts: dict[str, Callable[[], object]] = {
-            "one copy of the state (what a save begins with)": engine.state_dict,
-            "the look at the first save, once a run": lambda: try_loading(engine, tree),
-            "a load without the look": lambda: engine.state._load(engine, saved, PARTS, warns=False),
-            "the look after a load": lambda: engine.state._refuse_what_differs(engine, saved),
-        }
+        acts = acts_of(engine)
         times: dict[str, list[float]] = {name: [] for name in acts}
         for _ in range(ROUNDS):
             for name, act in acts.items():
