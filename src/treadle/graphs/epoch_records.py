@@ -57,7 +57,7 @@ class GraphEpochs(SelectingEpochs):
         outputs: keeps the outputs of the training steps.
 
     Example:
-        >>> # epochs = GraphEpochs(engine, task, TrainOutputsHook(task))
+        >>> # epochs = GraphEpochs(engine, task, TrainOutputsHook(task, metrics))
     """
 
     def __init__(self, engine: Engine, task: GraphTask, outputs: TrainOutputsHook):
