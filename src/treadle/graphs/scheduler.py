@@ -45,8 +45,7 @@ def get_scheduler(
     - ``"cosine"``: the same with W = 0.
     - ``"linear"``: from b at 0 to m at T.
     - ``"step"``: b · gamma^floor(e / step_size).
-    - ``"warmup"``: the first part of cosine_warmup, then b.
-    - ``"none"``: no schedule; returns None.
+    - ``"warmup"``: the first part of cosine_warmup, then b. ``"none"``: no schedule; returns None.
 
     Args:
         optimizer: its groups' learning rates are the base rates.
@@ -72,8 +71,7 @@ def get_scheduler(
         [1e-07]
     """
     if scheduler_type not in _SCHEDULERS:
-        near = nearest(str(scheduler_type), _SCHEDULERS)
-        raise ConfigError(f" is unknown; {near}", argument="scheduler_type", value=scheduler_type)
+        raise ConfigError(nearest(str(scheduler_type), _SCHEDULERS), argument="scheduler_type", value=scheduler_type)
     given = {
         "warmup_epochs": warmup_epochs, "min_lr": min_lr, "step_size": step_size, "gamma": gamma,
         "warmup_start_lr": warmup_start_lr, "warmup_offset": warmup_offset,
