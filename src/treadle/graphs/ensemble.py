@@ -66,10 +66,11 @@ def predict_smiles(
 
     if not models or not smiles or batch_size < 1:
         raise ConfigError(
-            f"predict_smiles: {len(models)} models, {len(smiles)} molecules, batch_size={batch_size}; give one or more"
+            f"{len(models)} models, {len(smiles)} molecules, batch_size={batch_size}; give one or more",
+            argument="predict_smiles",
         )
     if task_type not in _TASKS:
-        raise ConfigError(f"task_type={task_type!r}: {nearest(str(task_type), _TASKS)}")
+        raise ConfigError(f"{nearest(str(task_type), _TASKS)}", argument="task_type", value=task_type)
     settings, place = parse_pe_config(pe_config), get_device(device)
     found, unusable = usable_graphs(smiles, num_workers=0)
     usable = [number for number, graph in enumerate(found) if graph is not None]

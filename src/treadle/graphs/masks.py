@@ -20,7 +20,7 @@ def check_mask_name(mask: str) -> None:
         >>> check_mask_name("test_mask")
     """
     if mask not in MASKS:
-        raise ConfigError(f"mask={mask!r}: {nearest(str(mask), MASKS)}")
+        raise ConfigError(f"{nearest(str(mask), MASKS)}", argument="mask", value=mask)
 
 
 def masks_in(batch: Any) -> list[str]:
@@ -55,10 +55,11 @@ def counted_rows(batch: Any, split_mask: str) -> Tensor | None:
         return real
     if split_mask not in found:
         raise ConfigError(
-            f"{split_mask}: the batch has {' and '.join(found)} and no {split_mask}, so which of its targets belong to "
-            f"this split is unknown; add {split_mask}, or take the masks off the data of this loader"
+            f"the batch has {' and '.join(found)} and no {split_mask}, so which of its targets belong to "
+            f"this split is unknown; add {split_mask}, or take the masks off the data of this loader",
+            argument=split_mask,
         )
     mask: Tensor = getattr(batch, split_mask)
     if mask.dtype != torch.bool:
-        raise ConfigError(f"{split_mask}: a {mask.dtype} tensor; masks must be bool, True = counted")
+        raise ConfigError(f"a {mask.dtype} tensor; masks must be bool, True = counted", argument=split_mask)
     return mask if real is None else mask & real

@@ -156,8 +156,9 @@ class ModelOptions:
     def _check_statistics(self) -> None:
         if self.readout == "mean_add" and self.measured is None:
             raise ConfigError(
-                "readout='mean_add' divides sums by the mean number of nodes of a training graph, and statistics is "
-                f"{self.statistics!r}; pass statistics=graph_statistics(training_graphs), or another readout"
+                "='mean_add' divides sums by the mean number of nodes of a training graph, and statistics is "
+                f"{self.statistics!r}; pass statistics=graph_statistics(training_graphs), or another readout",
+                argument="readout",
             )
         if not isinstance(self.statistics, GraphStatistics):
             return

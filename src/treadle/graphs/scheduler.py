@@ -88,7 +88,9 @@ def get_scheduler(
         return StepLR(optimizer, step_size, gamma)
     warmup = 0 if scheduler_type == "cosine" else warmup_epochs
     if warmup_offset not in (0, 1):
-        raise ConfigError(f"warmup_offset={warmup_offset!r}: must be 0 or 1, the epochs that the warm-up is ahead")
+        raise ConfigError(
+            "must be 0 or 1, the epochs that the warm-up is ahead", argument="warmup_offset", value=warmup_offset
+        )
     curve = _Curve(warmup, total_epochs, start=warmup_start_lr, end=min_lr, offset=warmup_offset)
     return _follow(curve, scheduler_type, optimizer)
 

@@ -61,16 +61,20 @@ def load_smiles_csv(
     """
     for argument, value, known in (("task", task, _TASKS), ("split", split, _SPLITS)):
         if value not in known:
-            raise ConfigError(f"{argument}={value!r}: {nearest(str(value), known)}")
+            raise ConfigError(f"{nearest(str(value), known)}", argument=argument, value=value)
     if file is None:
-        raise ConfigError(f"file=None: {name!r} needs a file of molecules, such as file='molecules.csv'")
+        raise ConfigError(
+            f"{name!r} needs a file of molecules, such as file='molecules.csv'", argument="file", value=None
+        )
     columns, rows = read_smiles_csv(Path(file), smiles=smiles)
     chosen = [column for column in columns if column != smiles] if targets is None else list(targets)
     for column in chosen:
         if column not in columns or column == smiles:
-            raise ConfigError(f"targets={chosen}: {str(file)!r} has no column {column!r}; {nearest(column, columns)}")
+            raise ConfigError(
+                f"={chosen}: {str(file)!r} has no column {column!r}; {nearest(column, columns)}", argument="targets"
+            )
     if not chosen:
-        raise ConfigError(f"targets: {str(file)!r} has no column but {smiles!r}; name a file with targets")
+        raise ConfigError(f"{str(file)!r} has no column but {smiles!r}; name a file with targets", argument="targets")
     values = [[_number(row[column], column, line, task) for column in chosen] for line, row in enumerate(rows, 2)]
     found, unusable = usable_graphs([row[smiles] for row in rows], num_workers=num_workers)
     if unusable:
@@ -102,13 +106,17 @@ def read_smiles_csv(path: Path, *, smiles: str = "smiles") -> tuple[list[str], l
             columns, rows = list(reader.fieldnames or ()), list(reader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"file={str(path)!r}: cannot be read ({error}); name a file of comma-separated values"
+            f"cannot be read ({error}); name a file of comma-separated values", argument="file", value=str(path)
         ) from error
     if smiles not in columns:
-        raise ConfigError(f"smiles={smiles!r}: {str(path)!r} has no such column; {nearest(smiles, columns)}")
+        raise ConfigError(
+            f"{str(path)!r} has no such column; {nearest(smiles, columns)}", argument="smiles", value=smiles
+        )
     for line, row in enumerate(rows, 2):
         if None in row.values() or None in row:
-            raise ConfigError(f"file={str(path)!r}: line {line} has not {len(columns)} fields, as the first line has")
+            raise ConfigError(
+                f"line {line} has not {len(columns)} fields, as the first line has", argument="file", value=str(path)
+            )
     return columns, list(rows)
 
 
@@ -119,9 +127,9 @@ def _number(text: str, column: str, line: int, task: str) -> float:
         value = float(text)
     except ValueError:
         raise ConfigError(
-            f"targets: {column!r} has {text!r} in line {line}, which is no number; leave it empty"
+            f"{column!r} has {text!r} in line {line}, which is no number; leave it empty", argument="targets"
         ) from None
     if math.isinf(value) or (task == "multilabel" and value not in (0.0, 1.0) and not math.isnan(value)):
         wanted = "0, 1 or empty" if task == "multilabel" else "finite or empty"
-        raise ConfigError(f"targets: {column!r} has {text!r} in line {line}; it must be {wanted}")
+        raise ConfigError(f"{column!r} has {text!r} in line {line}; it must be {wanted}", argument="targets")
     return value
