@@ -16,13 +16,16 @@ from treadle import distributed
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.failure import failing_by_name
+from treadle.engine.first_save import refuse_hidden_tensors
 from treadle.engine.hook import BaseHook
 from treadle.engine.out_of_memory import explaining_out_of_memory
+from treadle.engine.rehearsal import try_folders, try_schedule
 from treadle.engine.single_samples import explaining_single_samples
 from treadle.engine.start_log import start_block
 from treadle.engine.streams import separate_streams
 from treadle.errors import ConfigError
 from treadle.optim.ema import Ema
+from treadle.optim.evaluation_point import into_training_point
 from treadle.optim.nonfinite import FiniteGuard, RefusalPlan, skips_on_device
 from treadle.optim.optimizer import check_scheduler, uncovered_parameters
 from treadle.optim.schedules import check_plateau
@@ -128,6 +131,7 @@ def training_session(engine: Engine) -> Iterator[None]:
                         hook.on_before_train(engine)
                     engine.events.cache_dispatch(engine.hooks)
                     into_training_mode(engine)
+                    engine.state.begin_run()
                     yield
                 leave_on_signal(engine)  # one that came after the last boundary must not be lost
         except BaseException as error:
@@ -135,6 +139,7 @@ def training_session(engine: Engine) -> Iterator[None]:
             raise
         finally:
             engine.signals.expect([])
+            engine.state.end_run(engine)
             engine.cursor.close()
             engine.eval_cursor.close()
             engine.exchange.close()
@@ -153,7 +158,8 @@ def into_training_mode(engine: Engine) -> None:
         for name, module in (model.named_modules() if model.training else ())
         if not module.training and getattr(module, "running_mean", None) is not None
     ]
-    model.train()
+    engine.state.modules.begin(model)
+    into_training_point(engine.optimizer)
     thawed = [clean_name(name) for name, module in frozen if module.training]
     if thawed:
         engine.logger.warning(
@@ -186,6 +192,7 @@ def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
         for hook in engine.hooks:
             held.enter_context(hook.claim(engine))
         check_before_training(engine)
+        engine.state.run_trial(engine)
         engine.attempt.receive([])
         engine.events.abandoned = False
         engine.progress.in_step = False
@@ -227,6 +234,10 @@ def check_before_training(engine: Engine) -> None:
     check_scheduler(engine.lr_scheduler, engine.optimizer)
     if engine.target.score_epoch is None:
         check_plateau(engine.lr_scheduler, "train_loss", "min")
+    engine.state.objects.collect()  # a state that no checkpoint can hold is named now and not at the first save
+    refuse_hidden_tensors(engine.optimizer)
+    try_schedule(engine)
+    try_folders(engine)
     wanted = inspect.signature(engine.optimizer.step).parameters.get("closure")
     if wanted is not None and wanted.default is inspect.Parameter.empty:
         raise ConfigError(

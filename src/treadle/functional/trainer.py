@@ -32,6 +32,7 @@ from treadle.functional.checks import (
     optimizer_for,
     rule_for,
     say_if_finished,
+    unused_names,
     warn_of_idle_interval,
 )
 from treadle.functional.driver import FaceEpochs
@@ -107,7 +108,7 @@ class Trainer(EngineCounters):
         self.loss_fn = loss_fn.to(self.device) if isinstance(loss_fn, nn.Module) else loss_fn
         self.scheduler = scheduler
         warn_of_idle_interval(scheduler, self.settings)
-        check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"))
+        check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"), optimizer=self.optimizer)
         self._warned_of_length = False
         self._counts_on_host = not (self._overrides("_prepare_batch") or self._overrides("_loss_weight"))
         own_eval = OverriddenEvalTask if self._overrides("eval_step") else EvalTask
@@ -283,6 +284,8 @@ class Trainer(EngineCounters):
             ConfigError: an argument is out of range, or the metric is not in the record.
             CheckpointError: another process trains in ``save_dir``, or no checkpoint is intact.
         """
+        for warning in unused_names(self, Trainer):
+            _log.warning("%s", warning)
         check_call(num_epochs, save_freq, callbacks=callbacks, eval_loader=eval_dataloader)
         if best_model_metric in ("eval_loss", "loss") and eval_dataloader is None:
             best_model_metric = "train_loss"

@@ -42,6 +42,7 @@ from treadle.graphs.epoch_records import (
     train_part,
     val_part,
 )
+from treadle.graphs.masks import MaskName, check_mask_name
 from treadle.graphs.padding import Padding, PaddingHook, PadTo
 from treadle.graphs.task import EpochMetrics, GraphTask, LossFn, raw_outputs
 from treadle.graphs.train_outputs import TrainOutputsHook
@@ -260,13 +261,19 @@ class GraphTrainer(EngineCounters):
         """
         return self._epochs.train_epoch(train_loader)
 
-    def eval_epoch(self, val_loader: Iterable[Any]) -> dict[str, Any]:
+    def eval_epoch(self, val_loader: Iterable[Any], *, mask: MaskName = "val_mask") -> dict[str, Any]:
         """Returns ``loss`` and the metrics over a loader, of the averaged weights if there is an average.
 
+        Args:
+            val_loader: batches.
+            mask: of batches with ``train_mask``, ``val_mask`` and ``test_mask``, the one whose rows count. `fit` trains
+                on the rows of the first and validates on those of the second.
+
         Raises:
-            ConfigError: the loader is empty.
+            ConfigError: the loader is empty, or its batches have masks and not this one.
         """
-        return self._epochs.evaluate(val_loader)
+        check_mask_name(mask)
+        return self._epochs.evaluate(val_loader, mask=mask)
 
     def predict(self, loader: Iterable[Any]) -> Any:
         """Returns the model's raw outputs (logits) for a loader, in eval mode, in the loader's order.
