@@ -262,7 +262,7 @@ class Engine:
             self.events.write_requested()
 
     def _log_nothing_to_do(self) -> None:
-        """Logs that the target is reached: a warning if this object has trained, for a second call then trains nothing."""
+        """Logs that the target is reached, as a warning if this object has trained: its second call trains nothing."""
         level = logging.WARNING if self.state.num_runs else logging.INFO
         text = "nothing to do: at step %d, epoch %d the target, %s of the whole run, is reached"
         self.logger.log(level, text, self.step, self.epoch, self.target)
