@@ -89,6 +89,7 @@ class AstroFolder(RunFolder):
             return
         tree = self.engine.state_dict()
         on_rank_0(lambda: write_best_and_last(tree, folder, is_best=improved, last_name=name))
+        self.engine.state.record_saved(folder / name, self.engine.step)
 
     def write_step(self) -> None:
         """Writes the checkpoint of the present step; all ranks take part."""

@@ -39,7 +39,9 @@ from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
 from treadle.engine.settings import Capture
+from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
+from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.epochs import numbers_of
 from treadle.faces.parallel import ParallelConfig, spread
 from treadle.hooks.bar import ProgressBarHook
@@ -82,6 +84,7 @@ class AstroTrainer:
         scheduler_interval: ``"step"`` (applied steps) or ``"epoch"``, for a given scheduler.
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
+        progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
         eval_seed: seeds evaluations, and with the number of a batch its positions.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
             The terms of the pack's own loss are counted on the host in each step, so only a ``compute_loss`` of one's
@@ -135,6 +138,7 @@ class AstroTrainer:
         eval_seed: int = 0,
         capture: Capture = False,
         parallel: ParallelConfig | str | None = None,
+        progress: bool = True,
     ):
         self.config = training_settings(config)
         self.vocab = vocab
@@ -156,7 +160,8 @@ class AstroTrainer:
             self.device, vocab, codebooks=codebooks, config=loss_config, use_ce=use_ce, draw_seed=self._draw_seed,
             own_loss=self.compute_loss if overridden else None, compiled=compiled is True,
         )  # fmt: skip
-        all_hooks = [*self._own_hooks(output_dir, hooks), *with_trackers(hooks, trackers)]
+        every = [*self._own_hooks(output_dir, hooks), *with_trackers(hooks, trackers)]
+        all_hooks = with_default_hooks(every, given=hooks, progress=progress)
         described = {
             **layout_of(vocab), "loss_config": dataclasses.asdict(loss_config),
             "training": dataclasses.asdict(self.config), "use_ce": use_ce, "precision": precision,
@@ -164,7 +169,7 @@ class AstroTrainer:
         }  # fmt: skip
         self._engine = self._build_engine(
             device, precision, interval=scheduler_interval, hooks=all_hooks, eval_seed=eval_seed, capture=capture,
-            config=described,
+            config=described, progress=progress,
         )  # fmt: skip
         self._epochs = AstroEpochs(self._engine, None if overridden else self._task.term_weights)
         self._folder = AstroFolder(self._engine, vocab)
@@ -180,6 +185,7 @@ class AstroTrainer:
         eval_seed: int,
         capture: Capture,
         config: dict[str, Any],
+        progress: bool,
     ) -> Engine:
         return Engine(
             self.model,
@@ -198,6 +204,7 @@ class AstroTrainer:
             logger=_log,
             face="astro",
             config=config,
+            progress=progress,
         )
 
     def _scheduler(self, given: LRScheduler | None, interval: str) -> LRScheduler:
@@ -319,7 +326,7 @@ class AstroTrainer:
         epochs = self.config.epochs if num_epochs is None else num_epochs
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
             raise ConfigError(f"num_epochs={num_epochs!r}: must be a whole number of epochs >= 0, or None")
-        with self._folder.held():
+        with speaking(self._engine), self._folder.held():
             self._folder.resume(resume_from)
             self._epochs.select_by(None if val_loader is None else partial(BestRule, "val_loss_total", "min"))
             if isinstance(self.scheduler, WarmupCosine) and self.epoch < epochs:
@@ -329,7 +336,7 @@ class AstroTrainer:
     def _end_epoch(self, record: Mapping[str, Any]) -> None:
         self._folder.write_epoch(improved=self._epochs.improved)
         if distributed.rank() == 0:
-            _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record))
+            _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record), extra={"topic": "epoch"})
 
     def train_step(self, batch: Any) -> dict[str, Any]:
         """Runs one optimizer step on one micro-batch, with its hooks, and reads what it gave.

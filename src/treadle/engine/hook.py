@@ -102,6 +102,9 @@ class BaseHook:
     writes: bool = False
     """Whether the hook writes files or reports to a log or a tracker; ``treadle replay`` leaves such hooks out."""
 
+    implicit: bool = False
+    """Whether a face added the hook by itself; such a hook is not listed when a run starts."""
+
     @property
     def state_key(self) -> str:
         """The key of this hook's state in a checkpoint; two hooks of one trainer must not share it."""

@@ -343,7 +343,7 @@ class HooksPart(StatePart):
                 yield Notice(text, topic="ignored hook state")
         own_keys = set(saved.tree) - set(KEYS)  # a hook may keep its state under a key of its own
         for hook in engine.hooks:
-            keeps_state = type(hook).on_state_dict is not BaseHook.on_state_dict
+            keeps_state = type(hook).on_state_dict is not BaseHook.on_state_dict and not hook.implicit
             if keeps_state and "hooks" in saved.tree and not own_keys and hook.state_key not in kept:
                 yield Notice(f"the checkpoint has no state of hook {hook.state_key!r}: it starts fresh")
 

@@ -16,8 +16,9 @@ from treadle.distributed.state_names import clean_name
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook
 from treadle.engine.out_of_memory import explaining_out_of_memory
-from treadle.engine.start_log import start_block
+from treadle.engine.start_log import end_line, start_block, start_line
 from treadle.engine.streams import separate_streams
+from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
 from treadle.optim.ema import Ema
 from treadle.optim.nonfinite import FiniteGuard, RefusalPlan, skips_on_device
@@ -106,8 +107,9 @@ def training_session(engine: Engine) -> Iterator[None]:
     """Opens the hooks and signal handlers for a run and closes them whatever happens."""
     opened: list[BaseHook] = []
     failure: BaseException | None = None
-    with contextlib.ExitStack() as held:
+    with speaking(engine), contextlib.ExitStack() as held:
         signals = _make_ready(engine, held)
+        first_step, started = engine.progress.step, time.perf_counter()
         try:
             with engine.signals.listening(signals), failing_by_name(engine), explaining_out_of_memory(engine):
                 for hook in engine.hooks:
@@ -127,6 +129,9 @@ def training_session(engine: Engine) -> Iterator[None]:
             engine.exchange.close()
             engine.events.clear_dispatch()
             close_hooks(engine, opened, failure)
+        if distributed.rank() == 0:
+            seconds = time.perf_counter() - started
+            engine.logger.info(end_line(engine, first_step, seconds), extra={"topic": "end"})
 
 
 def into_training_mode(engine: Engine) -> None:
@@ -177,7 +182,7 @@ def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
             separate_streams()
     signals = engine.signals.expect([plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None])
     if distributed.rank() == 0:
-        engine.logger.info(start_block(engine), extra={"topic": "start block"})
+        engine.logger.info(start_block(engine), extra={"topic": "start block", "short": start_line(engine)})
     return signals
 
 

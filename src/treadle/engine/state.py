@@ -48,6 +48,8 @@ class RunState:
         loaded: whether a state was loaded, by hand or by a hook.
         resumed: whether hooks were asked for a checkpoint to resume from.
         source: the checkpoint that the run resumed from, for the log.
+        saved: the newest checkpoint that this process wrote, for the log; None before one.
+        saved_step: the step of its state.
         scored: the weights that the last evaluation scored, ``"model"`` or ``"ema"``; None before one.
         num_loads: how often a state was loaded; tensors of the optimizer lie in other memory after each.
     """
@@ -60,6 +62,8 @@ class RunState:
         self.loaded = False
         self.resumed = False
         self.source: str | None = None
+        self.saved: str | None = None
+        self.saved_step: int | None = None
         self.scored: str | None = None
         self.num_loads = 0
 
@@ -119,6 +123,10 @@ class RunState:
     def record_source(self, source: object) -> None:
         """Records the checkpoint that the run resumed from."""
         self.source = str(source)
+
+    def record_saved(self, path: object, step: int) -> None:
+        """Records a checkpoint that was written, and the step whose state it holds."""
+        self.saved, self.saved_step = str(path), step
 
     def record_resumed(self) -> None:
         """Records that hooks were asked for a checkpoint."""

@@ -21,6 +21,8 @@ from treadle.engine import Engine
 from treadle.engine.best import Mode
 from treadle.engine.hook import BaseHook
 from treadle.engine.settings import Capture
+from treadle.engine.voice import speaking
+from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.folder import loss_name
 from treadle.faces.parallel import ParallelConfig, spread
 from treadle.functional.batches import split_batch
@@ -63,6 +65,7 @@ class Trainer:
         scheduler: stepped per epoch, or per applied step with ``training.scheduler_step_per_batch``.
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
+        progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
         eval_seed: seeds the random numbers of every evaluation.
         metrics: torchmetrics objects, a collection or a dict of them; reported as ``eval_<name>``.
         parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
@@ -97,6 +100,7 @@ class Trainer:
         parallel: ParallelConfig | str | None = None,
         capture: Capture = False,
         compile: Compile = False,
+        progress: bool = True,
     ):
         self.config = config
         self.settings = read_settings(config)
@@ -114,16 +118,19 @@ class Trainer:
         own_eval = OverriddenEvalTask if self._overrides("eval_step") else EvalTask
         self._eval_task = own_eval(self, EpochMetrics(metrics, self.device))
         self._history_file = HistoryFile(lambda: self._epochs.history)
-        self._engine = self._build_engine(device, with_trackers(hooks, trackers), eval_seed, capture)
+        self._engine = self._build_engine(device, with_trackers(hooks, trackers), eval_seed, capture, progress)
         self._folder = NumberedFolder(self._engine, self._save_checkpoint, self._history_file)
         self._epochs = FaceEpochs(
             self._engine, self._eval_task, evaluate=self.evaluate if self._overrides("evaluate") else None
         )
 
-    def _build_engine(self, device: Any, hooks: Sequence[BaseHook], eval_seed: int, capture: Capture) -> Engine:
+    def _build_engine(
+        self, device: Any, hooks: Sequence[BaseHook], eval_seed: int, capture: Capture, progress: bool
+    ) -> Engine:
         settings = self.settings
         make: Callable[..., Engine] = Engine
         task = TrainerTask(self)
+        every = [*own_hooks(settings, self._history_file, given=hooks), *hooks]
         if self._overrides("train_step"):
             make = partial(OwnStepEngine, own_step=self.train_step, weighted=task.weighted)
         return make(
@@ -132,10 +139,11 @@ class Trainer:
             task,
             scheduler=self.scheduler,
             device=device,
-            hooks=[*own_hooks(settings, self._history_file, given=hooks), *hooks],
+            hooks=with_default_hooks(every, given=hooks, progress=progress),
             eval_seed=eval_seed,
             capture=capture,
             logger=_log,
+            progress=progress,
             face="functional",
             config={**dataclasses.asdict(settings), "loss": loss_name(self.loss_fn)},
             **settings.engine_arguments(),
@@ -312,7 +320,7 @@ class Trainer:
         )  # fmt: skip
         self._folder.use(save_dir, save_freq)
         after_epoch = partial(self._end_epoch, callbacks or ())
-        with self._folder.held():
+        with speaking(self._engine), self._folder.held():
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             say_if_finished(self._epochs, num_epochs)

@@ -26,7 +26,9 @@ from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
 from treadle.engine.settings import check_capture
+from treadle.engine.voice import speaking
 from treadle.errors import CheckpointError, ConfigError
+from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.epochs import numbers_of
 from treadle.faces.folder import say_if_other_loss, write_best_and_last
 from treadle.faces.parallel import ParallelConfig, spread
@@ -60,6 +62,7 @@ class SpectraTrainer:
         scheduler_interval: ``"step"`` (applied steps) or ``"epoch"``.
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
+        progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
         augmenter: changes the model's input in training, see :class:`SpectraAugmenter`.
         parallel: as ``cfg.parallel``, or a ParallelConfig; wins over it.
 
@@ -87,6 +90,7 @@ class SpectraTrainer:
         augmenter: Augmenter | None = None,
         trackers: str | Sequence[TrackerChoice] = (),
         parallel: ParallelConfig | str | None = None,
+        progress: bool = True,
     ):
         self.cfg = TrainerConfig() if cfg is None else dataclasses.replace(cfg)
         self._device_asked = self.cfg.device if device is None else device
@@ -103,7 +107,7 @@ class SpectraTrainer:
         self._resolved = False
         self._writer = RankWriter()
         self._selects = self._choose_selection()
-        self._engine = self._build_engine(scheduler_interval, with_trackers(hooks, trackers), augmenter)
+        self._engine = self._build_engine(scheduler_interval, with_trackers(hooks, trackers), augmenter, progress)
         rule = None
         if self._selects:
             delta, patience = self.cfg.early_stop_min_delta, self.cfg.early_stop_patience
@@ -117,7 +121,11 @@ class SpectraTrainer:
         return self.cfg.selection == "best"
 
     def _build_engine(
-        self, interval: Literal["step", "epoch"], hooks: Sequence[BaseHook], augmenter: Augmenter | None
+        self,
+        interval: Literal["step", "epoch"],
+        hooks: Sequence[BaseHook],
+        augmenter: Augmenter | None,
+        progress: bool,
     ) -> Engine:
         cfg = self.cfg
         own: list[BaseHook] = [EmaHook(cfg.ema_decay, use_buffers=True)] if cfg.use_ema else []
@@ -139,7 +147,8 @@ class SpectraTrainer:
             grad_clip=cfg.grad_clip,
             accumulation_steps=cfg.accumulation_steps,
             max_non_finite_grad_retries=cfg.max_non_finite_grad_retries,
-            hooks=[*own, *hooks],
+            hooks=with_default_hooks([*own, *hooks], given=hooks, progress=progress),
+            progress=progress,
             eval_seed=cfg.eval_seed,
             capture=check_capture(cfg.capture),
             logger=_log,
@@ -198,7 +207,7 @@ class SpectraTrainer:
             raise ConfigError(f"epochs={epochs!r}: must be a whole number of epochs >= 0, counted from the start")
         if self._epochs.best is not None:
             self._epochs.best.start_epoch = max(1, int(epochs * self.cfg.early_stop_start_ratio))
-        with held_by_rank_0(self.out_dir), self._writer, tf32(self.cfg.enable_tf32):
+        with speaking(self._engine), held_by_rank_0(self.out_dir), self._writer, tf32(self.cfg.enable_tf32):
             self._resume()
             self._epochs.fit(self.train_loader, self.val_loader, epochs, after_epoch=self._write_epoch)
         return {"best": self.best, "epochs": self.epoch}
@@ -244,7 +253,8 @@ class SpectraTrainer:
             ) from error
         say_if_other_loss(self._engine, tree, ("loss_type", "reduction"))
         self._engine.state.record_source(source)
-        _log.info("resumed from %s at step %d, epoch %d", source, self.step, self.epoch)
+        text = "resumed from %s at step %d, epoch %d"
+        _log.info(text, source, self.step, self.epoch, extra={"topic": "resumed"})
 
     def _write_epoch(self, record: Mapping[str, Any]) -> None:
         out_dir = self.out_dir
@@ -256,8 +266,9 @@ class SpectraTrainer:
             lambda tree: write_epoch(tree, out_dir, selection),
             background=self.cfg.background_saves,
         )
+        self._engine.state.record_saved(out_dir / "checkpoints" / "last.pt", self.step)
         if distributed.rank() == 0:
-            _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record))
+            _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record), extra={"topic": "epoch"})
 
     def save_checkpoint(self, epoch: int, is_best: bool) -> None:
         """Writes ``checkpoints/last.pt``, and ``checkpoints/best.pt`` if ``is_best``.
