@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from treadle.checkpoint.convert import convert_checkpoint
-from treadle.checkpoint.store import (
-    Retention,
-    find_latest,
-    load_checkpoint,
-    load_weights,
-    save_checkpoint,
-    verify_checkpoint,
-)
+from typing import TYPE_CHECKING
+
+from treadle.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from treadle.checkpoint.convert import convert_checkpoint
+    from treadle.checkpoint.store import (
+        Retention,
+        find_latest,
+        load_checkpoint,
+        load_weights,
+        save_checkpoint,
+        verify_checkpoint,
+    )
 
 __all__ = [
     "Retention",
@@ -21,3 +26,8 @@ __all__ = [
     "save_checkpoint",
     "verify_checkpoint",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        globals(), {"convert": __all__[1:2], "store": [name for name in __all__ if name != "convert_checkpoint"]}
+    )

@@ -18,7 +18,7 @@ from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.engine.observers import observing
 from treadle.errors import ConfigError
-from treadle.runs.record import RunRecordHook
+from treadle.runs.record_hooks import RunRecordHook
 from treadle.runs.setting_places import settings_placed
 from treadle.runs.target import PackRun, pack_commands, read_target, train_from
 from treadle.runs.tracking import tracked

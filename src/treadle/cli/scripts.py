@@ -24,7 +24,7 @@ def train(cfg: Any) -> float | None:
     from treadle.engine.observers import observing
     from treadle.graphs.run_config import GraphsConfig
     from treadle.graphs.runs import GraphRun, train_graphs
-    from treadle.runs.record import SessionKeeper
+    from treadle.runs.record_hooks import SessionKeeper
 
     messages = message_console()
     with errors_as_one_line(messages), log_to(messages), observing(SessionKeeper()):

@@ -11,7 +11,6 @@ from typer.core import TyperCommand, TyperGroup
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
 from treadle.cli.pack_options import Trackers
 from treadle.runs.launch import TIMEOUT, process_group
-from treadle.runs.target import is_named_like_config
 
 NAME = "FILE"
 
@@ -21,6 +20,8 @@ class TrainGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Finds the command that the first argument means."""
+        from treadle.runs.target import is_named_like_config
+
         file = bool(args) and is_named_like_config(args[0])
         return super().resolve_command(ctx, [NAME, *args] if file else args)
 
@@ -28,7 +29,7 @@ class TrainGroup(TyperGroup):
         """Runs the command, on a rank of torchrun's with its process group around it; the run keeps its sessions."""
         with errors_as_one_line(message_console()), process_group(ctx.params["rank_timeout"]):
             from treadle.engine.observers import observing
-            from treadle.runs.record import SessionKeeper
+            from treadle.runs.record_hooks import SessionKeeper
 
             with observing(SessionKeeper()):
                 return super().invoke(ctx)

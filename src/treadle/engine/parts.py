@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from treadle import distributed
 from treadle.checkpoint.base_fingerprints import without
-from treadle.checkpoint.schema import FORMAT_NAME, FORMAT_VERSION, KEYS, to_plain, versions
+from treadle.checkpoint.files import FORMAT_NAME
+from treadle.checkpoint.schema import FORMAT_VERSION, KEYS, to_plain, versions
 from treadle.distributed.state_names import check_model_state, load_model_state, model_state
 from treadle.engine.common_state import common_state
 from treadle.engine.hook import BaseHook

@@ -19,11 +19,10 @@ from treadle.hooks.files import to_json
 from treadle.hooks.sessionlog import SessionLogHook
 from treadle.hooks.steplog import StepLogHook
 from treadle.hooks.tracking import Guard
+from treadle.runs.record import RUN_SETTINGS
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
-
-SETTINGS = "settings.json"
 
 
 class RunFilesHook(BaseHook):
@@ -58,7 +57,7 @@ class RunFilesHook(BaseHook):
             self._sessions = SessionLogHook()
             self._sessions.on_before_train(trainer)
         if distributed.rank() == 0:
-            self._settings = trainer.workspace / SETTINGS
+            self._settings = trainer.workspace / RUN_SETTINGS
 
     def on_after_step(self, trainer: Engine) -> None:
         """Logs the step; after the first one, whose loader is known, writes the settings."""
@@ -114,8 +113,9 @@ def settings_of(trainer: Engine) -> dict[str, Any]:
 
 # Arguments of torch's schedulers; the rest of their state moves with the run.
 _FIXED = {
-    "step_size", "gamma", "milestones", "T_max", "eta_min", "T_0", "T_mult", "start_factor", "end_factor", "total_iters",
-    "power", "factor", "patience", "mode", "threshold", "cooldown", "total_steps", "max_lrs", "warmup_steps",
+    "step_size", "gamma", "milestones", "T_max", "eta_min", "T_0", "T_mult", "start_factor", "end_factor",
+    "total_iters", "power", "factor", "patience", "mode", "threshold", "cooldown", "total_steps", "max_lrs",
+    "warmup_steps",
 }  # fmt: skip
 
 

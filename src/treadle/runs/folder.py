@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from treadle.errors import CheckpointError, ConfigError, nearest
-from treadle.hooks.files import next_free
 from treadle.runs.settings import changes
 
 SPLITS = ("train", "val", "test")
@@ -138,6 +137,8 @@ def _cause(error: Exception) -> str:
 def set_aside(folder: Path) -> None:
     """Renames a folder of an earlier run, if it is there."""
     if folder.exists():
+        from treadle.hooks.files import next_free
+
         aside = next_free(folder)
         folder.rename(aside)
         _log.info("%s belonged to an earlier run and is now %s", folder.name, aside.name)

@@ -25,7 +25,7 @@ from treadle.cli.runpage.files import (
     read_yaml,
 )
 from treadle.errors import ConfigError
-from treadle.runs.record import SESSIONS, last_config
+from treadle.runs.record import RUN_SETTINGS, SESSIONS, last_config
 from treadle.runs.settings import flat
 
 _SETTING = "config."
@@ -88,8 +88,8 @@ def read_run(folder: Path, name: str | None = None, *, brief: bool = False) -> R
     if not is_run(folder):
         raise ConfigError(
             f"RUN={str(folder)!r}: holds no record of a run: no steps.jsonl, sessions.jsonl, metrics.jsonl, history or "
-            "checkpoint. Give a run's own folder ('treadle runs' lists those below one), and add a StepLogHook to a "
-            "script whose curves you want"
+            "checkpoint. Give a run's own folder ('treadle runs' lists those below one); a trainer with a workspace or "
+            "a save_dir writes them"
         )
     steps = find(folder, STEPS)
     checkpoints = read_checkpoints(folder, newest_only=brief)
@@ -123,7 +123,12 @@ def _holder(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    found = read_json(find(folder, "config.json")) or read_yaml(find(folder, "config.yaml")) or last_config(folder)
+    found = (
+        read_json(find(folder, "config.json"))
+        or read_yaml(find(folder, "config.yaml"))
+        or last_config(folder)
+        or read_json(find(folder, RUN_SETTINGS))
+    )
     return flat(found) if isinstance(found, Mapping) else {}
 
 

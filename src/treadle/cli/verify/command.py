@@ -14,7 +14,6 @@ import typer
 from treadle.cli.console import errors_as_one_line, message_console, result_console
 from treadle.cli.pack_options import AsJson, Target, TargetArguments
 from treadle.errors import ConfigError
-from treadle.runs.target import PackRun, checked_target
 
 if TYPE_CHECKING:
     from treadle.cli.verify.runs import Verification
@@ -110,4 +109,6 @@ def check_arguments(target: str, arguments: list[str], steps: int | None, kills:
         raise ConfigError(f"--steps {steps}: must be at least 2, so that the run can be killed in between")
     if kills < 1:
         raise ConfigError(f"--kills {kills}: must be at least 1")
+    from treadle.runs.target import PackRun, checked_target
+
     return _STEPS_OF_PACKS if isinstance(checked_target(target, arguments), PackRun) else _STEPS
