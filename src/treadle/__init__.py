@@ -202,8 +202,8 @@ _HOMES = {
 }
 _ROOMS = (
     "astro", "builder", "capture", "checkpoint", "config", "data", "datasets", "device", "distributed", "engine",
-    "errors", "exchange", "faces", "functional", "graphs", "hooks", "means", "nested", "optim", "runs", "seed", "spectra",
-    "task", "text",
+    "errors", "exchange", "faces", "functional", "graphs", "hooks", "means", "nested", "optim", "runs", "seed",
+    "spectra", "task", "text",
 )  # fmt: skip
 
 if not _typing.TYPE_CHECKING:  # a type checker is to see no name that is not there

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
-from treadle.lazy import lazy_names
+from treadle.lazy import lazy_names as _lazy_names
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from treadle.checkpoint.convert import convert_checkpoint
     from treadle.checkpoint.store import (
         Retention,
@@ -27,7 +27,7 @@ __all__ = [
     "verify_checkpoint",
 ]
 
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(
+if not _typing.TYPE_CHECKING:
+    __getattr__, __dir__ = _lazy_names(
         globals(), {"convert": __all__[1:2], "store": [name for name in __all__ if name != "convert_checkpoint"]}
     )

@@ -6,11 +6,11 @@ you trust. YAML files are data and run nothing of their own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
-from treadle.lazy import lazy_names
+from treadle.lazy import lazy_names as _lazy_names
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from treadle.config.files import load_config
     from treadle.config.merging import DELETE, REPLACE, merge_configs
     from treadle.config.overrides import apply_overrides
@@ -32,5 +32,5 @@ _HOMES = {
     "overrides": ["apply_overrides"],
     "writing": ["format_config", "save_config"],
 }
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(globals(), _HOMES)
+if not _typing.TYPE_CHECKING:
+    __getattr__, __dir__ = _lazy_names(globals(), _HOMES)

@@ -48,6 +48,7 @@ class RunFilesHook(BaseHook):
     def on_before_train(self, trainer: Engine) -> None:
         """Opens the logs that no other hook writes."""
         self._steps = self._sessions = self._settings = None
+        self.idle = trainer.workspace is None
         if trainer.workspace is None:
             return
         if not any(isinstance(hook, StepLogHook) for hook in trainer.hooks):

@@ -251,8 +251,9 @@ class RunProgress(ProgressBarHook):
 
     def __init__(self) -> None:
         super().__init__(line_seconds=_FIRST_LINES)
+        self._status: str = ""
         self.status = lambda: self._status
-        self._status = ""
+        self._last_step = 0
         self._due = math.inf
         self._before = (0, 0.0, 0.0)  # epoch, sum of losses and of weights when something was shown
 
@@ -261,6 +262,7 @@ class RunProgress(ProgressBarHook):
         super().on_before_train(trainer)
         self._status, self._last_step = "", trainer.step
         self._before = (trainer.epoch, *trainer.epoch_means.sums("loss"))
+        self.idle = self._silent
         if not self._silent:
             VOICE.replaces_lines = True
         self._plan()
