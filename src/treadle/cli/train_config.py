@@ -13,6 +13,37 @@ from treadle.cli.pack_options import Trackers
 from treadle.runs.launch import TIMEOUT, process_group
 
 NAME = "FILE"
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # of click, or of the copy of it that typer brings
+
+
+class SettingsCommand(TyperCommand):
+    """Command with settings as ``KEY=VALUE``; tells whoever writes one as an option how to write it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Reads the arguments."""
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except _USAGE_ERROR as error:
+            option = getattr(error, "option_name", None)
+            if option is not None and not getattr(error, "possibilities", None):
+                error.message += f"; settings are KEY=VALUE: {_as_setting(option, words)}"
+            raise
+
+
+def _as_setting(option: str, words: list[str]) -> str:
+    """Returns an option in the form of a setting.
+
+    Example:
+        >>> _as_setting("--batch-size", ["--batch-size", "8"]), _as_setting("--lr", ["--lr=0.1"])
+        ('batch_size=8', 'lr=0.1')
+    """
+    key = option.lstrip("-").replace("-", "_")
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        name, equals, value = word.partition("=")
+        if name == option:
+            return f"{key}={value if equals else 'VALUE' if following.startswith('-') else following}"
+    return f"{key}=VALUE"
 
 
 class TrainGroup(TyperGroup):
@@ -44,7 +75,7 @@ def on_ranks(
     """Has the options of all commands below ``treadle train``; the group itself acts on them."""
 
 
-class FileCommand(TyperCommand):
+class FileCommand(SettingsCommand):
     """The command that takes a file; its name in a usage line is the place of the file already."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
