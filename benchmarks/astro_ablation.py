@@ -32,8 +32,9 @@ from treadle import load_weights
 from treadle.astro.cross_modal import cross_predict
 from treadle.astro.run_config import AstroRunConfig
 from treadle.astro.run_data import AstroData, prepare_data
-from treadle.astro.runs import AstroRun, build_trainer, fit, read_settings
+from treadle.astro.runs import PACK
 from treadle.astro.trainer import AstroTrainer
+from treadle.runs.pack import Run
 
 WAYS = {"cross-entropy": ["training.meaningful_loss.enabled=false"], "with values": []}
 TERMS = {"loss_ce": "cross-entropy, nats per token", "loss_img": "expected patches, squared error",
@@ -47,9 +48,10 @@ def run(way: str, seed: int, data: AstroData, options: argparse.Namespace) -> di
     if result_file.exists():
         return dict(json.loads(result_file.read_text(encoding="utf-8")))
     config = settings(options, seed, WAYS[way])
-    trainer = build_trainer(AstroRun(config, folder, torch.device("cpu"), Console(quiet=True)), data)
+    made = Run(config, folder, torch.device("cpu"), Console(quiet=True))
+    trainer = PACK.build(made, data)
     started = time.perf_counter()
-    fit(trainer, config, data)
+    PACK.fit(made, data, trainer)
     seconds = time.perf_counter() - started
     trainer.model.load_state_dict(load_weights(folder / "checkpoints" / "best.pt"))
     answers = cross_predict(trainer.model, data.tokenizers, data.train, data.test, scalars_last=config.scalars_last > 0)
@@ -67,7 +69,7 @@ def run(way: str, seed: int, data: AstroData, options: argparse.Namespace) -> di
 
 
 def settings(options: argparse.Namespace, seed: int, changed: Sequence[str]) -> AstroRunConfig:
-    return read_settings([*options.settings, f"seed={seed}", *changed], "cpu")
+    return PACK.read_settings([*options.settings, f"seed={seed}", *changed], "cpu")
 
 
 def all_terms(trainer: AstroTrainer, data: AstroData, config: AstroRunConfig) -> dict[str, float]:

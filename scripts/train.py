@@ -6,11 +6,12 @@ python scripts/train.py -m seed=0,1,2 dataset=nci model=light train=light    # a
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import hydra
 
-from treadle.cli.scripts import train
+from treadle.cli.scripts import for_hydra, train
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="config")
@@ -19,4 +20,5 @@ def main(cfg: Any) -> float | None:
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = for_hydra(sys.argv[1:])
     main()

@@ -14,6 +14,8 @@ import pytest
 from treadle.cli.main import main
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
+from treadle.runs.pack import Results
+from treadle.runs.report import Report
 
 
 def treadle(*arguments: object) -> int:
@@ -31,6 +33,19 @@ def read(*parts: object) -> dict[str, Any]:
 def files(folder: Path) -> dict[str, int]:
     """Returns when each file of a folder was last written."""
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def leave_the_report_out(patch: Any, pack: Any) -> None:
+    """Has a pack test and draw nothing after its training, and show nothing."""
+    patch.setattr(pack, "finish", lambda *args: Results({}))
+    patch.setattr(pack, "report", lambda *args: Report())
+
+
+def draw_nothing(*args: Any, path: Path, **kwargs: Any) -> Path:
+    """Stands for a function that draws a picture."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"")
+    return path
 
 
 class Killed(BaseException):

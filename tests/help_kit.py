@@ -31,8 +31,14 @@ def _below(command: Any, name: str, parent: Any) -> Iterator[tuple[str, str]]:
     context = command.context_class(command, terminal_width=WIDTH, max_content_width=WIDTH, **words)
     lines = [line.rstrip() for line in command.get_help(context).splitlines()]
     yield name, "\n".join(lines).strip() + "\n"
-    for part, inner in sorted(getattr(command, "commands", {}).items()):
+    for part, inner in commands_of(command, context):
         yield from _below(inner, f"{name} {part}", context)
+
+
+def commands_of(command: Any, context: Any) -> list[tuple[str, Any]]:
+    """Returns the commands of a group by name; none of a command."""
+    names = sorted(command.list_commands(context)) if hasattr(command, "list_commands") else []
+    return [(name, command.get_command(context, name)) for name in names]
 
 
 def file_of(name: str) -> Path:

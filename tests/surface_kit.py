@@ -45,6 +45,9 @@ NAMES = (
     "treadle.functional.settings.TrainingSettings", "treadle.functional.settings.read_settings",
     "treadle.functional.losses.loss_weight",
     "treadle.distributed.control_group",
+    "treadle.runs.pack.Pack", "treadle.runs.pack.Run", "treadle.runs.pack.Opened", "treadle.runs.pack.Results",
+    "treadle.runs.pack.Evaluation", "treadle.runs.pack.Predictions",
+    "treadle.runs.report.Report", "treadle.runs.report.Table", "treadle.runs.report.Picture",
     "treadle.datasets.splits.split_by_group",
     "treadle.graphs.datasets.molecules.graph_from_smiles",
 )  # fmt: skip

@@ -70,6 +70,7 @@ if _typing.TYPE_CHECKING:
     from treadle.hooks.trackers import with_trackers
     from treadle.means import Total, Weighted
     from treadle.nested import flatten_nested_dict, key_average, map_nested_tensor
+    from treadle.runs.exact import replay, verify
     from treadle.seed import ReproducibilityContext, set_seed
     from treadle.task import StepOutput, Task
 
@@ -133,9 +134,11 @@ __all__ = [
     "parallelize",
     "rank_and_worker",
     "read_foreign",
+    "replay",
     "set_seed",
     "shard_iterable",
     "steps_per_epoch",
+    "verify",
     "verify_checkpoint",
     "with_trackers",
 ]
@@ -197,6 +200,7 @@ _HOMES = {
     "hooks.trackers": ["with_trackers"],
     "means": ["Total", "Weighted"],
     "nested": ["flatten_nested_dict", "key_average", "map_nested_tensor"],
+    "runs.exact": ["replay", "verify"],
     "seed": ["ReproducibilityContext", "set_seed"],
     "task": ["StepOutput", "Task"],
 }

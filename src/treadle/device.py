@@ -48,13 +48,16 @@ def _resolved(device: torch.device | str | int | None) -> torch.device:
     try:
         resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device={device!r} is not a device name; available: {_available()}") from error
+        raise ConfigError(
+            f" is not a device name; available: {_available()}", argument="device", value=device
+        ) from error
     if resolved.type in ("cpu", "meta"):
         return torch.device(resolved.type)  # "cpu" and "cpu:0" would compare as different
     if not _is_there(resolved):
         raise ConfigError(
-            f"device={device!r} is not available here; available: {_available()}. "
-            "Pass one of these, or None to choose automatically"
+            f" is not available here; available: {_available()}. Pass one of these, or None to choose automatically",
+            argument="device",
+            value=device,
         )
     if resolved.index is None and resolved.type != "mps":
         index = torch.get_device_module(resolved.type).current_device()

@@ -31,8 +31,95 @@ class TreadleError(Exception):
     """Base of all errors that treadle raises on purpose."""
 
 
+class _Missing:
+    """Stands for a value that was not given, since None is one."""
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+    def __reduce__(self) -> str:
+        return "MISSING"  # by name, so that a copy is the same object
+
+
+MISSING = _Missing()
+
+
 class ConfigError(TreadleError, ValueError):
-    """A setting, an argument or an input breaks a rule; raised before any work is lost."""
+    """A setting, an argument or an input breaks a rule; raised before any work is lost.
+
+    With an argument the message begins with it: ``width=0: must be at least 1``, or ``model: has no parameter`` where
+    no value is given. A text that begins with a space, ``=`` or ``:`` follows the argument as it is.
+
+    Args:
+        text: the rule and the fix.
+        argument: bare or dotted name of the argument or setting; None if the error is about none.
+        value: its value, shown by ``repr``.
+
+    Attributes:
+        argument: as given.
+        value: as given; ``MISSING`` if it was not.
+
+    Example:
+        >>> error = ConfigError("must be at least 1", argument="width", value=0)
+        >>> error.argument, str(error)
+        ('width', 'width=0: must be at least 1')
+    """
+
+    argument: str | None
+    value: Any
+
+    def __init__(self, text: str = "", *, argument: str | None = None, value: Any = MISSING):
+        given = "" if value is MISSING or argument is None else f"={value!r}"
+        joint = "" if argument is None or text.startswith((" ", "=", ":")) else ": "
+        self._after = f"{given}{joint}{text}"
+        super().__init__(f"{argument or ''}{self._after}")
+        self._leading = argument is not None
+        self.argument = argument
+        self.value = value
+
+    def about(self, argument: str | None, value: Any = MISSING) -> ConfigError:
+        """Sets argument and value where the text names them in other words; returns the same error.
+
+        Example:
+            >>> ConfigError("unknown setting 'lr'").about("lr").argument
+            'lr'
+        """
+        self.argument = argument
+        self.value = value
+        return self
+
+    def renamed(self, argument: str) -> ConfigError:
+        """Returns a copy that begins with another name of the argument, such as its dotted name in a configuration.
+
+        An error about no argument gets the name in front; one that names its argument in other words stays as it is.
+
+        Example:
+            >>> str(ConfigError("must be at least 1", argument="width", value=0).renamed("model.width"))
+            'model.width=0: must be at least 1'
+        """
+        if self.argument is not None and not self._leading:
+            return self
+        return ConfigError(self._after, argument=argument).about(argument, self.value)
+
+    def extended(self, place: str) -> ConfigError:
+        """Returns a copy with more text at its end, such as the line of a file."""
+        error = type(self)(f"{self}{place}").about(self.argument, self.value)
+        error._after, error._leading = f"{self._after}{place}", self._leading
+        return error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        plain = isinstance(self.value, (bool, int, float, str, type(None)))
+        about = (self.argument, self.value if plain else MISSING)  # other values may not be picklable
+        return _remake_config_error, (type(self), str(self), about, self._after if self._leading else None)
+
+
+def _remake_config_error(
+    kind: type[ConfigError], text: str, about: tuple[str | None, Any], after: str | None
+) -> ConfigError:
+    error = kind(text).about(*about)
+    if after is not None:
+        error._after, error._leading = after, True
+    return error
 
 
 class CheckpointError(TreadleError, RuntimeError):
@@ -121,7 +208,7 @@ def refuse_unknown(where: str, given: Iterable[str], known: Iterable[str]) -> No
     options = set(known)
     for key in given:
         if key not in options:
-            raise ConfigError(f"{where}: unknown key {key!r}; {nearest(str(key), options)}")
+            raise ConfigError(f"unknown key {key!r}; {nearest(str(key), options)}", argument=where)
 
 
 def __getattr__(name: str) -> Any:

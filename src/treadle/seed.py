@@ -37,10 +37,10 @@ def as_seed(name: str, seed: Any) -> int:
     try:
         number = operator.index(seed)
     except TypeError as error:
-        raise ConfigError(f"{name}={seed!r}: must be a whole number") from error
+        raise ConfigError("must be a whole number", argument=name, value=seed) from error
     if not -(2**63) <= number < 2**64:
         raise ConfigError(
-            f"{name}={seed}: must be from -2**63 to 2**64 - 1, which torch takes; choose a smaller number"
+            f"={seed}: must be from -2**63 to 2**64 - 1, which torch takes; choose a smaller number", argument=name
         )
     return number
 

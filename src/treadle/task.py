@@ -182,17 +182,22 @@ def as_step_output(result: Any, *, training: bool) -> StepOutput:
             "(loss, records, weight) or a StepOutput"
         )
     if output.reduction not in ("mean", "sum"):
-        raise ConfigError(f"reduction={output.reduction!r}: must be 'mean' or 'sum', which says what the loss is")
+        raise ConfigError(
+            "must be 'mean' or 'sum', which says what the loss is", argument="reduction", value=output.reduction
+        )
     loss = output.loss
     if loss is None:
         return output
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ConfigError(f"loss: expected a 0-d tensor or None, got {shape}; reduce it, for example with .mean()")
+        raise ConfigError(
+            f"expected a 0-d tensor or None, got {shape}; reduce it, for example with .mean()", argument="loss"
+        )
     if training and not loss.requires_grad:
         raise ConfigError(
-            f"loss: a tensor of shape {tuple(loss.shape)} that does not require grad cannot train; "
-            "was it detached or computed under no_grad?"
+            f"a tensor of shape {tuple(loss.shape)} that does not require grad cannot train; "
+            "was it detached or computed under no_grad?",
+            argument="loss",
         )
     return output
 

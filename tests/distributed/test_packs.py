@@ -13,20 +13,22 @@ import torch
 from rich.console import Console
 
 import graph_data_kit  # noqa: F401  (lets the warnings of torch_geometric's import through)
-from command_kit import Killed, Stop, interrupt, kill, read, treadle
+from command_kit import Killed, Stop, draw_nothing, interrupt, kill, read, treadle
 from ranks import run_on_ranks, torchrun
 from treadle import distributed, load_weights
 from treadle.astro import report as astro_report
-from treadle.astro import runs as astro_run
+from treadle.astro.runs import PACK as ASTRO_PACK
 from treadle.engine.observers import observing
 from treadle.errors import ConfigError, TreadleError
 from treadle.graphs import report as graphs_report
-from treadle.graphs import runs as graphs_run
+from treadle.graphs.runs import PACK as GRAPHS_PACK
+from treadle.runs.pack import Results
 from treadle.runs.replay import refuse_run_of_ranks
+from treadle.runs.report import Report
 from treadle.spectra import report as spectra_report
-from treadle.spectra import runs as spectra_run
+from treadle.spectra.runs import PACK as SPECTRA_PACK
 from treadle.text import report as text_report
-from treadle.text import runs as text_run
+from treadle.text.runs import PACK as TEXT_PACK
 
 SPECTRA = [
     "epochs=2", "data.max_rows=120", "model.d_model=8", "model.nhead=2", "model.num_layers=1",
@@ -51,19 +53,25 @@ TEXT = [
     "samples.num_tokens=8", "samples.count=2",
 ]  # fmt: skip
 
+BARE = {"treadle", "device", "config"}  # of a report that was left out
 
-def outcome(run, settings, out, *hooks):
+
+def outcome(pack, settings, out, *hooks):
     """Runs a command on this rank and says how it ended: with what it returned, "killed", an exit code or a message."""
-    quiet = {"results": Console(quiet=True), "messages": Console(quiet=True)}
     try:
         with observing(hooks[0] if hooks else Stop("on_after_step", -1, kill)):
-            return run(settings, out=Path(out), device="cpu", resume=True, **quiet)
+            return pack.train(settings, out=Path(out), device="cpu", resume=True, messages=Console(quiet=True))
     except Killed:
         return "killed"
     except SystemExit as left:
         return left.code
     except TreadleError as error:
         return f"{type(error).__name__}: {error}"
+
+
+def leave_the_report_out(pack):
+    """Has a pack test and draw nothing after its training, in this process."""
+    pack.finish, pack.report = (lambda *args: Results({})), (lambda *args: Report())
 
 
 class Reads(Stop):
@@ -103,29 +111,28 @@ def assert_records_close(ours, theirs, tolerance=1e-5):
 
 def spectra_alone(folder):
     """A run on one rank that is stopped inside the second epoch, and one that is not."""
-    spectra_run.evaluate_run = lambda *args: {}
-    spectra_run.print_results = lambda *args: None
-    stopped = outcome(spectra_run.run_spectra, SPECTRA, folder / "two", Stop("on_after_step", 8, interrupt))
-    return stopped, outcome(spectra_run.run_spectra, SPECTRA, folder / "one")
+    leave_the_report_out(SPECTRA_PACK)
+    stopped = outcome(SPECTRA_PACK, SPECTRA, folder / "two", Stop("on_after_step", 8, interrupt))
+    return stopped, outcome(SPECTRA_PACK, SPECTRA, folder / "one")
 
 
 def spectra_on_two(folder):
     """The stopped run: refused with another model, killed, gone on with to its end."""
-    spectra_report._probe, spectra_report._draw = (lambda *args: {}), (lambda *args: None)
+    spectra_report._probe, spectra_report._draw = (lambda *args: {}), (lambda *args: [])
     spectra_report._MOST_CLUSTERS = 2
     two, reads = folder / "two", Reads()
     ended = [
-        outcome(spectra_run.run_spectra, [*SPECTRA, "model.d_model=16"], two),
-        outcome(spectra_run.run_spectra, [*SPECTRA, "batch_size=1"], folder / "three"),
-        outcome(spectra_run.run_spectra, SPECTRA, two, Stop("on_after_step", 10, kill)),
-        outcome(spectra_run.run_spectra, [*SPECTRA, "trainer.parallel=fsdp"], two, reads),
+        outcome(SPECTRA_PACK, [*SPECTRA, "model.d_model=16"], two),
+        outcome(SPECTRA_PACK, [*SPECTRA, "batch_size=1"], folder / "three"),
+        outcome(SPECTRA_PACK, SPECTRA, two, Stop("on_after_step", 10, kill)),
+        outcome(SPECTRA_PACK, [*SPECTRA, "trainer.parallel=fsdp"], two, reads),
     ]
     return ended, distributed.world_size(), reads.counts
 
 
 def test_spectra_go_on_from_one_rank_to_two_and_end_as_one(tmp_path):
     ((stopped, alone),) = run_on_ranks(spectra_alone, 1, tmp_path, timeout=120)
-    assert (stopped, alone) == (130, {})
+    assert (stopped, set(alone)) == (130, BARE)
     assert steps_of(tmp_path / "two") == list(range(1, 9))
     first, second = run_on_ranks(spectra_on_two, 2, tmp_path, timeout=120)
     for ended, left, _ in (first, second):
@@ -151,18 +158,18 @@ def test_spectra_go_on_from_one_rank_to_two_and_end_as_one(tmp_path):
 
 def spectra_with_masks(folder, killed):
     """A run whose ranks draw masks, killed inside the second epoch and gone on with, or not killed."""
-    spectra_run.evaluate_run = lambda *args: {}
-    spectra_run.print_results = lambda *args: None
+    leave_the_report_out(SPECTRA_PACK)
     settings = [*SPECTRA, "model.n_mask=28"]
     if killed:
-        assert outcome(spectra_run.run_spectra, settings, folder, Stop("on_after_step", 10, kill)) == "killed"
-    return outcome(spectra_run.run_spectra, settings, folder)
+        assert outcome(SPECTRA_PACK, settings, folder, Stop("on_after_step", 10, kill)) == "killed"
+    return outcome(SPECTRA_PACK, settings, folder)
 
 
 @pytest.mark.slow
 def test_a_killed_run_on_two_ranks_ends_as_one_that_was_not_to_the_bit(tmp_path):
     for name, killed in (("straight", False), ("killed", True)):
-        assert run_on_ranks(spectra_with_masks, 2, tmp_path / name, killed, timeout=120) == [{}, None]
+        first, second = run_on_ranks(spectra_with_masks, 2, tmp_path / name, killed, timeout=120)
+        assert (set(first), second) == (BARE, None)
     straight, again = (load_weights(tmp_path / name / "best_model.pt") for name in ("straight", "killed"))
     assert straight.keys() == again.keys()
     assert all(torch.equal(value, again[name]) for name, value in straight.items())
@@ -189,24 +196,24 @@ def test_torchrun_goes_on_where_one_process_stopped_and_one_rank_prints_and_repo
 
 def astro_alone(folder):
     """A run on one rank that is stopped inside the second epoch, and one that is not."""
-    astro_run.finish_run = lambda *args: {}
-    astro_run.print_results = lambda *args: None
-    stopped = outcome(astro_run.run_astro, ASTRO, folder / "two", Stop("on_after_step", 6, interrupt))
-    return stopped, outcome(astro_run.run_astro, ASTRO, folder / "one")
+    leave_the_report_out(ASTRO_PACK)
+    stopped = outcome(ASTRO_PACK, ASTRO, folder / "two", Stop("on_after_step", 6, interrupt))
+    return stopped, outcome(ASTRO_PACK, ASTRO, folder / "one")
 
 
 def astro_on_two(folder):
     """The stopped run, killed and gone on with to its end."""
-    astro_report.draw_and_write, astro_report.cross_predict = (lambda *args: None), (lambda *args, **kwargs: [])
-    astro_run.print_results = lambda *args: None
-    killed = outcome(astro_run.run_astro, ASTRO, folder / "two", Stop("on_after_step", 7, kill))
+    astro_report.draw, astro_report.cross_predict = (lambda *args: []), (lambda *args, **kwargs: [])
+    ASTRO_PACK.report = lambda *args: Report()
+    killed = outcome(ASTRO_PACK, ASTRO, folder / "two", Stop("on_after_step", 7, kill))
     reads = Reads()
-    return killed, outcome(astro_run.run_astro, ASTRO, folder / "two", reads), reads.counts
+    return killed, outcome(ASTRO_PACK, ASTRO, folder / "two", reads), reads.counts
 
 
 @pytest.mark.slow
 def test_astro_goes_on_from_one_rank_to_two_and_ends_as_one(tmp_path):
-    assert run_on_ranks(astro_alone, 1, tmp_path, timeout=120) == [(130, {})]
+    ((stopped, alone),) = run_on_ranks(astro_alone, 1, tmp_path, timeout=120)
+    assert (stopped, set(alone)) == (130, BARE)
     first, second = run_on_ranks(astro_on_two, 2, tmp_path, timeout=180)
     assert (first[0], second[:2]) == ("killed", ("killed", None))
     assert_shared(first[2], second[2], batch_size=32)
@@ -225,25 +232,25 @@ def test_astro_goes_on_from_one_rank_to_two_and_ends_as_one(tmp_path):
 
 def graphs_alone(folder):
     """A run on one rank that is stopped inside the second epoch, and one that is not."""
-    graphs_run.finish_run = lambda *args: {}
-    graphs_run.print_results = lambda *args: None
+    leave_the_report_out(GRAPHS_PACK)
     settings = [*GRAPHS, f"dataset.root={folder / 'data'}"]
-    stopped = outcome(graphs_run.run_graphs, settings, folder / "two", Stop("on_after_step", 5, interrupt))
-    return stopped, outcome(graphs_run.run_graphs, settings, folder / "one")
+    stopped = outcome(GRAPHS_PACK, settings, folder / "two", Stop("on_after_step", 5, interrupt))
+    return stopped, outcome(GRAPHS_PACK, settings, folder / "one")
 
 
 def graphs_on_two(folder):
     """The stopped run, killed and gone on with to its end."""
-    graphs_report.write_run_page = lambda *args, **kwargs: None
+    graphs_report.draw = lambda *args: []
     settings = [*GRAPHS, f"dataset.root={folder / 'data'}"]
-    killed = outcome(graphs_run.run_graphs, settings, folder / "two", Stop("on_after_step", 6, kill))
+    killed = outcome(GRAPHS_PACK, settings, folder / "two", Stop("on_after_step", 6, kill))
     reads = Reads()
-    return killed, outcome(graphs_run.run_graphs, settings, folder / "two", reads), reads.counts
+    return killed, outcome(GRAPHS_PACK, settings, folder / "two", reads), reads.counts
 
 
 @pytest.mark.slow
 def test_graphs_go_on_from_one_rank_to_two_and_end_as_one(tmp_path):
-    assert run_on_ranks(graphs_alone, 1, tmp_path, timeout=120) == [(130, {})]
+    ((stopped, alone),) = run_on_ranks(graphs_alone, 1, tmp_path, timeout=120)
+    assert (stopped, set(alone)) == (130, BARE)
     first, second = run_on_ranks(graphs_on_two, 2, tmp_path, timeout=180)
     assert (first[0], second[:2]) == ("killed", ("killed", None))
     assert_shared(first[2], second[2], batch_size=16)
@@ -261,16 +268,16 @@ def test_graphs_go_on_from_one_rank_to_two_and_end_as_one(tmp_path):
 
 def text_alone(folder):
     """A run on one rank that is stopped inside the second epoch, and one that is not."""
-    text_report.plot_losses = text_run.print_results = lambda *args, **kwargs: None
-    stopped = outcome(text_run.run_text, TEXT, folder / "two", Stop("on_after_step", 20, interrupt))
-    return stopped, outcome(text_run.run_text, TEXT, folder / "one")
+    text_report.plot_losses, TEXT_PACK.report = draw_nothing, lambda *args: Report()
+    stopped = outcome(TEXT_PACK, TEXT, folder / "two", Stop("on_after_step", 20, interrupt))
+    return stopped, outcome(TEXT_PACK, TEXT, folder / "one")
 
 
 def text_on_two(folder):
     """The stopped run, killed and gone on with to the end of its fine-tuning."""
-    text_report.plot_losses = text_run.print_results = lambda *args, **kwargs: None
-    killed = outcome(text_run.run_text, TEXT, folder / "two", Stop("on_after_step", 26, kill))
-    return killed, outcome(text_run.run_text, [*TEXT, "training.parallel=fsdp"], folder / "two")
+    text_report.plot_losses, TEXT_PACK.report = draw_nothing, lambda *args: Report()
+    killed = outcome(TEXT_PACK, TEXT, folder / "two", Stop("on_after_step", 26, kill))
+    return killed, outcome(TEXT_PACK, [*TEXT, "training.parallel=fsdp"], folder / "two")
 
 
 @pytest.mark.slow

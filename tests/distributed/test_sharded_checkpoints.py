@@ -70,7 +70,7 @@ def buffers_that_differ(folder):
     """What comes back of a buffer that every rank has to itself."""
     made = run("ddp", folder, 1, sharded=True)
     made.model.module.seen.fill_(40.0 + dist.get_rank())
-    made.step = 2
+    made.progress.step = 2
     made.hooks[-1].save(made)
     return float(load_checkpoint(folder / "checkpoint_step_2")["model"]["seen"])
 
@@ -81,7 +81,7 @@ def not_finite(folder):
     with torch.no_grad():
         made.model.blocks[0][0].weight.to_local()[-1] += torch.nan * dist.get_rank()
     made.run(loader(), max_steps=1)
-    made.step = 2
+    made.progress.step = 2
     made.hooks[-1].save(made)
     return sorted(path.name for path in folder.iterdir())
 

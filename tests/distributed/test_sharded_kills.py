@@ -13,7 +13,7 @@ from helpers import differences
 from ranks import outcomes_on_ranks, run_on_ranks
 from sharded_kit import engine, loader, run
 from treadle.checkpoint import files as checkpoint_files
-from treadle.checkpoint import load_checkpoint, marker, shard_files, sharded
+from treadle.checkpoint import load_checkpoint, shard_files, shard_manifest, sharded
 from treadle.errors import CheckpointError
 
 KILLED = 3  # the save of this step is not survived
@@ -22,8 +22,8 @@ PLACES = {
     "before the parts": (1, sharded, "write_shard", False, 2),
     "after the parts": (1, sharded, "write_shard", True, 2),
     "parts read back": (1, sharded, "_read_back", True, 2),
-    "before the marker": (0, marker, "publish", False, 2),
-    "after the marker": (0, marker, "publish", True, 2),  # the link to the newest still names the one before
+    "before the marker": (0, shard_manifest, "publish", False, 2),
+    "after the marker": (0, shard_manifest, "publish", True, 2),  # the link to the newest still names the one before
     "after the link": (0, sharded, "_finish", True, 3),
 }
 
@@ -119,13 +119,13 @@ def not_the_marker(folder):
     def refuse(*args, **kwargs):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    marker.write_text = refuse
+    shard_manifest.write_text = refuse
     try:
         run("fsdp", Path(folder), 2)
     except CheckpointError as error:
         return str(error)
     finally:
-        marker.write_text = checkpoint_files.write_text
+        shard_manifest.write_text = checkpoint_files.write_text
     return None
 
 

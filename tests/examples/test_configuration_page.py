@@ -98,7 +98,7 @@ def test_the_other_commands_do_what_the_page_says(folder, treadle):
 
 def test_a_line_of_settings_on_the_page_is_understood():
     cfg = load_config(EXAMPLE / "digits.yaml")
-    words = re.findall(r"`(\S+=\S*)`", PAGE.split("Settings are")[1].split("Values are")[0])
+    words = re.findall(r"`(\S+=\S*)`", PAGE.split("Settings are")[1].split("The grammar of values")[0])
     changes = [word for word in words if word not in ("key=value", "+key=value")]
     assert len(changes) == 4
     apply_overrides(cfg, changes)

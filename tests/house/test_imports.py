@@ -149,6 +149,24 @@ def test_the_core_imports_no_pack_and_no_pack_another():
         assert packs <= {top(name)}, name
 
 
+def imported_packages(name):
+    """The packages beside treadle that a module imports, also inside functions and for types."""
+    tree, _ = modules()[name]
+    found = {top(alias.name) for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+    return found | {top(node.module) for node in froms}
+
+
+def test_no_pack_draws_on_a_terminal():
+    assert [name for name in NAMES if top(name) in PACKS and imported_packages(name) & {"rich", "typer"}] == []
+
+
+def test_the_commands_import_no_pack_but_for_the_scripts_of_graphs():
+    commands = [name for name in NAMES if top(name) == "cli"]
+    importing = {name for name in commands if {top(other) for other in imports_of(name)} & set(PACKS)}
+    assert importing == {"cli.scripts"}
+
+
 def test_nothing_imports_the_command_line():
     users = {name for name in NAMES if any(top(other) == "cli" for other in imports_of(name))}
     assert {name for name in users if top(name) not in ("cli", "__main__")} == set()

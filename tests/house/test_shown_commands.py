@@ -20,7 +20,8 @@ import typer
 
 from treadle.cli.app import app
 from treadle.errors import ConfigError
-from treadle.runs.target import PACKS, checked_target, read_target
+from treadle.runs.packs import PACKS
+from treadle.runs.target import checked_target, read_target
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -204,3 +204,52 @@ def test_no_tracked_file_names_a_path_of_one_machine():
 
 def test_no_test_folder_is_a_package():
     assert [short(path) for path in OWN if path.name == "__init__.py" and "tests" in inside(path)] == []
+
+
+# Texts of errors of other packages that are looked into, since these packages give no other sign.
+FOREIGN_TEXTS = {
+    "config/trainers.py": "Python's own TypeError names the constructor that refuses its arguments",
+    "config/yaml_files.py": "PyYAML and OmegaConf put the place into the text",
+    "engine/out_of_memory.py": "memory of the host runs out as a RuntimeError of torch",
+    "checkpoint/safe/archive.py": "zipfile tells a wrong checksum from a damaged list by its text",
+}
+_READERS = {"startswith", "endswith", "match", "search", "fullmatch", "sub", "findall", "replace", "removeprefix"}
+
+
+def _is_text_of_an_error(node):
+    """Whether an expression is `str(error)` or an f-string of it."""
+    call = (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "str" and len(node.args) == 1
+    )
+    return call and isinstance(node.args[0], ast.Name) and node.args[0].id in ("error", "err", "exc", "exception")
+
+
+def _reads_a_text(node):
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+        return any(_is_text_of_an_error(right) for right in node.comparators)
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _READERS):
+        return False
+    return any(_is_text_of_an_error(part) for outer in (node.func.value, *node.args) for part in ast.walk(outer))
+
+
+def test_no_code_reads_the_text_of_our_own_errors():
+    found = {
+        path.relative_to(REPOSITORY / "src" / "treadle").as_posix()
+        for path in SOURCES
+        if any(_reads_a_text(node) for node in ast.walk(tree_of(path)))
+    }
+    assert found == set(FOREIGN_TEXTS)
+
+
+def test_the_argument_of_an_error_is_data():
+    """A message that begins with `name=` names an argument: it belongs into `argument=`."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ConfigError"):
+                continue
+            first = node.args[0] if node.args and not node.keywords else None
+            text = first.values[0] if isinstance(first, ast.JoinedStr) else first
+            if isinstance(text, ast.Constant) and re.match(r"[A-Za-z_][\w.]*=", str(text.value)):
+                found.append(where(path, node))
+    assert found == []

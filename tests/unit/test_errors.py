@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 from treadle.errors import (
+    MISSING,
     CheckpointError,
     ConfigError,
     DataExhaustedError,
@@ -32,6 +33,40 @@ def test_every_error_is_a_treadle_error_and_the_builtin_that_a_caller_expects(ki
 def test_a_config_error_is_no_runtime_error_and_a_checkpoint_error_no_value_error():
     assert not issubclass(ConfigError, RuntimeError)
     assert not issubclass(CheckpointError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("text", "about", "message"),
+    [
+        ("must be at least 1", {"argument": "width", "value": 0}, "width=0: must be at least 1"),
+        ("has no parameter", {"argument": "model"}, "model: has no parameter"),
+        (" is not known", {"argument": "device", "value": "x"}, "device='x' is not known"),
+        ("=0.5 and b=1: give one", {"argument": "a"}, "a=0.5 and b=1: give one"),
+        ("must be given", {"argument": "seed", "value": None}, "seed=None: must be given"),
+        ("there are no graphs", {}, "there are no graphs"),
+    ],
+)
+def test_a_config_error_composes_its_text_and_keeps_what_it_is_about(text, about, message):
+    error = ConfigError(text, **about)
+    copy = pickle.loads(pickle.dumps(error))
+    for each in (error, copy):
+        assert str(each) == message
+        assert (each.argument, each.value) == (about.get("argument"), about.get("value", MISSING))
+        assert str(each.renamed("a.b")) == f"a.b{message.removeprefix(about.get('argument', ''))}" or not about
+        assert each.renamed("a.b").value == each.value
+    assert str(error.extended(" (file, line 3)").renamed("a.b")).endswith(" (file, line 3)")
+
+
+def test_an_error_that_names_its_argument_in_other_words_is_not_renamed():
+    error = ConfigError("unknown setting 'lr'").about("lr")
+    assert error.renamed("optimizer.lr") is error
+    assert str(ConfigError("there are no graphs").renamed("dataset")) == "dataset: there are no graphs"
+
+
+def test_a_value_that_cannot_be_pickled_stays_behind():
+    copy = pickle.loads(pickle.dumps(ConfigError("cannot be called", argument="f", value=lambda: 1)))
+    assert copy.argument == "f"
+    assert copy.value is MISSING
 
 
 def make_non_finite():

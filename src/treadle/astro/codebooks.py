@@ -38,11 +38,11 @@ def quantile_bins(values: ArrayLike | Tensor, n_bins: int) -> tuple[NDArray[np.f
         ([1.0, 6.0, 20.0], [1.5, 15.0])
     """
     if n_bins < 1:
-        raise ConfigError(f"n_bins={n_bins}: must be at least 1")
+        raise ConfigError(f"={n_bins}: must be at least 1", argument="n_bins")
     numbers = as_array(values, "values").astype(np.float64).ravel()
     finite = numbers[np.isfinite(numbers)]
     if not finite.size:
-        raise ConfigError(f"values: none of the {numbers.size} values is finite; bins need at least one")
+        raise ConfigError(f"none of the {numbers.size} values is finite; bins need at least one", argument="values")
     edges = np.quantile(finite, np.linspace(0, 1, n_bins + 1))
     bins = np.searchsorted(edges[1:-1], finite, side="right")
     counts = np.bincount(bins, minlength=n_bins)
@@ -80,7 +80,7 @@ def kmeans_codebook(x: ArrayLike | Tensor, k: int, *, seed: int = 0, max_iter: i
     if vectors_ND.ndim != 2 or not np.isfinite(vectors_ND).all():
         raise ConfigError(f"x of shape {vectors_ND.shape}: must be (N, D) and finite in float32")
     if not 1 <= k <= len(vectors_ND):
-        raise ConfigError(f"k={k}: must be at least 1 and at most the {len(vectors_ND)} vectors of x")
+        raise ConfigError(f"={k}: must be at least 1 and at most the {len(vectors_ND)} vectors of x", argument="k")
     try:
         from sklearn.cluster import KMeans
         from threadpoolctl import threadpool_limits

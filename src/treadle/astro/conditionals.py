@@ -135,13 +135,17 @@ def expected_vectors(
             inside = (tokens >= base) & (tokens < base + len(values_KD))
             counts = sorted(set(inside.sum(1).tolist()))
             if len(counts) > 1 or not counts[0]:
-                raise ConfigError(f"sequences: they have {counts} tokens of the modality; must all have as many")
+                raise ConfigError(
+                    f"they have {counts} tokens of the modality; must all have as many", argument="sequences"
+                )
             logits = _logits(model, tokens, batch["types"], batch["attn_mask"])
             chosen = logits[:, :-1][inside[:, 1:]][:, base : base + len(values_KD)]
             found.append((chosen.softmax(-1) @ values_KD).reshape(len(tokens), -1, values_KD.shape[1]))
     lengths = {len(part[0]) for part in found}
     if len(lengths) != 1:
-        raise ConfigError(f"sequences: they have {sorted(lengths)} tokens of the modality; must all have as many")
+        raise ConfigError(
+            f"they have {sorted(lengths)} tokens of the modality; must all have as many", argument="sequences"
+        )
     return torch.cat(found)
 
 

@@ -188,7 +188,7 @@ Section = TypeVar(
 
 def _require(ok: bool, name: str, value: Any, rule: str) -> None:
     if not ok:
-        raise ConfigError(f"{name}={value!r}: {rule}")
+        raise ConfigError(rule, argument=name, value=value)
 
 
 def load_config(path: str | os.PathLike[str] | None = None) -> AstroConfig:

@@ -155,7 +155,9 @@ def token_values(tokenizers: SurveyTokenizers, survey: Survey, given: str | Sequ
         flux = tokenizers.spectrum.decode(tokenizers.spectrum.encode(survey.spectra))
         return np.arcsinh(flux.astype(np.float64) / tokenizers.spectrum.softening)
     if isinstance(given, str):
-        raise ConfigError(f"given={given!r}: survey {survey.name!r} does not have it; image, spectrum, or column names")
+        raise ConfigError(
+            f"survey {survey.name!r} does not have it; image, spectrum, or column names", argument="given", value=given
+        )
     for name in given:
         survey.column(name)
     decoded = tokenizers.scalar.decode(tokenizers.bins(survey))
@@ -210,7 +212,7 @@ def class_scores(true: ArrayLike, predicted: ArrayLike) -> dict[str, float]:
 
 def _known(surveys: Mapping[str, Survey], question: CrossPrediction) -> Survey:
     if question.survey not in surveys:
-        raise ConfigError(f"survey={question.survey!r} is not there; known: {', '.join(surveys)}")
+        raise ConfigError(f" is not there; known: {', '.join(surveys)}", argument="survey", value=question.survey)
     survey = surveys[question.survey]
     known = np.isfinite(survey.column(question.target))
     if not known.any():

@@ -55,7 +55,9 @@ def draw_spectra(
     types_NL = vocab.types_of(tokens_NL)
     is_spectrum_NL = tokens_NL >= vocab.first_spectrum_id
     if not bool(is_spectrum_NL.any()) or not bool((types_NL == types_NL[0]).all()):
-        raise ConfigError("sequences: must have a spectrum, and its ids at the same positions in all of them")
+        raise ConfigError(
+            "must have a spectrum, and its ids at the same positions in all of them", argument="sequences"
+        )
     device = next((parameter.device for parameter in model.parameters()), tokens_NL.device)
     tokens = tokens_NL.repeat_interleave(draws, dim=0)
     with evaluation_mode(model):

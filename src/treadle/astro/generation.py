@@ -113,16 +113,20 @@ def _check(
     if tokens.shape[1] > model.max_len:
         raise ConfigError(f"a prompt of {tokens.shape[1]} positions is longer than max_len={model.max_len}")
     if max_new_tokens < 0:
-        raise ConfigError(f"max_new_tokens={max_new_tokens}: must be at least 0")
+        raise ConfigError(f"={max_new_tokens}: must be at least 0", argument="max_new_tokens")
     if not 0 <= temperature < float("inf"):
-        raise ConfigError(f"temperature={temperature}: must be finite and at least 0; 0 takes the likeliest id")
+        raise ConfigError(
+            f"={temperature}: must be finite and at least 0; 0 takes the likeliest id", argument="temperature"
+        )
     if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k={top_k}: must be at least 1, or None for all ids")
+        raise ConfigError(f"={top_k}: must be at least 1, or None for all ids", argument="top_k")
 
 
 def _check_vocab(model: CausalTransformerLM, vocab: VocabSpec | None, *, legal_only: bool) -> None:
     if legal_only and vocab is None:
-        raise ConfigError("legal_only=True, but vocab=None: what is legal follows from the vocabulary; give it")
+        raise ConfigError(
+            "=True, but vocab=None: what is legal follows from the vocabulary; give it", argument="legal_only"
+        )
     if vocab is not None and (vocab.vocab_size != model.vocab_size or vocab.n_types > model.n_types):
         raise ConfigError(
             f"vocab has {vocab.vocab_size} ids and {vocab.n_types} types, the model vocab_size={model.vocab_size} and "

@@ -54,7 +54,7 @@ def initialise_from_codebooks(
     if model.vocab_size != vocab.vocab_size:
         raise ConfigError(f"model has vocab_size={model.vocab_size} but the vocabulary has {vocab.vocab_size} ids")
     if not std > 0:
-        raise ConfigError(f"std={std}: must be above 0")
+        raise ConfigError(f"={std}: must be above 0", argument="std")
     codebooks = prepare_codebooks(vocab, image=image_codebook, spectrum=spectrum_codebook)
     bins_KF = _cosines(vocab.scalar_bins)
     features = {vocab.scalar_id(column, 0): bins_KF for column in range(vocab.n_columns)}

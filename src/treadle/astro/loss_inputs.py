@@ -50,13 +50,15 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.enabled, bool):
-            raise ConfigError(f"enabled={self.enabled!r}: must be True or False")
+            raise ConfigError("must be True or False", argument="enabled", value=self.enabled)
         object.__setattr__(self, "sample_k", check_sample_k(self.sample_k))  # plain numbers, also out of NumPy's
         for name in ("weight_image", "weight_scalar", "weight_spectrum"):
             value = getattr(self, name)
             number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
             if not number or not 0 <= value < math.inf:
-                raise ConfigError(f"{name}={value!r}: a weight must be a finite number >= 0; 0 leaves the term out")
+                raise ConfigError(
+                    "a weight must be a finite number >= 0; 0 leaves the term out", argument=name, value=value
+                )
             object.__setattr__(self, name, float(value))
 
     @classmethod
@@ -71,7 +73,9 @@ class LossConfig:
         if dataclasses.is_dataclass(config) and not isinstance(config, type):
             config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         if not isinstance(config, Mapping):
-            raise ConfigError(f"config: a {type(config).__name__} is no mapping; give a dict of loss settings or None")
+            raise ConfigError(
+                f"a {type(config).__name__} is no mapping; give a dict of loss settings or None", argument="config"
+            )
         fields = [field.name for field in dataclasses.fields(cls)]
         refuse_unknown("loss config", config, [*fields, "sample_k_per_modality"])
         settings = dict(config)
@@ -79,7 +83,9 @@ class LossConfig:
             same = settings.pop("sample_k_per_modality")
             if settings.setdefault("sample_k", same) != same:
                 raise ConfigError(
-                    f"sample_k={settings['sample_k']!r} and sample_k_per_modality={same!r} are one setting; give one"
+                    f" and sample_k_per_modality={same!r} are one setting; give one",
+                    argument="sample_k",
+                    value=settings["sample_k"],
                 )
         return cls(**settings)
 
@@ -97,7 +103,7 @@ def check_sample_k(k: int) -> int:
         ConfigError: it is not.
     """
     if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
-        raise ConfigError(f"sample_k={k!r}: at least one position must be drawn; give a whole number >= 1")
+        raise ConfigError("at least one position must be drawn; give a whole number >= 1", argument="sample_k", value=k)
     return int(k)
 
 
@@ -224,7 +230,9 @@ def _spectrum(vocab: VocabSpec, given: Any) -> Codebook:
         refuse_unknown("spectrum_codebook", given, groups)
         absent = [group for group in groups if group not in given]
         if absent:
-            raise ConfigError(f"spectrum_codebook: no codebook for {', '.join(absent)}; every group needs its own")
+            raise ConfigError(
+                f"no codebook for {', '.join(absent)}; every group needs its own", argument="spectrum_codebook"
+            )
         return _codebook([_table(f"spectrum_codebook[{group!r}]", given[group], vocab.v_spectra) for group in groups])
     tables = _finite("spectrum_codebook", given)
     if tables.dim() == 2:
@@ -271,7 +279,9 @@ def _finite(name: str, given: Any) -> Tensor:
     try:
         values = given if isinstance(given, Tensor) else torch.tensor(np.asarray(given))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name}: a {type(given).__name__} cannot be read as an array of numbers: {error}") from error
+        raise ConfigError(
+            f"a {type(given).__name__} cannot be read as an array of numbers: {error}", argument=name
+        ) from error
     if not (values.dtype.is_floating_point or values.dtype in (torch.int32, torch.int64)):
         raise ConfigError(f"{name} has dtype {values.dtype}; give floating-point values")
     if not bool(values.isfinite().all()):

@@ -102,7 +102,8 @@ def require_codebooks(positions: LossPositions, codebooks: Codebooks) -> None:
         modality = term.split("/")[0]
         if modality != "ce" and given[modality] is None:
             raise ConfigError(
-                f"{arguments[modality]}=None but its term has a weight; give the codebook or set the weight to 0"
+                "=None but its term has a weight; give the codebook or set the weight to 0",
+                argument=arguments[modality],
             )
 
 

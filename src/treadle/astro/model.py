@@ -265,9 +265,11 @@ def _check_ids(name: str, ids: Tensor, table: str, size: int) -> None:
 def _check_sizes(sizes: dict[str, int], dropout: float) -> None:
     for name, size in sizes.items():
         if size < 1:
-            raise ConfigError(f"{name}={size!r}: must be at least 1")
+            raise ConfigError("must be at least 1", argument=name, value=size)
     width, heads = sizes["d_model"], sizes["n_heads"]
     if width % heads:
-        raise ConfigError(f"d_model={width} is not divisible by n_heads={heads}; every head takes an equal share")
+        raise ConfigError(
+            f"={width} is not divisible by n_heads={heads}; every head takes an equal share", argument="d_model"
+        )
     if not 0 <= dropout < 1:
-        raise ConfigError(f"dropout={dropout!r}: must lie in [0, 1)")
+        raise ConfigError("must lie in [0, 1)", argument="dropout", value=dropout)

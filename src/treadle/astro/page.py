@@ -1,8 +1,8 @@
-"""What the pictures of ``treadle train astro`` show, and the page that holds them."""
+"""The pictures of ``treadle train astro`` and their captions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,68 +13,31 @@ from numpy.typing import NDArray
 from treadle.astro.conditionals import expected_vectors
 from treadle.astro.cross_modal import CrossResult
 from treadle.astro.drawing import draw_spectra
-from treadle.astro.pictures import ShownSpectra, plot_images, plot_scalars, plot_spectra, plot_terms, question_name
-from treadle.astro.run_config import loss_line
+from treadle.astro.pictures import ShownSpectra, plot_images, plot_scalars, plot_spectra, plot_terms
 from treadle.astro.run_data import AstroData
 from treadle.astro.surveys import Survey
 from treadle.astro.trainer import AstroTrainer
 from treadle.datasets import load_spex
 from treadle.datasets.spectral_types import CLASS_START
 from treadle.runs.curves import plot_training_curves
-from treadle.runs.page import Picture, write_page
+from treadle.runs.report import Picture
 
 _PANELS = 6
 _DRAWS = 64
 
 
-def draw_and_write(
-    data: AstroData, trainer: AstroTrainer, results: Sequence[CrossResult], metrics: Mapping[str, Any], out: Path
-) -> None:
-    """Draws the pictures of a run, and writes them with its metrics into one page.
+def draw(data: AstroData, trainer: AstroTrainer, results: Sequence[CrossResult], folder: Path) -> list[Picture]:
+    """Draws the pictures of a run.
 
     Args:
         data: surveys and tokenizers.
         trainer: its model has the best weights.
-        results: what it was asked.
-        metrics: what ``metrics.json`` holds.
-        out: the run folder.
+        results: the answers to the questions that it was asked.
+        folder: gets the files.
+
+    Returns:
+        The pictures with their captions.
     """
-    pictures = _draw(data, trainer, results, out / "pictures")
-    predictions, config = metrics["predictions"], metrics["config"]
-    write_page(
-        out / "page.html",
-        title="One modality from another",
-        lead="A causal transformer on tokens of galaxy pictures (XDF), spectra of cool dwarfs (SpeX) and a galaxy "
-        "catalogue (SDSS), asked about objects kept out of its training. Variance explained: 0 is the mean of the "
-        "training objects, 1 is exact. The ridge regression sees the values of the same tokens; the true bin is the "
-        "best that an answer in bins can reach.",
-        columns=["variance explained", *(question_name(asked["target"], asked["given"]) for asked in predictions)],
-        rows=[_row(name, predictions, method) for name, method in _METHODS.items()],
-        pictures=pictures,
-        facts={
-            "objects": "; ".join(
-                f"{name}: {counts['train']:,} train, {counts['val']:,} validate, {counts['test']:,} test"
-                for name, counts in metrics["objects"].items()
-            ),
-            "loss": loss_line(config),
-            "model": f"{metrics['parameters']:,} parameters, {config['model']['n_layers']} layers of width "
-            f"{config['model']['d_model']}; epoch {metrics['best_epoch']} of {metrics['epochs']}",
-            "cross-entropy of the test sequences": f"{metrics['test']['loss_ce']:.3f} nats per token",
-            "all settings": "config.json in the run folder",
-            "treadle": metrics["treadle"],
-        },
-    )
-
-
-_METHODS = {"model": "model", "ridge regression": "ridge", "the true bin": "bins"}
-
-
-def _row(name: str, predictions: Sequence[Mapping[str, Any]], method: str) -> list[str]:
-    scores = [asked[method]["explained"] for asked in predictions]
-    return [name, *("undefined" if score is None else f"{score:.3f}" for score in scores)]
-
-
-def _draw(data: AstroData, trainer: AstroTrainer, results: Sequence[CrossResult], folder: Path) -> list[Picture]:
     scalars = plot_scalars(results, folder / "scalars.png")
     spectra = plot_spectra(_shown_spectra(data, trainer), folder / "spectra.png")
     images = plot_images(*_shown_images(data, trainer), folder / "images.png")

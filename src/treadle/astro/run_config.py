@@ -49,7 +49,9 @@ class TokensConfig:
         )
         for name, length in (("patch_size", 32), ("segment", 64)):
             if getattr(self, name) < 1 or length % getattr(self, name):
-                raise ConfigError(f"tokens.{name}={getattr(self, name)!r}: must be a divisor of {length}")
+                raise ConfigError(
+                    f"must be a divisor of {length}", argument=f"tokens.{name}", value=getattr(self, name)
+                )
 
 
 @dataclass
@@ -88,9 +90,11 @@ class ModelConfig:
             model__d_ff=self.d_ff,
         )  # fmt: skip
         if self.d_model % self.n_heads:
-            raise ConfigError(f"model.n_heads={self.n_heads!r}: must divide model.d_model={self.d_model!r}")
+            raise ConfigError(
+                f"must divide model.d_model={self.d_model!r}", argument="model.n_heads", value=self.n_heads
+            )
         if not 0 <= self.dropout < 1:
-            raise ConfigError(f"model.dropout={self.dropout!r}: must be at least 0 and below 1")
+            raise ConfigError("must be at least 0 and below 1", argument="model.dropout", value=self.dropout)
 
 
 def _data_config() -> DataConfig:
@@ -144,13 +148,15 @@ class AstroRunConfig:
         at_least(1, threads=self.threads)
         check_seeds(seed=self.seed)
         if not 0 <= self.hidden_scalars <= 0.5:
-            raise ConfigError(f"hidden_scalars={self.hidden_scalars!r}: must lie in [0, 0.5]")
+            raise ConfigError("must lie in [0, 0.5]", argument="hidden_scalars", value=self.hidden_scalars)
         if not 0 <= self.scalars_last < 1:
             raise ConfigError(
-                f"scalars_last={self.scalars_last!r}: must lie in [0, 1); with 1 no spectrum would follow its scalars"
+                "must lie in [0, 1); with 1 no spectrum would follow its scalars",
+                argument="scalars_last",
+                value=self.scalars_last,
             )
         if self.mixed_precision not in (None, "bf16", "fp16"):
-            raise ConfigError(f"mixed_precision={self.mixed_precision!r}: must be none, bf16 or fp16")
+            raise ConfigError("must be none, bf16 or fp16", argument="mixed_precision", value=self.mixed_precision)
 
     @classmethod
     def for_device(cls, device: torch.device) -> AstroRunConfig:

@@ -1,184 +1,176 @@
-"""The steps of ``treadle train astro``: settings, tokens, model, training; what follows is in ``astro_report``."""
+"""The runs of ``treadle train astro``: tokens, model, training; what follows is in :mod:`treadle.astro.report`."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import logging
-import time
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
+from treadle.astro import report
+from treadle.astro.cross_modal import CrossResult, cross_predict
 from treadle.astro.initialisation import initialise_from_codebooks
 from treadle.astro.model import CausalTransformerLM
-from treadle.astro.report import finish_run, print_results, print_start
+from treadle.astro.pictures import question_name
 from treadle.astro.run_config import FLAGS, FREE, AstroRunConfig
 from treadle.astro.run_data import TOKENIZERS, AstroData, prepare_data
 from treadle.astro.tokenizer_files import save_tokenizers
 from treadle.astro.trainer import AstroTrainer
-from treadle.checkpoint.lock import check_free
-from treadle.checkpoint.store import load_weights, write_text
-from treadle.device import get_device
+from treadle.checkpoint.store import load_weights
 from treadle.distributed.state_names import load_model_state
-from treadle.hooks import SignalHook, StepLogHook
-from treadle.hooks.bar import ProgressBarHook
-from treadle.runs.folder import (
-    explain_changes,
-    finished_metrics,
-    readable,
-    refuse_other_run,
-    set_aside,
-    stored_json,
-    writable,
-)
-from treadle.runs.overrides import apply_overrides, leaves
-from treadle.runs.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of
-from treadle.runs.setting_names import as_settings, settings_named
-from treadle.runs.settings import changes
-from treadle.runs.start_block import cpu_threads, print_settings, without_epoch_lines
+from treadle.hooks.files import to_json
+from treadle.runs.folder import part_of, stored_json
+from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run
+from treadle.runs.report import Report
+from treadle.runs.setting_names import as_settings
 from treadle.seed import set_seed
 
-_log = logging.getLogger("treadle.cli")
+_BATCH = 256
+AstroOpened = Opened[AstroRunConfig, AstroData, AstroTrainer]
 
 
-@dataclasses.dataclass(frozen=True)
-class AstroRun:
-    """What a run is made of beside its data.
+class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
+    """The pack of ``treadle train astro``."""
 
-    Attributes:
-        config: the settings.
-        out: the run folder.
-        device: where it computes.
-        messages: where progress goes.
+    name = "astro"
+    summary = "A transformer on tokens of pictures, spectra and tables."
+    help = """
+    Train a transformer on tokens of galaxy pictures, spectra and catalogues, and ask it for one from the others.
+
+    The data come with the package. A run that was stopped, at any moment and by anything, goes on when the same
+    command is given again; one that is finished shows its results. Ctrl-C saves before it leaves.
+
+    The run folder holds config.json, tokenizers.safetensors, steps.jsonl, checkpoints/ with best.pt, ckpt_epoch_….pt
+    and training_history.json, metrics.json, page.html and pictures/.
+
+    \b
+    Examples:
+      treadle train astro
+      treadle train astro training.epochs=4 model.d_model=32 --out runs/short
+      treadle train astro training.meaningful_loss.enabled=false --out runs/cross_entropy_alone
+      torchrun --nproc_per_node 2 -m treadle train astro
+      treadle train astro --show-settings
     """
+    config = AstroRunConfig
+    example = "model.d_model=96 training.epochs=20"
+    flags = FLAGS
+    free = FREE
+    needed = ("checkpoints/best.pt",)
+    loads_in_processes = True
+    afterwards = "the test and the pictures"
 
-    config: AstroRunConfig
-    out: Path
-    device: torch.device
-    messages: Console
+    def defaults(self, device: torch.device) -> AstroRunConfig:
+        """Returns the settings for a device before any is given."""
+        return AstroRunConfig.for_device(device)
 
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the trainer."""
-        return self.out / "checkpoints"
+    def parallel(self, config: AstroRunConfig) -> str | None:
+        """Returns the setting that spreads the model over ranks."""
+        return config.training.parallel
 
+    def prepare(self, run: Run[AstroRunConfig]) -> AstroData:
+        """Splits the surveys; a resumed run reads its tokenizers, a fresh one fits them."""
+        return prepare_data(run.config, None if run.home is None else run.home / TOKENIZERS)
 
-def run_astro(
-    settings: Sequence[str], *, out: Path, device: str | None, resume: bool, results: Console, messages: Console
-) -> dict[str, Any] | None:
-    """Trains, or goes on training, evaluates and writes the run folder; a finished run shows its results.
-
-    Args:
-        settings: texts ``key=value``.
-        out: the run folder.
-        device: None takes CUDA, then MPS, then the CPU.
-        resume: go on from the folder's checkpoint; else an earlier run's checkpoints are set aside.
-        results: where the summary goes.
-        messages: where progress goes.
-
-    Returns:
-        What ``metrics.json`` holds; None on other ranks than the first.
-
-    Raises:
-        ConfigError: a setting is wrong, or not that of the run in this folder.
-        CheckpointError: no checkpoint of the folder is intact, or a file cannot be written.
-        NonFiniteError: training diverged.
-        ImportError: a package is missing; the message names what to install.
-    """
-    run = AstroRun(read_settings(settings, device), out, device_of_rank(device), messages)
-    needed = ["checkpoints/best.pt"]
-    finished = by_rank_0(lambda: finished_metrics(out, run.config.to_dict(), needed=needed) if resume else None)
-    if finished is not None:
-        print_results(finished, out, results)
-        return finished
-    with cpu_threads(run.config.threads), settings_named(dict(leaves(run.config))):
-        metrics = _run(run, resume=resume, explicit=device is not None)
-    if metrics is not None:
-        print_results(metrics, out, results)
-    return metrics
-
-
-def read_settings(settings: Sequence[str], device: str | None) -> AstroRunConfig:
-    """Returns the defaults of a device with texts ``key=value`` applied.
-
-    Raises:
-        ConfigError: a key is unknown, or a value is wrong.
-    """
-    return apply_overrides(AstroRunConfig.for_device(get_device(device)), settings, elsewhere=FLAGS)
-
-
-def show_settings(settings: Sequence[str], device: str | None, console: Console) -> None:
-    """Prints every setting with its value, one ``key=value`` a line."""
-    print_settings(read_settings(settings, device), console, hidden=FLAGS)
-
-
-def _run(run: AstroRun, *, resume: bool, explicit: bool) -> dict[str, Any] | None:
-    goes_on = by_rank_0(lambda: _goes_on(run, resume=resume))
-    data = prepare_data(run.config, run.out / TOKENIZERS if goes_on else None)
-    trainer = build_trainer(run, data)
-    by_rank_0(lambda: _ready_folder(run, data, goes_on=goes_on))
-    start = f"goes on from the newest checkpoint in {run.checkpoints}" if goes_on else "fresh"
-    print_start(run.config, data, trainer, start=start, explicit=explicit, console=run.messages)
-    fit(trainer, run.config, data)
-    alone = after_ranks(trainer, lambda: _reopen(run, data))
-    if alone is None:
-        return None
-    load_model_state(alone.model, load_weights(run.checkpoints / "best.pt"))
-    return finish_run(run.config, data, alone, run.out)
-
-
-def _reopen(run: AstroRun, data: AstroData) -> AstroTrainer:
-    """Returns the trainer of a run that has ended on several ranks, in one process."""
-    config = dataclasses.replace(run.config, training=dataclasses.replace(run.config.training, parallel=None))
-    trainer = build_trainer(dataclasses.replace(run, config=config), data)
-    trainer.train(val_loader=data.loader("val", config), resume_from="auto")  # it has no epoch left to train
-    return trainer
-
-
-def build_trainer(run: AstroRun, data: AstroData) -> AstroTrainer:
-    """Seeds, and returns the trainer with a new model, its loader, bar, signals and log of steps.
-
-    Raises:
-        ConfigError: a setting is wrong.
-    """
-    config, tokenizers = run.config, data.tokenizers
-    vocab, parallel = tokenizers.vocab(), parallel_of(config.training.parallel)
-    training = dataclasses.replace(config.training, seed=config.seed, parallel=parallel)
-    set_seed(config.seed)
-    with as_settings("model", vars(config.model)):
-        model = CausalTransformerLM(vocab.vocab_size, vocab.n_types, **vars(config.model), max_len=data.longest)
-    if config.start_from_codebooks:
-        initialise_from_codebooks(
+    def build(self, run: Run[AstroRunConfig], data: AstroData) -> AstroTrainer:
+        """Seeds, and returns the trainer with a new model and its loader."""
+        config, tokenizers = run.config, data.tokenizers
+        vocab = tokenizers.vocab()
+        set_seed(config.seed)
+        with as_settings("model", vars(config.model)):
+            model = CausalTransformerLM(vocab.vocab_size, vocab.n_types, **vars(config.model), max_len=data.longest)
+        if config.start_from_codebooks:
+            initialise_from_codebooks(
+                model,
+                vocab,
+                image_codebook=tokenizers.image.codebook,
+                spectrum_codebook=tokenizers.spectrum.codebooks,
+            )
+        trainer = AstroTrainer(
             model,
             vocab,
+            data.train_loader(config),
+            dataclasses.replace(config.training, seed=config.seed, parallel=run.parallel),
             image_codebook=tokenizers.image.codebook,
             spectrum_codebook=tokenizers.spectrum.codebooks,
+            scalar_centers=tokenizers.scalar.codebook,
+            device=run.device,
+            output_dir=run.checkpoints,
+            use_amp=config.mixed_precision is not None,
+            amp_dtype="fp16" if config.mixed_precision == "fp16" else "bf16",
+            use_ce=config.use_ce,
+            hooks=run.hooks(
+                status=lambda: _status(trainer),
+                save=lambda: trainer.save_checkpoint(f"ckpt_step_{trainer.global_step:08d}.pt"),
+            ),
         )
-    trainer = AstroTrainer(
-        model,
-        vocab,
-        data.train_loader(config),
-        training,
-        image_codebook=tokenizers.image.codebook,
-        spectrum_codebook=tokenizers.spectrum.codebooks,
-        scalar_centers=tokenizers.scalar.codebook,
-        device=run.device,
-        output_dir=run.checkpoints,
-        use_amp=config.mixed_precision is not None,
-        amp_dtype="fp16" if config.mixed_precision == "fp16" else "bf16",
-        use_ce=config.use_ce,
-        hooks=[
-            StepLogHook((run.out / "steps.jsonl").absolute()),  # what `treadle replay` compares with
-            ProgressBarHook(status=lambda: _status(trainer), console=run.messages),
-            SignalHook(lambda: trainer.save_checkpoint(f"ckpt_step_{trainer.global_step:08d}.pt")),
-        ],
-    )
-    return trainer
+        return trainer
+
+    def resume(self, run: Run[AstroRunConfig], trainer: AstroTrainer) -> str:
+        """Leaves the loading to :meth:`fit`."""
+        return f"goes on from the newest checkpoint in {run.checkpoints}"
+
+    def fit(self, run: Run[AstroRunConfig], data: AstroData, trainer: AstroTrainer) -> None:
+        """Trains to the number of epochs, from the newest checkpoint if there is one."""
+        trainer.train(val_loader=data.loader("val", run.config), resume_from="auto")
+
+    def keep(self, run: Run[AstroRunConfig], data: AstroData) -> None:
+        """Writes the tokenizers beside the settings."""
+        super().keep(run, data)
+        save_tokenizers(run.out / TOKENIZERS, data.tokenizers)
+
+    def describe(self, run: Run[AstroRunConfig], data: AstroData, trainer: AstroTrainer) -> dict[str, str]:
+        """Returns what was decided about precision, data, tokens, model, loss and schedule."""
+        return report.decisions(run.config, data, trainer)
+
+    def finish(self, run: Run[AstroRunConfig], data: AstroData, trainer: AstroTrainer) -> Results:
+        """Tests the best weights, asks for one modality from others, and draws."""
+        load_model_state(trainer.model, load_weights(run.checkpoints / "best.pt"))
+        return report.finish_run(run.config, data, trainer, run.out)
+
+    def report(self, metrics: Mapping[str, Any], out: Path) -> Report:
+        """Returns the tables of tokens and questions."""
+        return report.results(metrics, out)
+
+    def evaluate(self, opened: AstroOpened, split: str, *, batch_size: int | None, num_workers: int) -> Evaluation:
+        """Returns the losses of a split, and the scores of the report's questions about its objects."""
+        config, data = opened.run.config, opened.data
+        size = batch_size or config.training.batch_size
+        training = dataclasses.replace(config.training, batch_size=size, num_workers=num_workers)
+        batches = data.loader(split, dataclasses.replace(config, training=training))
+        metrics = to_json(opened.trainer.evaluate(batches))
+        predictions = to_json([report.as_values(result) for result in _asked(opened, split, batch_size)])
+        file, compared = opened.home / "metrics.json", None
+        stored = stored_json(file)
+        if stored is not None and stored["best_epoch"] == opened.tree["epoch"] and split in stored:
+            same = stored[split] == metrics and (split != "test" or stored["predictions"] == predictions)
+            compared = (file, same)
+        return Evaluation(
+            metrics,
+            counts={"sequences": len(data.sequences[split])},
+            more={"predictions": predictions},
+            device=str(opened.trainer.device),
+            tables=[report.predictions_table(predictions, split)],
+            compared=compared,
+        )
+
+    def predict(self, opened: AstroOpened, split: str, *, batch_size: int | None, **options: Any) -> Predictions:
+        """Returns for each question the true numbers, and the answers of the model and of a ridge regression."""
+        arrays: dict[str, Any] = {}
+        for result in _asked(opened, split, batch_size):
+            name = question_name(result.question.target, result.question.given)
+            arrays[f"{name}, true"] = result.true
+            arrays.update({f"{name}, {method}": result.predicted[method] for method in ("model", "ridge")})
+        return Predictions(arrays)
+
+
+def _asked(opened: AstroOpened, split: str, batch_size: int | None) -> list[CrossResult]:
+    data = opened.data
+    return cross_predict(
+        opened.trainer.model, data.tokenizers, data.train, part_of(data, split),
+        scalars_last=opened.run.config.scalars_last > 0, batch_size=batch_size or _BATCH,
+    )  # fmt: skip
 
 
 def _status(trainer: AstroTrainer) -> str:
@@ -188,53 +180,4 @@ def _status(trainer: AstroTrainer) -> str:
     return f"val {losses[-1]:.3f} (best {min(losses):.3f})"
 
 
-def fit(trainer: AstroTrainer, config: AstroRunConfig, data: AstroData) -> None:
-    """Trains to the number of epochs, from the newest checkpoint if there is one; at the end it does nothing."""
-    started, done = time.perf_counter(), trainer.applied_steps
-    try:
-        with without_epoch_lines("astro"):
-            trainer.train(val_loader=data.loader("val", config), resume_from="auto")
-    except SystemExit:
-        _log.info("saved at step %d; the same command goes on from here", trainer.global_step)
-        raise
-    if trainer.applied_steps > done:
-        seconds = timedelta(seconds=round(time.perf_counter() - started))
-        _log.info("trained in %s to the end of epoch %d; now the test and the pictures", seconds, trainer.epoch)
-
-
-# -- the run folder -----------------------------------------------------------------------------------------------
-
-
-def _goes_on(run: AstroRun, *, resume: bool) -> bool:
-    """Returns whether the run of the folder goes on, and says what its rerun changes; writes nothing.
-
-    Raises:
-        ConfigError: it was started with settings that cannot change on the way.
-        CheckpointError: another process trains in the folder.
-    """
-    refuse_other_run(run.out, "astro")
-    check_free(run.checkpoints)  # before config.json is written: it may be that of a run that is going on
-    with readable(run.out):
-        stored = stored_json(run.out / "config.json")
-        begun = any(run.checkpoints.glob("*.pt"))
-    if not (resume and begun):
-        return False
-    if stored is not None:
-        stored.pop("face", None)
-        for sentence in explain_changes(changes(stored, run.config.to_dict()), str(run.out), free=FREE):
-            _log.warning("%s", sentence)
-    return True
-
-
-def _ready_folder(run: AstroRun, data: AstroData, *, goes_on: bool) -> None:
-    """Writes settings and tokenizers, and sets aside what an earlier run left."""
-    out = run.out
-    with writable(out):
-        if not goes_on:
-            # Else a killed fresh start would be taken for the finished run that was here before.
-            (out / "metrics.json").unlink(missing_ok=True)
-            if any(run.checkpoints.glob("*.pt")):
-                set_aside(run.checkpoints)
-        out.mkdir(parents=True, exist_ok=True)
-        save_tokenizers(out / TOKENIZERS, data.tokenizers)
-        write_text(json.dumps({"face": "astro", **run.config.to_dict()}, indent=2) + "\n", out / "config.json")
+PACK = AstroPack()

@@ -43,12 +43,16 @@ def cosine_schedule_with_warmup(
 
 def _check(step: int, base_lr: float, warmup_steps: int, total_steps: int, min_lr_ratio: float) -> None:
     if step < 0:
-        raise ConfigError(f"step={step}: must be at least 0, which is before training")
+        raise ConfigError(f"={step}: must be at least 0, which is before training", argument="step")
     if not 0 <= base_lr < math.inf:
-        raise ConfigError(f"base_lr={base_lr}: must be finite and at least 0")
+        raise ConfigError(f"={base_lr}: must be finite and at least 0", argument="base_lr")
     if warmup_steps < 0:
-        raise ConfigError(f"warmup_steps={warmup_steps}: must be at least 0, which starts at the full rate")
+        raise ConfigError(
+            f"={warmup_steps}: must be at least 0, which starts at the full rate", argument="warmup_steps"
+        )
     if total_steps < 1:
-        raise ConfigError(f"total_steps={total_steps}: must be at least 1; it is the last step, warm-up included")
+        raise ConfigError(
+            f"={total_steps}: must be at least 1; it is the last step, warm-up included", argument="total_steps"
+        )
     if not 0 <= min_lr_ratio <= 1:
-        raise ConfigError(f"min_lr_ratio={min_lr_ratio}: must lie in [0, 1]; it is a fraction of base_lr")
+        raise ConfigError(f"={min_lr_ratio}: must lie in [0, 1]; it is a fraction of base_lr", argument="min_lr_ratio")

@@ -97,8 +97,9 @@ def move_scalars_last(sequence: Mapping[str, Any], vocab: VocabSpec) -> dict[str
     ends = ((tokens == vocab.sep_id).nonzero().flatten() + 1).tolist()
     if len(ends) != 2 + len(vocab.spectrum_groups):
         raise ConfigError(
-            f"sequence: {len(ends)} SEP; one of encode_sequence has {2 + len(vocab.spectrum_groups)}, one behind the "
-            "image, the scalars and each spectrum group"
+            f"{len(ends)} SEP; one of encode_sequence has {2 + len(vocab.spectrum_groups)}, one behind the "
+            "image, the scalars and each spectrum group",
+            argument="sequence",
         )
     image, scalars, last = ends[0], ends[1], ends[-1]
 
@@ -117,7 +118,8 @@ def _scalar_ids(vocab: VocabSpec, scalars: Sequence[int | None] | None) -> list[
         return []
     if len(scalars) != vocab.n_columns:
         raise ConfigError(
-            f"scalars: {len(scalars)} bins for {vocab.n_columns} columns; give one for each, None where it is missing"
+            f"{len(scalars)} bins for {vocab.n_columns} columns; give one for each, None where it is missing",
+            argument="scalars",
         )
     return [vocab.miss_id if bin is None else vocab.scalar_id(column, bin) for column, bin in enumerate(scalars)]
 
@@ -141,14 +143,15 @@ def collate_sequences(batch: Sequence[Mapping[str, Any]], pad_id: int = 0) -> di
         [[True, True, False], [True, True, True]]
     """
     if not batch:
-        raise ConfigError("batch: no sequences; give at least one")
+        raise ConfigError("no sequences; give at least one", argument="batch")
     tokens = [torch.as_tensor(item["tokens"], dtype=torch.long) for item in batch]
     types = [torch.as_tensor(item["types"], dtype=torch.long) for item in batch]
     for number, (token, type_) in enumerate(zip(tokens, types, strict=True)):
         if token.dim() != 1 or token.shape != type_.shape:
             raise ConfigError(
-                f"batch[{number}]: tokens of shape {tuple(token.shape)} and types of shape {tuple(type_.shape)}; "
-                "both must be (L,), one type for each token"
+                f"tokens of shape {tuple(token.shape)} and types of shape {tuple(type_.shape)}; "
+                "both must be (L,), one type for each token",
+                argument=f"batch[{number}]",
             )
     lengths = [len(token) for token in tokens]
     return {

@@ -38,7 +38,9 @@ def training_settings(config: Any) -> TrainingConfig:
         return TrainingConfig()
     values = _as_mapping(config)
     if isinstance(config, AstroConfig) or not isinstance(values, Mapping):
-        raise ConfigError(f"config: a {type(config).__name__}; give the training part, such as load_config().training")
+        raise ConfigError(
+            f"a {type(config).__name__}; give the training part, such as load_config().training", argument="config"
+        )
     if "meaningful_loss" in values:
         values = {**values, "meaningful_loss": _loss_section(values["meaningful_loss"])}
     return from_dict(values, TrainingConfig)
@@ -70,7 +72,7 @@ def precision_of(use_amp: bool | None, amp_dtype: str, device: torch.device) -> 
         ('fp16', None)
     """
     if amp_dtype not in get_args(PrecisionName):
-        raise ConfigError(f"amp_dtype={amp_dtype!r}: must be 'fp16' or 'bf16'")
+        raise ConfigError("must be 'fp16' or 'bf16'", argument="amp_dtype", value=amp_dtype)
     on = device.type == "cuda" if use_amp is None else use_amp
     return amp_dtype if on else None  # type: ignore[return-value]  # it is one of the names
 
@@ -86,7 +88,8 @@ def codebooks_of(
     weights = config.term_weights(vocab)
     if not use_ce and not any(weights.values()):
         raise ConfigError(
-            "use_ce=False, and meaningful_loss is not enabled or has no weight: nothing would be trained; turn one on"
+            "=False, and meaningful_loss is not enabled or has no weight: nothing would be trained; turn one on",
+            argument="use_ce",
         )
     arguments = (
         ("image_codebook", "weight_image", "img"),
@@ -96,8 +99,9 @@ def codebooks_of(
     for (argument, setting, term), codebook in zip(arguments, given, strict=True):
         if weights[term] and codebook is None:
             raise ConfigError(
-                f"{argument}=None, but meaningful_loss.{setting}={weights[term]}: give the codebook that the tokens "
-                "were made with, or set the weight to 0"
+                f"=None, but meaningful_loss.{setting}={weights[term]}: give the codebook that the tokens "
+                "were made with, or set the weight to 0",
+                argument=argument,
             )
     return needed_codebooks(vocab, given, weights, device)
 
@@ -142,7 +146,8 @@ def schedule_length(settings: TrainingConfig, loader: Iterable[Any], epochs: int
         steps = steps_per_epoch(loader, settings.grad_accum_steps)
     except TypeError:
         raise ConfigError(
-            "training.total_steps=None and the train_loader has no length: set total_steps, the last step of the "
-            "learning-rate schedule, or give a scheduler"
+            "=None and the train_loader has no length: set total_steps, the last step of the "
+            "learning-rate schedule, or give a scheduler",
+            argument="training.total_steps",
         ) from None
     return max(1, steps * max(1, epochs))

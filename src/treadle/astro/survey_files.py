@@ -61,7 +61,7 @@ def iter_columns(
         [[0.1, nan], [0.3]]
     """
     if block_rows < 1:
-        raise ConfigError(f"block_rows={block_rows}: must be at least 1")
+        raise ConfigError(f"={block_rows}: must be at least 1", argument="block_rows")
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such survey file")
@@ -100,7 +100,7 @@ def read_columns(
         [17.5, 18.0]
     """
     if max_rows is not None and max_rows < 1:
-        raise ConfigError(f"max_rows={max_rows}: must be at least 1, or None for all")
+        raise ConfigError(f"={max_rows}: must be at least 1, or None for all", argument="max_rows")
     blocks, rows = [], 0
     block_rows = BLOCK_ROWS if max_rows is None else min(BLOCK_ROWS, max_rows)
     with closing(iter_columns(path, columns, block_rows=block_rows, table=table)) as read:
@@ -158,7 +158,7 @@ def read_survey(
     """
     wanted = [*scalars, *(column for column in (image, spectrum, object_id) if column is not None)]
     if not wanted:
-        raise ConfigError("scalars: name at least one column, or an image or a spectrum")
+        raise ConfigError("name at least one column, or an image or a spectrum", argument="scalars")
     read = read_columns(path, list(dict.fromkeys(wanted)), max_rows=max_rows, table=table)
     numbers = [_numbers(column, read[column], 1).astype(np.float64) for column in scalars]
     rows = len(read[wanted[0]])
@@ -182,8 +182,10 @@ def _objects(column: str, ids: NDArray[Any]) -> NDArray[np.intp]:
     if ids.dtype.kind not in "iuU" or ids.ndim != 1 or missing:
         found = "rows without one" if missing else f"the dtype {ids.dtype} and the shape {ids.shape}"
         raise ConfigError(
-            f"object_id={column!r}: must be one text or whole number for each row, but has {found}; leave out or name "
-            "the rows without an id in the file"
+            f"must be one text or whole number for each row, but has {found}; leave out or name "
+            "the rows without an id in the file",
+            argument="object_id",
+            value=column,
         )
     return np.unique(ids, return_inverse=True)[1].ravel().astype(np.intp)
 
@@ -192,7 +194,7 @@ def _pictures(column: str, values: NDArray[Any], shape: tuple[int, int, int] | N
     if shape is not None:
         size = values[0].size
         if size != np.prod(shape):
-            raise ConfigError(f"image_shape={shape}: the pictures in {column!r} have {size} numbers each")
+            raise ConfigError(f"={shape}: the pictures in {column!r} have {size} numbers each", argument="image_shape")
         values = values.reshape(-1, *shape)
     return _numbers(column, values, 4)
 

@@ -45,7 +45,7 @@ def _parquet_blocks(file: Path, columns: list[str] | None, block_rows: int, tabl
     except ImportError as error:
         raise _needs("Parquet", "pyarrow", error) from error
     if table is not None:
-        raise ConfigError(f"table={table!r}: a Parquet file is one table; leave it out")
+        raise ConfigError("a Parquet file is one table; leave it out", argument="table", value=table)
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
             names = _chosen(file, columns, opened.schema_arrow.names)
@@ -95,7 +95,7 @@ def _hdf5_blocks(file: Path, columns: list[str] | None, block_rows: int, table: 
         with h5py.File(file, "r") as opened:
             place = str(table or "/")
             if place not in opened:
-                raise ConfigError(f"table={table!r}: {file} has no such group; {nearest(place, opened)}")
+                raise ConfigError(f"{file} has no such group; {nearest(place, opened)}", argument="table", value=table)
             node = opened[place]
             if isinstance(node, h5py.Dataset):
                 names = _chosen(file, columns, node.dtype.names or ())
@@ -126,7 +126,9 @@ def _fits_blocks(file: Path, columns: list[str] | None, block_rows: int, table: 
             if table is not None:
                 tables = [unit for number, unit in enumerate(opened) if unit in tables and table in (number, unit.name)]
             if not tables:
-                raise ConfigError(f"table={table!r}: {file} has no such table; it has {[unit.name for unit in opened]}")
+                raise ConfigError(
+                    f"{file} has no such table; it has {[unit.name for unit in opened]}", argument="table", value=table
+                )
             unit = tables[0]
             names = _chosen(file, columns, unit.columns.names)
             for start in range(0, len(unit.data), block_rows):

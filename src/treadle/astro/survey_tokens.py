@@ -228,9 +228,11 @@ class ScalarDropout(Dataset[dict[str, Tensor]]):
         scalars_last: float = 0.0,
     ):
         if not 0 <= share <= 0.5:
-            raise ConfigError(f"share={share}: must lie in [0, 0.5]; it is the mean share of hidden scalars")
+            raise ConfigError(
+                f"={share}: must lie in [0, 0.5]; it is the mean share of hidden scalars", argument="share"
+            )
         if not 0 <= scalars_last <= 1:
-            raise ConfigError(f"scalars_last={scalars_last}: must be a probability, in [0, 1]")
+            raise ConfigError(f"={scalars_last}: must be a probability, in [0, 1]", argument="scalars_last")
         self.sequences = sequences
         self.vocab = vocab
         self.share = share
@@ -266,9 +268,13 @@ def _wide(survey: Survey, columns: Sequence[str]) -> NDArray[np.float64]:
 def _only(what: str, parts: list[Any]) -> Any:
     present = [part for part in parts if part is not None]
     if not present:
-        raise ConfigError(f"{what}: no survey has them; a vocabulary has a codebook for them, add a survey with {what}")
+        raise ConfigError(
+            f"no survey has them; a vocabulary has a codebook for them, add a survey with {what}", argument=what
+        )
     if len(present) > 1:
-        raise ConfigError(f"{what}: {len(present)} surveys have them; a vocabulary has one codebook, give one survey")
+        raise ConfigError(
+            f"{len(present)} surveys have them; a vocabulary has one codebook, give one survey", argument=what
+        )
     return present[0]
 
 

@@ -186,14 +186,16 @@ def _parts_of(batch: Any) -> list[Tensor]:
     if not isinstance(batch, Mapping) or any(not isinstance(batch.get(name), Tensor) for name in _PARTS):
         found = f"the keys {sorted(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         raise ConfigError(
-            f"batch: {found}; it must be a mapping with the tensors tokens, types and attn_mask, as "
-            "collate_sequences makes it"
+            f"{found}; it must be a mapping with the tensors tokens, types and attn_mask, as "
+            "collate_sequences makes it",
+            argument="batch",
         )
     parts = [batch[name] for name in _PARTS]
     shapes = [tuple(part.shape) for part in parts]
     if len(set(shapes)) != 1 or len(shapes[0]) != 2 or shapes[0][1] < 2:
         raise ConfigError(
-            f"batch: tokens, types and attn_mask have the shapes {shapes}; all must be (B, L) with L >= 2, since each "
-            "position predicts the one after it"
+            f"tokens, types and attn_mask have the shapes {shapes}; all must be (B, L) with L >= 2, since each "
+            "position predicts the one after it",
+            argument="batch",
         )
     return parts

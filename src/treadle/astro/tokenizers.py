@@ -108,7 +108,9 @@ class ImageTokenizer:
             raise ConfigError(f"images of shape {pictures.shape}: must be (N, channels, height, width)")
         channels, height, width = pictures.shape[1:]
         if patch_size < 1 or height % patch_size or width % patch_size:
-            raise ConfigError(f"patch_size={patch_size}: must divide the height {height} and the width {width}")
+            raise ConfigError(
+                f"={patch_size}: must divide the height {height} and the width {width}", argument="patch_size"
+            )
         vectors = _patches(pictures, patch_size).reshape(-1, channels * patch_size**2)
         return cls(Standardised.fit(vectors, k, seed=seed, max_iter=max_iter), patch_size, (channels, height, width))
 
@@ -204,13 +206,14 @@ class SpectrumTokenizer:
         flux = _matrix("spectra", spectra)
         points, names = flux.shape[1], list(groups)
         if not names or len(set(names)) != len(names):
-            raise ConfigError(f"groups={names}: give at least one name, and each once")
+            raise ConfigError(f"={names}: give at least one name, and each once", argument="groups")
         if segment < 1 or points % (len(names) * segment):
             raise ConfigError(
-                f"segment={segment}: {points} points cannot be cut into {len(names)} equal groups of whole segments"
+                f"={segment}: {points} points cannot be cut into {len(names)} equal groups of whole segments",
+                argument="segment",
             )
         if not softening > 0:
-            raise ConfigError(f"softening={softening}: must be above 0")
+            raise ConfigError(f"={softening}: must be above 0", argument="softening")
         parts = np.arcsinh(flux / softening).reshape(len(flux), len(names), -1).swapaxes(0, 1)
         books = {
             name: Standardised.fit(part.reshape(-1, segment), k, seed=seed, max_iter=max_iter)
@@ -258,7 +261,7 @@ def as_indices(name: str, tokens: ArrayLike, size: int) -> Tokens:
     """
     indices = np.asarray(tokens)
     if indices.dtype.kind not in "iu" or (indices.size and not 0 <= indices.min() <= indices.max() < size):
-        raise ConfigError(f"{name}: must be whole numbers in [0, {size})")
+        raise ConfigError(f"must be whole numbers in [0, {size})", argument=name)
     return indices.astype(np.int64)
 
 

@@ -32,7 +32,6 @@ from treadle.astro.settings import (
 from treadle.astro.task import AstroTask
 from treadle.astro.vocab import VocabSpec
 from treadle.capture.compile import Compile, check_compile
-from treadle.capture.compile import compile_model as compile_in_place
 from treadle.checkpoint.store import load_checkpoint
 from treadle.device import get_device
 from treadle.engine import Engine
@@ -41,15 +40,15 @@ from treadle.engine.hook import BaseHook
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
+from treadle.faces.build import EngineCounters, place
 from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.epochs import numbers_of
-from treadle.faces.parallel import ParallelConfig, spread
+from treadle.faces.parallel import ParallelConfig
 from treadle.hooks.bar import ProgressBarHook
 from treadle.hooks.history import HistoryHook
 from treadle.hooks.progress import ProgressHook
 from treadle.hooks.trackers import TrackerChoice, with_trackers
 from treadle.means import read_scalars
-from treadle.optim.optimizer import check_scheduler, move_optimizer_state
 from treadle.optim.precision import PrecisionName
 from treadle.seed import mix_seed
 
@@ -57,7 +56,7 @@ _log = logging.getLogger("treadle.astro")
 _epoch_log = logging.getLogger("treadle.astro.epochs")
 
 
-class AstroTrainer:
+class AstroTrainer(EngineCounters):
     """Trains a model ``(tokens, types, attn_mask) -> logits`` on token sequences; the loop is ``treadle.hooks.base``.
 
     The logits are never made where the model has ``hidden_states`` and a linear ``head`` without bias, as
@@ -150,10 +149,12 @@ class AstroTrainer:
         check_model(model, vocab)
         precision = precision_of(use_amp, amp_dtype, self.device)
         compiled = check_compile(compile_model or self.config.compile)
-        self.model = compile_in_place(model.to(self.device), "blocks" if compiled == "blocks" else False)
-        self.optimizer = default_optimizer(self.model, self.config) if optimizer is None else optimizer
-        self.model = spread(self.model, parallel or self.config.parallel, self.optimizer)
-        move_optimizer_state(self.optimizer)
+        # Where all is to be compiled, it is the model with its loss, by the task.
+        self.model, self.optimizer, _ = place(
+            model, partial(default_optimizer, settings=self.config) if optimizer is None else optimizer,
+            device=self.device, scheduler=scheduler, compile="blocks" if compiled == "blocks" else False,
+            parallel=parallel or self.config.parallel,
+        )  # fmt: skip
         self.scheduler = self._scheduler(scheduler, scheduler_interval)
         overridden = type(self).compute_loss is not AstroTrainer.compute_loss
         self._task = AstroTask(
@@ -209,12 +210,12 @@ class AstroTrainer:
 
     def _scheduler(self, given: LRScheduler | None, interval: str) -> LRScheduler:
         if given is not None:
-            check_scheduler(given, self.optimizer)
             return given
         if interval == "epoch":
             raise ConfigError(
-                "scheduler_interval='epoch' without a scheduler: the schedule of the settings counts steps; give a "
-                "scheduler, or use 'step'"
+                "='epoch' without a scheduler: the schedule of the settings counts steps; give a "
+                "scheduler, or use 'step'",
+                argument="scheduler_interval",
             )
         settings = self.config
         return WarmupCosine(
@@ -243,26 +244,6 @@ class AstroTrainer:
         return mix_seed(self.config.seed, number, distributed.rank())
 
     # -- what happened so far -------------------------------------------------------------------------------------
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps attempted."""
-        return self._engine.step
-
-    @property
-    def applied_steps(self) -> int:
-        """Steps that changed the weights."""
-        return self._engine.applied_steps
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches trained on."""
-        return self._engine.micro_steps
-
-    @property
-    def epoch(self) -> int:
-        """Epochs completed."""
-        return self._engine.epoch
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -325,7 +306,7 @@ class AstroTrainer:
         """
         epochs = self.config.epochs if num_epochs is None else num_epochs
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
-            raise ConfigError(f"num_epochs={num_epochs!r}: must be a whole number of epochs >= 0, or None")
+            raise ConfigError("must be a whole number of epochs >= 0, or None", argument="num_epochs", value=num_epochs)
         with speaking(self._engine), self._folder.held():
             self._folder.resume(resume_from)
             self._epochs.select_by(None if val_loader is None else partial(BestRule, "val_loss_total", "min"))

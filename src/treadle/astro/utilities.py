@@ -35,7 +35,7 @@ def format_time(seconds: float) -> str:
         ('45s', '2m 5s', '1h 1m 5s')
     """
     if not 0 <= seconds < math.inf:
-        raise ConfigError(f"seconds={seconds}: a duration must be finite and at least 0")
+        raise ConfigError(f"={seconds}: a duration must be finite and at least 0", argument="seconds")
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -51,20 +51,23 @@ class VocabSpec:
         for name in ("v_image", "v_scalar", "v_spectra", "scalar_bins"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r}: a number of ids must be a whole number >= 1")
+                raise ConfigError("a number of ids must be a whole number >= 1", argument=name, value=value)
         if self.v_scalar % self.scalar_bins:
             raise ConfigError(
-                f"scalar_bins={self.scalar_bins} does not divide v_scalar={self.v_scalar}: "
-                "every scalar column has the same number of bins; give columns x bins as v_scalar"
+                f"={self.scalar_bins} does not divide v_scalar={self.v_scalar}: "
+                "every scalar column has the same number of bins; give columns x bins as v_scalar",
+                argument="scalar_bins",
             )
         if isinstance(self.spectrum_groups, str):
-            raise ConfigError(f"spectrum_groups={self.spectrum_groups!r}: must be a list of names, not one text")
+            raise ConfigError(
+                "must be a list of names, not one text", argument="spectrum_groups", value=self.spectrum_groups
+            )
         object.__setattr__(self, "spectrum_groups", tuple(self.spectrum_groups))  # a list could be changed
         groups = self.spectrum_groups
         twice = sorted({group for group in groups if groups.count(group) > 1})
         if twice:
             raise ConfigError(
-                f"spectrum_groups={list(groups)}: {', '.join(twice)} occurs more than once; name each once"
+                f"={list(groups)}: {', '.join(twice)} occurs more than once; name each once", argument="spectrum_groups"
             )
 
     @property
@@ -165,7 +168,9 @@ class VocabSpec:
             ValueError: the group is unknown or the index is not in [0, v_spectra).
         """
         if group not in self.spectrum_groups:
-            raise ConfigError(f"group={group!r} is no spectrum group; {nearest(group, self.spectrum_groups)}")
+            raise ConfigError(
+                f" is no spectrum group; {nearest(group, self.spectrum_groups)}", argument="group", value=group
+            )
         return self.base_spectrum[group] + _inside(f"token of {group}", token, self.v_spectra)
 
     def type_of(self, id: int) -> int:

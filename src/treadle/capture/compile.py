@@ -40,7 +40,9 @@ def check_compile(setting: Any, *, name: str = "compile") -> Compile:
     """
     if setting is True or setting is False or setting == "blocks":
         return setting  # type: ignore[no-any-return]
-    raise ConfigError(f"{name}={setting!r}: use True (the whole model), 'blocks' (each repeated block) or False")
+    raise ConfigError(
+        "use True (the whole model), 'blocks' (each repeated block) or False", argument=name, value=setting
+    )
 
 
 def compile_model(
@@ -79,7 +81,7 @@ def compile_model(
     done = [part for part in parts if is_compiled(part)]
     if done or is_compiled(model):
         name = type(done[0]).__name__ if done else "model"
-        raise ConfigError(f"compile={setting!r}: the {name} is compiled already; compile it once")
+        raise ConfigError(f"the {name} is compiled already; compile it once", argument="compile", value=setting)
     for part in parts:
         compile_in_place(part, backend=backend, mode=mode, dynamic=dynamic)
     warn_of_sharded(inner)

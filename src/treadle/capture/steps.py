@@ -50,7 +50,7 @@ def steps_of(engine: Engine) -> Steps:
 
 def _refuse(engine: Engine, reason: str) -> None:
     if engine.capture is True:
-        raise ConfigError(f"capture=True: {reason}; or use capture='auto' or False")
+        raise ConfigError(f"{reason}; or use capture='auto' or False", argument="capture", value=True)
     engine.logger.warning("capture='auto': steps are not captured: %s", reason)
 
 

@@ -55,9 +55,13 @@ def convert_checkpoint(
     name = path.resolve().name.removesuffix(".pt")
     target = Path(out) if out is not None else path.parent / "export" / (f"{name}.pt" if to == "file" else name)
     if os.path.lexists(target) and not force:
-        raise ConfigError(f"out={str(target)!r} is there already; choose another name, or pass force (--force)")
+        raise ConfigError(
+            " is there already; choose another name, or pass force (--force)", argument="out", value=str(target)
+        )
     if target.exists() and target.is_dir() != (to == "folder"):
-        raise ConfigError(f"out={str(target)!r} is a {'folder' if target.is_dir() else 'file'}; choose another name")
+        raise ConfigError(
+            f" is a {'folder' if target.is_dir() else 'file'}; choose another name", argument="out", value=str(target)
+        )
     if to == "file":
         return save_checkpoint(tree, target)
     from treadle.checkpoint.sharded import save_sharded

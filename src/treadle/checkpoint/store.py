@@ -327,12 +327,16 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 def scored_weights(tree: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns the weights of a loaded checkpoint that were validated: the averaged ones, or the raw ones."""
-    model: Mapping[str, Tensor] = tree["model"]
     described = tree.get("format") or {}
+    averaged = averaged_weights(tree) if described.get("scored") == "ema" else None
+    return dict(tree["model"]) if averaged is None else averaged
+
+
+def averaged_weights(tree: Mapping[str, Any]) -> dict[str, Tensor] | None:
+    """Returns the averaged weights of a loaded checkpoint in the model's own dtypes; None without an average."""
     averages = tree.get("ema") or {}
-    if described.get("scored") == "ema" and averages:
-        shadow: Mapping[str, Tensor] = next(iter(averages.values()))["shadow"]
-        return {
-            name: value.to(model[name].dtype) if isinstance(value, Tensor) else value for name, value in shadow.items()
-        }
-    return dict(model)
+    if not averages:
+        return None
+    model: Mapping[str, Tensor] = tree["model"]
+    shadow: Mapping[str, Tensor] = next(iter(averages.values()))["shadow"]
+    return {name: value.to(model[name].dtype) if isinstance(value, Tensor) else value for name, value in shadow.items()}

@@ -15,11 +15,7 @@ from treadle.cli.predict import predict
 from treadle.cli.replay import replay
 from treadle.cli.report import report
 from treadle.cli.runs import runs
-from treadle.cli.train_astro import astro
-from treadle.cli.train_config import NAME, FileCommand, SettingsCommand, TrainGroup, config, on_ranks
-from treadle.cli.train_graphs import graphs
-from treadle.cli.train_spectra import spectra
-from treadle.cli.train_text import text
+from treadle.cli.train_config import NAME, FileCommand, TrainGroup, config, on_ranks
 from treadle.cli.verify.command import verify
 
 EXIT_CODES = """\b
@@ -43,10 +39,6 @@ train = typer.Typer(
 )  # fmt: skip
 app.add_typer(train, name="train", short_help="Train a model, or go on training it.")
 train.callback()(on_ranks)
-train.command(cls=SettingsCommand, short_help="A masked autoencoder on near-infrared spectra of stars.")(spectra)
-train.command(cls=SettingsCommand, short_help="A small GPT-2 on Python's manual, then LoRA.")(text)
-train.command(cls=SettingsCommand, short_help="A graph transformer on molecules.")(graphs)
-train.command(cls=SettingsCommand, short_help="A transformer on tokens of pictures, spectra and tables.")(astro)
 train.command(NAME, cls=FileCommand, short_help="What your configuration file describes.")(config)
 app.command(short_help="Measure a split with the best weights of a run.")(evaluate)
 app.command(short_help="Write what the best weights of a run say about a split.")(predict)

@@ -13,28 +13,29 @@ from typing import Any
 from rich.console import Console
 
 from treadle import distributed
+from treadle.cli.console import show_report
+from treadle.cli.train_pack import show_settings
 from treadle.config import format_config
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.engine.observers import observing
 from treadle.errors import ConfigError
+from treadle.runs.packs import find_pack
 from treadle.runs.record_hooks import RunRecordHook
+from treadle.runs.script import train_from
 from treadle.runs.setting_places import settings_placed
-from treadle.runs.target import PackRun, pack_commands, read_target, train_from
+from treadle.runs.target import PackRun, read_target
 from treadle.runs.tracking import tracked
 
 _log = logging.getLogger("treadle.cli")
 
 
-def run_config(
-    file: Path, settings: Sequence[str], *, results: Console, messages: Console, trackers: str | None = None
-) -> None:
+def run_config(file: Path, settings: Sequence[str], *, messages: Console, trackers: str | None = None) -> None:
     """Trains what a configuration file describes.
 
     Args:
         file: the configuration.
         settings: overrides such as ``model.width=64``.
-        results: where the summary of a pack's run goes.
         messages: where progress goes.
         trackers: what follows the run, beside the trackers that a trainer's own section names.
 
@@ -43,19 +44,18 @@ def run_config(
         TreadleError: the run failed.
     """
     with settings_placed(file, settings):
-        _run(file, settings, results=results, messages=messages, trackers=trackers)
+        _run(file, settings, messages=messages, trackers=trackers)
 
 
-def _run(file: Path, settings: Sequence[str], *, results: Console, messages: Console, trackers: str | None) -> None:
+def _run(file: Path, settings: Sequence[str], *, messages: Console, trackers: str | None) -> None:
     target = read_target(file, settings)
     if isinstance(target, PackRun):
-        pack = pack_commands(target.face)
-        with tracked(
-            trackers or target.trackers, lambda: pack.check(target.settings, target.device).to_dict()
-        ) as tracking:
-            tracking.final(pack.run(
-                target.settings, out=target.out, device=target.device, resume=target.resume, results=results,
-                messages=messages,
+        pack = find_pack(target.face)
+        settings = pack.read_settings(target.settings, target.device)
+        with tracked(trackers or target.trackers, lambda: pack.values(settings)) as tracking:
+            tracking.final(pack.train(
+                target.settings, out=target.out, device=target.device, resume=target.resume, messages=messages,
+                show=show_report,
             ))  # fmt: skip
         return
     if target.get("seed") is None:
@@ -86,7 +86,7 @@ def show_config(file: Path, settings: Sequence[str], console: Console) -> None:
     with settings_placed(file, settings):
         target = read_target(file, settings)
         if isinstance(target, PackRun):
-            pack_commands(target.face).show(target.settings, target.device, console)
+            show_settings(find_pack(target.face), target.settings, target.device, console)
             return
     console.print(format_config(target), markup=False, soft_wrap=True)
 
@@ -113,4 +113,4 @@ def _refuse_unwritable(folder: Path) -> None:
     nearest = next(place for place in (folder, *folder.parents) if place.exists())
     reason = "is no folder" if not nearest.is_dir() else "cannot be written"
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        raise ConfigError(f"workspace={str(folder)!r}: {nearest} {reason}; choose another folder")
+        raise ConfigError(f"{nearest} {reason}; choose another folder", argument="workspace", value=str(folder))

@@ -6,13 +6,19 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
 from treadle.cli.user_errors import described
 from treadle.errors import ConfigError, TreadleError
+from treadle.runs import report
 from treadle.runs.launch import launched_rank, leave_for_torchrun
+
+_WIDEST = 10_000
 
 
 def result_console() -> Console:
@@ -102,3 +108,60 @@ def errors_as_one_line(console: Console) -> Iterator[None]:
 
 def _message(error: Exception) -> str | None:
     return " ".join(str(error).split()) if isinstance(error, TreadleError) else described(error)
+
+
+# -- tables and reports ---------------------------------------------------------------------------------------------
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Prints a table as wide as it is: a terminal that is narrower breaks its lines, and no cell loses its end.
+
+    Args:
+        table: the table.
+        console: where it goes.
+    """
+    console.print(_Whole(table), crop=False)
+
+
+class _Whole:
+    def __init__(self, table: Table):
+        self.table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        needed = Measurement.get(console, options.update_width(_WIDEST), self.table).maximum
+        yield from console.render(self.table, options.update_width(max(needed, options.max_width)))
+
+
+def show_table(table: report.Table, console: Console) -> None:
+    """Prints a table of a report with its notes."""
+    shown = Table(title=table.title or None, title_justify="left", box=None, pad_edge=False)
+    first, *others = table.columns
+    shown.add_column(first, min_width=table.width)
+    for name in others:
+        shown.add_column(name, justify="right")
+    for row in table.rows:
+        shown.add_row(*row)
+    print_table(shown, console)
+    for note in table.notes:
+        console.print(note, soft_wrap=True)
+
+
+def show_report(found: report.Report, out: Path, console: Console | None = None) -> None:
+    """Prints the results of a run.
+
+    Args:
+        found: the results.
+        out: the run folder.
+        console: None takes that of results.
+    """
+    console = result_console() if console is None else console
+    for table in found.tables:
+        console.print()
+        show_table(table, console)
+    for title, text in found.texts.items():
+        console.print(f"\n[bold]{title}[/bold]")
+        for line in text.splitlines():
+            console.print(Text(f"  {line}".rstrip()), soft_wrap=True)
+    console.print("\n" + " ".join([*([found.note] if found.note else []), f"Files in {out}:"]), soft_wrap=True)
+    for line in found.files:
+        console.print(line, soft_wrap=True, markup=False)

@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
+from treadle.cli.console import errors_as_one_line, log_to, message_console, print_table, result_console, show_table
 from treadle.cli.pack_options import AsJson, BatchSize, Device
 from treadle.errors import ConfigError
-from treadle.runs.folder import SPLITS, known_split, run_folder_of
-from treadle.runs.tables import print_table
+from treadle.runs.folder import known_split, run_folder_of
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from treadle.runs.pack import Evaluation, Pack
+
 _log = logging.getLogger("treadle.cli")
 
-_OF_FACES = {
-    "graphs": "graphs.stored:evaluate_graphs",
-    "spectra": "spectra.stored:evaluate_spectra",
-    "astro": "astro.stored:evaluate_astro",
-    "text": "text.stored:evaluate_text",
-    "mini": "cli.config_stored:evaluate_config",
-}
-"""Face of a checkpoint -> who evaluates its runs, a module of this package and a function."""
-
 _BEST = ("checkpoints/best.pt", "best.pt", "best_model.pt", "checkpoints/last.pt", "checkpoints/checkpoint_latest.pt")
-_SPLITS_OF_TEXT = ("train", "val", "lora_train", "lora_val")
-_LOADS_IN_PROCESSES = ("graphs", "astro")
-_REPORTS = {"equal_to_test_results": "test_results.json", "equal_to_metrics": "metrics.json"}
-_COUNTED = ("graphs", "spectra", "sequences", "tokens", "bytes")
 _MOST_COLUMNS = 8
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or one of its checkpoints.")]
@@ -100,7 +88,7 @@ def evaluate_checkpoint(
 
     Args:
         run: its folder, or a checkpoint.
-        split: see :func:`chosen_split`.
+        split: None takes the one that the run's own report is about.
         batch_size: None takes that of the training.
         num_workers: processes that load batches.
         device: None takes CUDA, then MPS, then the CPU.
@@ -117,108 +105,108 @@ def evaluate_checkpoint(
     from treadle.checkpoint.store import write_text
     from treadle.hooks.files import to_json
 
-    path, tree, face = checkpoint_of(run)
-    if face not in _OF_FACES:
-        raise ConfigError(
-            f"RUN={str(run)!r}: {path.name} is of the face {face}, whose runs cannot be evaluated from their "
-            f"checkpoints; known: {', '.join(_OF_FACES)}"
-        )
-    split = chosen_split(split, face, path)
+    stored = stored_run(run)
+    split = stored.split(split)
     check_sizes(batch_size, num_workers)
-    if num_workers and face not in _LOADS_IN_PROCESSES:
-        _log.warning("num_workers=%d: has no effect on a run of the face %s", num_workers, face)
-    module, function = _OF_FACES[face].split(":")
-    of_face: Callable[..., dict[str, Any]] = getattr(importlib.import_module(f"treadle.{module}"), function)
-    measured = of_face(
-        path, tree, split=split, batch_size=batch_size, num_workers=num_workers, device=device, messages=messages
-    )
-    found: dict[str, Any] = to_json({"split": split, "epoch": tree["epoch"], "checkpoint": path.name, **measured})
+    if num_workers and not stored.pack.loads_in_processes:
+        _log.warning("num_workers=%d: has no effect on a run of the face %s", num_workers, stored.pack.name)
+    path, tree = stored.path, stored.tree
+    with stored.pack.open(path, tree, device=device, messages=messages) as opened:
+        measured = stored.pack.evaluate(opened, split, batch_size=batch_size, num_workers=num_workers)
+    about = {"split": split, "epoch": tree["epoch"], "checkpoint": path.name}
+    found: dict[str, Any] = to_json({**about, **measured.as_values()})
     target = run_folder_of(path) / f"eval_results_{split}.json"
     write_text(json.dumps(found, indent=2, allow_nan=False) + "\n", target)
     if results is not None:
-        _print(found, target, results)
+        _print(measured, found, target, results)
     return found
-
-
-def chosen_split(split: str | None, face: str, path: Path) -> str:
-    """Returns the part of the data that is meant.
-
-    Args:
-        split: None takes the one that the run's own report is about.
-        face: of the checkpoint.
-        path: the checkpoint.
-
-    Raises:
-        ConfigError: the runs of this face have no such split.
-
-    Example:
-        >>> chosen_split(None, "astro", Path("a/best.pt")), chosen_split(None, "text", Path("t/lora/best_model.pt"))
-        ('test', 'lora_val')
-    """
-    if face != "text":
-        return known_split("test" if split is None else split, SPLITS)
-    from treadle.text.folder import home_of
-
-    run = run_folder_of(path)
-    kept_out = "val" if home_of(run) == run else "lora_val"
-    return known_split(kept_out if split is None else split, _SPLITS_OF_TEXT)
 
 
 def check_sizes(batch_size: int | None, num_workers: int = 0) -> None:
     """Raises ConfigError for a size that is too small; None passes."""
     for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise ConfigError(f"{name}={value!r}: must be a whole number of at least {least}")
+            raise ConfigError(f"must be a whole number of at least {least}", argument=name, value=value)
 
 
-def checkpoint_of(run: Path) -> tuple[Path, Mapping[str, Any], str]:
-    """Returns the checkpoint that a run is used by, what it holds, and its face, ``"text"`` for that pack.
+@dataclass(frozen=True)
+class StoredRun:
+    """A run that is used by one of its checkpoints.
+
+    Attributes:
+        pack: evaluates it.
+        path: the checkpoint.
+        tree: what it holds.
+    """
+
+    pack: Pack[Any, Any, Any]
+    path: Path
+    tree: Mapping[str, Any]
+
+    def split(self, asked: str | None) -> str:
+        """Returns the part of the data that is meant; None asks for the one that the run's own report is about.
+
+        Raises:
+            ConfigError: the runs of this pack have no such split.
+        """
+        part = self.pack.home_of(run_folder_of(self.path))[1]
+        return known_split(self.pack.default_split(part) if asked is None else asked, self.pack.splits)
+
+
+def stored_run(run: Path) -> StoredRun:
+    """Returns a run with the checkpoint that it is used by.
 
     Args:
         run: a run folder, of which the best weights count, or a checkpoint.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or its face cannot be evaluated.
         CheckpointError: it is damaged.
     """
     from treadle.checkpoint.shard_manifest import is_whole
     from treadle.checkpoint.store import load_checkpoint
-    from treadle.text.folder import is_text_run
+    from treadle.runs.configured import ConfiguredRuns
+    from treadle.runs.packs import find_pack, pack_names, pack_of_folder
 
     path = run
     if not (run.is_file() or is_whole(run)):
         found = [run / name for name in _BEST if (run / name).exists()]
         if not found:
-            raise ConfigError(f"RUN={str(run)!r}: is no checkpoint, and no folder with one of {', '.join(_BEST)}")
+            raise ConfigError(
+                f"is no checkpoint, and no folder with one of {', '.join(_BEST)}", argument="RUN", value=str(run)
+            )
         path = found[0]
     tree = load_checkpoint(path)
+    if (pack := pack_of_folder(run_folder_of(path))) is not None:
+        return StoredRun(pack, path, tree)
     described = tree.get("format", {})
     face = str(described.get("face") if isinstance(described, Mapping) else None)
-    # The runs of the text pack are made by the trainer of that face.
-    return path, tree, "text" if face == "functional" and is_text_run(run_folder_of(path)) else face
+    if face in pack_names():  # a checkpoint outside of its run folder
+        return StoredRun(find_pack(face), path, tree)
+    if face != ConfiguredRuns.name:
+        instead = "call predict() of the treadle.Trainer that made it" if face == "functional" else "use its trainer"
+        raise ConfigError(
+            f"{path.name} is of the face {face}, whose runs cannot be evaluated from their "
+            f"checkpoints; {instead}; known: {', '.join([*pack_names(), ConfiguredRuns.name])}",
+            argument="RUN",
+            value=str(run),
+        )
+    return StoredRun(ConfiguredRuns(), path, tree)
 
 
-def _print(found: Mapping[str, Any], target: Path, console: Console) -> None:
-    from treadle.text.folder import home_of
-
-    counts = [f"{value:,} {name}" for name, value in found.items() if name in _COUNTED]
-    stage = [found["stage"]] if "stage" in found else []
-    about = ", ".join([*stage, found["split"], *counts, f"weights of epoch {found['epoch']}"])
-    data = f"{found['data']}, " if "data" in found else ""
-    console.print(f"{data}{about}\n", markup=False)
+def _print(measured: Evaluation, found: Mapping[str, Any], target: Path, console: Console) -> None:
+    counts = [f"{value:,} {name}" for name, value in measured.counts.items()]
+    about = [*measured.about.values(), found["split"], *counts, f"weights of epoch {found['epoch']}"]
+    console.print(f"{', '.join(about)}\n", markup=False)
     print_table(_table(found["metrics"]), console)
-    if "predictions" in found:
-        from treadle.astro.report import print_predictions
-
+    for table in measured.tables:
         console.print()
-        print_predictions(found["predictions"], console, part=found["split"])
+        show_table(table, console)
     console.print(f"\n{target}", soft_wrap=True, markup=False)
-    for key, name in _REPORTS.items():
-        if key in found:
-            same = "equal to the bit to" if found[key] else "not equal to the bit to"
-            # Of both parts of a run of text there is one report, above the folder of the fine-tuning.
-            home = home_of(target.parent) if "stage" in found else target.parent
-            console.print(f"{same} {home / name}", soft_wrap=True, markup=False)
+    if measured.compared is not None:
+        file, equal = measured.compared
+        same = "equal to the bit to" if equal else "not equal to the bit to"
+        console.print(f"{same} {file}", soft_wrap=True, markup=False)
 
 
 def _table(metrics: Mapping[str, Any]) -> Table:

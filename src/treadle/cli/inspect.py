@@ -41,7 +41,7 @@ def inspect(
         from treadle.checkpoint.safe.inspect import inspect_path
 
         if not target.exists():
-            raise ConfigError(f"FILE={str(target)!r}: no such file or folder")
+            raise ConfigError("no such file or folder", argument="FILE", value=str(target))
         report = inspect_path(target)
         if as_json:
             console.print(json.dumps(report, indent=1), markup=False, soft_wrap=True)

@@ -71,17 +71,21 @@ def write_start(face: str, folder: Path, *, force: bool = False) -> list[Path]:
         ['train.py', 'run.yaml']
     """
     if face not in FACES:
-        raise ConfigError(f"FACE={face!r}: there is no such face; {nearest(face, FACES)}")
+        raise ConfigError(f"there is no such face; {nearest(face, FACES)}", argument="FACE", value=face)
     templates = resources.files("treadle.cli") / "templates"
     found = {folder / _SCRIPT: templates / f"{face}.py.txt", folder / _CONFIG: templates / f"{face}.yaml"}
     texts = {path: source.read_text(encoding="utf-8") for path, source in found.items() if source.is_file()}
     there = [str(path) for path in texts if path.exists()]
     if there and not force:
-        raise ConfigError(f"FOLDER={str(folder)!r}: {' and '.join(there)} is there already; --force replaces it")
+        raise ConfigError(
+            f"{' and '.join(there)} is there already; --force replaces it", argument="FOLDER", value=str(folder)
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
             path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"FOLDER={str(folder)!r}: cannot be written ({error.strerror}); choose another") from error
+        raise ConfigError(
+            f"cannot be written ({error.strerror}); choose another", argument="FOLDER", value=str(folder)
+        ) from error
     return list(texts)

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
-from treadle.cli.evaluate import Run, check_sizes, checkpoint_of, chosen_split
+from treadle.cli.evaluate import Run, check_sizes, stored_run
 from treadle.cli.pack_options import AsJson, BatchSize, Device
 from treadle.errors import ConfigError
 from treadle.runs.folder import run_folder_of
 
 if TYPE_CHECKING:
-    import numpy as np
     from rich.console import Console
 
-    Arrays = dict[str, np.ndarray[Any, np.dtype[Any]]]
-
-_OF_FACES = {
-    "graphs": "graphs.stored:predict_graphs",
-    "spectra": "spectra.stored:predict_spectra",
-    "astro": "astro.stored:predict_astro",
-    "text": "text.stored:predict_text",
-    "mini": "cli.config_stored:predict_config",
-}
-"""Face of a checkpoint -> who predicts, a module of this package and a function."""
-_INSTEAD = {"functional": "call predict() of the treadle.Trainer that made it"}
+    from treadle.cli.evaluate import StoredRun
+    from treadle.runs.pack import Predictions
 
 Split = Annotated[
     Optional[str],  # noqa: UP045  (typer on Python 3.10 reads this form)
@@ -97,64 +86,48 @@ def predict(
     with errors_as_one_line(messages), log_to(messages):
         _check_suffix(out)
         check_sizes(batch_size)
-        path, tree, face = checkpoint_of(run)
-        function = _function(face, run, path)
-        drawing = {"prompt": prompt, "count": count, "num_tokens": num_tokens, "seed": seed, "greedy": greedy}
-        options, name = _options(face, path, {"split": split, "batch_size": batch_size}, drawing)
-        arrays = function(path, tree, **options, device=device, messages=messages)
-        target = write_arrays(arrays, run_folder_of(path) / name if out is None else out)
-        found = {"path": str(target), "checkpoint": str(path), **{k: v for k, v in options.items() if k == "split"}}
+        stored = stored_run(run)
+        given: dict[str, Any] = {
+            "split": split, "batch_size": batch_size, "prompt": prompt, "count": count, "num_tokens": num_tokens,
+            "seed": seed, "greedy": greedy,
+        }  # fmt: skip
+        _refuse_idle(given, stored)
+        chosen = stored.split(split)
+        options = {name: value for name, value in given.items() if name in stored.pack.takes and name != "split"}
+        with stored.pack.open(stored.path, stored.tree, device=device, messages=messages) as opened:
+            predicted = stored.pack.predict(opened, chosen, **{"batch_size": None, **options})
+        path = run_folder_of(stored.path) / stored.pack.predictions_file(chosen) if out is None else out
+        target = write_arrays(predicted.arrays, path)
         if as_json:
-            results.print(json.dumps(found | _as_values(face, arrays)), markup=False, soft_wrap=True)
+            about = {"split": chosen} if "split" in stored.pack.takes else {}
+            found = {"path": str(target), "checkpoint": str(stored.path), **about, **_as_values(predicted)}
+            results.print(json.dumps(found), markup=False, soft_wrap=True)
         else:
-            _print(face, arrays, target, results)
+            _print(predicted, target, results)
 
 
-def _options(face: str, path: Path, rows: dict[str, Any], drawing: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Returns the options that a face has, of a split or of drawing texts, and the name of the file to write.
-
-    Raises:
-        ConfigError: one of the others is given, or there is no such split.
-    """
-    own, others = (drawing, rows) if face == "text" else (rows, drawing)
-    for name, value in others.items():
-        if value is not None and value is not False and value != []:  # 0 is a seed
-            whose = "has no rows of a split; give --prompt" if face == "text" else "draws no texts"
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: a run of the face {face} {whose}")
-    if face == "text":
-        return own, "continuations.csv"
-    split = chosen_split(rows["split"], face, path)
-    return rows | {"split": split}, f"predictions_{split}.npz"
+def _refuse_idle(given: Mapping[str, Any], stored: StoredRun) -> None:
+    """Raises ConfigError for an option that has no effect on the run."""
+    for name, value in given.items():
+        if name not in stored.pack.takes and value is not None and value is not False and value != []:  # 0 is a seed
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value}: a run of the face {stored.pack.name} {stored.pack.without}"
+            )
 
 
-def _as_values(face: str, arrays: Arrays) -> dict[str, Any]:
-    shapes = {name: list(array.shape) for name, array in arrays.items()}
-    texts = [{"prompt": str(prompt), "text": str(text)} for prompt, text in _texts(face, arrays)]
-    return {"arrays": shapes, **({"texts": texts} if face == "text" else {})}
+def _as_values(predicted: Predictions) -> dict[str, Any]:
+    shapes = {name: list(array.shape) for name, array in predicted.arrays.items()}
+    return {"arrays": shapes, **({"texts": list(predicted.texts)} if predicted.texts else {})}
 
 
-def _texts(face: str, arrays: Arrays) -> list[tuple[Any, Any]]:
-    return list(zip(arrays["prompt"], arrays["text"], strict=True)) if face == "text" else []
-
-
-def _print(face: str, arrays: Arrays, target: Path, results: Console) -> None:
-    for number, (_, text) in enumerate(_texts(face, arrays), start=1):
-        results.print(f"===== {number} of {len(arrays['text'])} =====\n\n{text}\n", markup=False, soft_wrap=True)
-    for name, array in arrays.items():
+def _print(predicted: Predictions, target: Path, results: Console) -> None:
+    for number, record in enumerate(predicted.texts, start=1):
+        text = list(record.values())[-1]
+        results.print(f"===== {number} of {len(predicted.texts)} =====\n\n{text}\n", markup=False, soft_wrap=True)
+    for name, array in predicted.arrays.items():
         shape = " x ".join(f"{size:,}" for size in array.shape)
         results.print(f"{name:<24}{shape}", markup=False, soft_wrap=True)
     results.print(str(target), markup=False, soft_wrap=True)
-
-
-def _function(face: str, run: Path, path: Path) -> Callable[..., Arrays]:
-    if face not in _OF_FACES:
-        instead = _INSTEAD.get(face, f"known: {', '.join(_OF_FACES)}")
-        raise ConfigError(
-            f"RUN={str(run)!r}: {path.name} is of the face {face}, which has no predictions here; {instead}"
-        )
-    module, function = _OF_FACES[face].split(":")
-    found: Callable[..., Arrays] = getattr(importlib.import_module(f"treadle.{module}"), function)
-    return found
 
 
 def _check_suffix(out: Path | None) -> None:

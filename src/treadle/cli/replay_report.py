@@ -1,10 +1,9 @@
-"""What a replay shows: the step, what the run's record said of it, and why the two may differ."""
+"""A replayed step on a terminal, beside the record of its run."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from treadle.checkpoint.schema import versions
-from treadle.errors import ConfigError
+from treadle.cli.console import print_table
 from treadle.hooks.files import to_json
-from treadle.hooks.steplog import read_steps
-from treadle.runs.folder import stored_json
-from treadle.runs.record import recorded_config
-from treadle.runs.replay import Replayed, refuse_run_of_ranks, replay_config, replay_script, save_batch
-from treadle.runs.tables import print_table
-from treadle.runs.target import PackRun, resolve
-from treadle.spectra.replay import replay_spectra
-from treadle.text.folder import is_text_run
-from treadle.text.replay import replay_text
-
-_COMPARED = ("loss", "losses", "grad_norm", "lr", "applied")
+from treadle.runs.compare import replay_and_compare
+from treadle.runs.replay import save_batch
 
 
 def replay_and_report(
@@ -49,139 +38,17 @@ def replay_and_report(
     Raises:
         ConfigError: an argument does not fit the others, or the run has no such step.
     """
-    if script is None and arguments:
-        raise ConfigError(f"{arguments[0]!r}: only a script takes arguments; name it with --script")
-    config = recorded_config(run, step) if script is None else _config_of(script, arguments)
-    own = script is not None or config is not None
-    if own and device is not None:
-        what = "script" if script is not None else "configuration"
-        raise ConfigError(f"--device={device}: the {what} decides where it runs")
-    if config is not None:
-        replayed = replay_config(run, step, config=config[0], folder=config[1], debug=debug)
-    elif script is not None:
-        replayed = replay_script(run, step, script=script, arguments=arguments, debug=debug)
-    else:
-        refuse_run_of_ranks(run)
-        replayed = _replay_of(run)(run, step, device=device, debug=debug, messages=messages)
+    replay = replay_and_compare(
+        run, step, script=script, arguments=arguments, device=device, debug=debug, messages=messages
+    )
     if save is not None:
-        save_batch(replayed.batches, save)
-    saved = None if save is None else str(save)
-    values = as_values(replayed, read_steps(run / "steps.jsonl"), own=own, saved=saved)
+        save_batch(replay.batches, save)
+    values = {**replay.values, "saved": None if save is None else str(save)}
     if as_json:
         results.print(json.dumps(to_json(values), allow_nan=False), soft_wrap=True, markup=False)
     else:
         print_step(values, results)
-    equal: bool | None = values["equal"]
-    return equal
-
-
-def _replay_of(run: Path) -> Callable[..., Replayed]:
-    """Returns what replays the run of a pack, by the files in its folder."""
-    if is_text_run(run):
-        return replay_text
-    if (stored_json(run / "config.json") or {}).get("face") == "astro":
-        from treadle.astro.replay import replay_astro  # every module of the pack
-
-        return replay_astro
-    if not (run / "config.yaml").is_file():
-        return replay_spectra
-    from treadle.graphs.replay import replay_graphs  # imports torch_geometric
-
-    return replay_graphs
-
-
-def _config_of(script: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], Path] | None:
-    """Returns the configuration in a file and the file's folder; None if it is a script."""
-    found = resolve(str(script), arguments)
-    if isinstance(found, PackRun):
-        raise ConfigError(f"--script={str(script)!r}: names a pack; a run of a pack is replayed without --script")
-    return None if found is None else (found, script.parent)
-
-
-def differences(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns what differs by a bit or more, as ``name -> (recorded, replayed)``.
-
-    Example:
-        >>> differences({"loss": 0.5, "applied": True}, {"loss": 0.25, "applied": True})
-        {'loss': (0.5, 0.25)}
-    """
-    names = [name for name in _COMPARED if name in recorded and name in replayed]
-    return {name: (recorded[name], replayed[name]) for name in names if not same(recorded[name], replayed[name])}
-
-
-def same(recorded: Any, replayed: Any) -> bool:
-    """Returns whether two values are equal to the bit; the record holds null for what is not finite.
-
-    Example:
-        >>> same([0.5, None], [0.5, float("nan")]), same(0.0, -0.0)
-        (True, False)
-    """
-    if isinstance(recorded, list) and isinstance(replayed, list):
-        return len(recorded) == len(replayed) and all(map(same, recorded, replayed))
-    if isinstance(replayed, float) and not math.isfinite(replayed):
-        return recorded is None
-    return repr(recorded) == repr(replayed)
-
-
-def first_difference(records: Mapping[int, Mapping[str, Any]], replayed: Replayed) -> int | None:
-    """Returns the first step of the replay whose record says something else."""
-    for row in replayed.rows:
-        if row["step"] in records and differences(records[row["step"]], row):
-            return int(row["step"])
-    return None
-
-
-def likely_causes(replayed: Replayed, found: Mapping[str, Any], first: int, *, own: bool) -> list[str]:
-    """Names what may have made a replay differ, the likeliest first."""
-    causes = []
-    if "lr" in found:
-        causes.append("the learning rate differs: the settings were changed on the way, such as the number of epochs")
-    now = versions()
-    changed = [
-        f"{name} {replayed.versions[name]} then, {now[name]} now"
-        for name in ("torch", "numpy", "python", "treadle")
-        if replayed.versions.get(name) not in (None, now[name])
-    ]
-    if changed:
-        causes.append(f"other versions round differently: {'; '.join(changed)}")
-    if replayed.device.startswith("cuda"):
-        causes.append("CUDA kernels that add with atomics; set_seed(seed, deterministic=True) chooses others")
-    if own and replayed.start_step == 0:
-        causes.append(
-            "nothing is seeded before the model is built: call treadle.set_seed first, or write seed: 0 in a "
-            "configuration"
-        )
-    if first == replayed.start_step + 1:
-        causes.append(
-            "it differs from the first step on: other code, data, device, number of threads, or an edited record"
-        )
-    else:
-        causes.append(
-            f"steps {replayed.start_step + 1} to {first - 1} are equal, so code and settings are the same: a data set "
-            "or hook that keeps state or draws from an unseeded generator of its own, or an edited record"
-        )
-    return causes
-
-
-def as_values(
-    replayed: Replayed, records: Mapping[int, Mapping[str, Any]], *, own: bool, saved: str | None
-) -> dict[str, Any]:
-    """Returns the whole result as plain values; ``equal`` is None where there is nothing to compare with."""
-    row = replayed.row
-    recorded = records.get(row["step"])
-    found = {} if recorded is None else differences(recorded, row)
-    first = first_difference(records, replayed)
-    return {
-        **row,
-        "start": replayed.start, "start_step": replayed.start_step, "device": replayed.device,
-        "sample_ids": replayed.sample_ids, "layer_norms": replayed.layer_norms,
-        "recorded": None if recorded is None else dict(recorded),
-        "equal": None if recorded is None else not found,
-        "differences": {name: list(pair) for name, pair in found.items()},
-        "first_difference": first,
-        "likely_causes": likely_causes(replayed, found, first, own=own) if found and first else [],
-        "left_out_hooks": replayed.left_out, "saved": saved,
-    }  # fmt: skip
+    return replay.equal
 
 
 def print_step(values: Mapping[str, Any], console: Console) -> None:

@@ -117,7 +117,7 @@ def _readable() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"RUN: {error.filename} cannot be read ({error.strerror})") from error
+        raise ConfigError(f"{error.filename} cannot be read ({error.strerror})", argument="RUN") from error
 
 
 def _any_trains(runs: Sequence[RunRecords]) -> bool:

@@ -6,54 +6,43 @@ from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
 from treadle.cli.pack_options import Trackers
+from treadle.cli.settings_command import SettingsCommand
 from treadle.runs.launch import TIMEOUT, process_group
 
 NAME = "FILE"
-_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # of click, or of the copy of it that typer brings
-
-
-class SettingsCommand(TyperCommand):
-    """Command with settings as ``KEY=VALUE``; tells whoever writes one as an option how to write it."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Reads the arguments."""
-        words = list(args)
-        try:
-            return super().parse_args(ctx, args)
-        except _USAGE_ERROR as error:
-            option = getattr(error, "option_name", None)
-            if option is not None and not getattr(error, "possibilities", None):
-                error.message += f"; settings are KEY=VALUE: {_as_setting(option, words)}"
-            raise
-
-
-def _as_setting(option: str, words: list[str]) -> str:
-    """Returns an option in the form of a setting.
-
-    Example:
-        >>> _as_setting("--batch-size", ["--batch-size", "8"]), _as_setting("--lr", ["--lr=0.1"])
-        ('batch_size=8', 'lr=0.1')
-    """
-    key = option.lstrip("-").replace("-", "_")
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
-        name, equals, value = word.partition("=")
-        if name == option:
-            return f"{key}={value if equals else 'VALUE' if following.startswith('-') else following}"
-    return f"{key}=VALUE"
 
 
 class TrainGroup(TyperGroup):
-    """The commands of ``treadle train``; the name of a file stands for the one that takes files."""
+    """The commands of ``treadle train``: one for each pack, and one that the name of a file stands for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Returns the names of the packs, and that of the command that takes files."""
+        from treadle.runs.packs import pack_names
+
+        return [*pack_names(), *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """Returns a command; that of a pack imports the pack."""
+        from treadle.runs.packs import pack_names
+
+        if name not in pack_names():
+            return super().get_command(ctx, name)
+        from treadle.cli.train_pack import pack_command
+
+        return pack_command(name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Finds the command that the first argument means."""
         from treadle.runs.target import is_named_like_config
 
         file = bool(args) and is_named_like_config(args[0])
+        if args and not file and args[0] not in self.list_commands(ctx):
+            # The nearest name is looked for among these.
+            self.commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         return super().resolve_command(ctx, [NAME, *args] if file else args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -119,4 +108,4 @@ def config(
         if show:
             show_config(file, settings or [], result_console())
             return
-        run_config(file, settings or [], trackers=trackers, results=result_console(), messages=messages)
+        run_config(file, settings or [], trackers=trackers, messages=messages)

@@ -85,7 +85,7 @@ def load_config(
     """
     names = [path] if isinstance(path, (str, os.PathLike)) else list(path)
     if not names:
-        raise ConfigError("load_config: the sequence of files is empty; name at least one")
+        raise ConfigError("the sequence of files is empty; name at least one", argument="load_config")
     files: list[_File] = []
     for name in names:
         files += _with_parents(Path(name), (), {file.path.resolve() for file in files})

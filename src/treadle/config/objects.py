@@ -125,9 +125,13 @@ def build_from_cfg(cfg: Any, registry: Registry = REGISTRY, recursive: bool = Fa
         keys = (
             f"a dict with the keys {sorted(map(str, cfg))}" if isinstance(cfg, Mapping) else f"a {type(cfg).__name__}"
         )
-        raise ConfigError(f"build_from_cfg: cfg must be a dict with the key 'type', but it is {keys}; add the type")
+        raise ConfigError(
+            f"cfg must be a dict with the key 'type', but it is {keys}; add the type", argument="build_from_cfg"
+        )
     if kwargs:
-        raise ConfigError(f"build_from_cfg: cfg has no 'type', so nothing takes the arguments {sorted(kwargs)}")
+        raise ConfigError(
+            f"cfg has no 'type', so nothing takes the arguments {sorted(kwargs)}", argument="build_from_cfg"
+        )
     return _build_nested(cfg, "", registry)
 
 
@@ -150,12 +154,12 @@ def build_at(place: str, cfg: Mapping[str, Any], registry: Registry, recursive: 
     for key, value in cfg.items():
         here = join_path(place, key)
         if not isinstance(key, str):
-            raise ConfigError(f"{here}: the key {key!r} is no argument of {name!r}; argument names are strings")
+            raise ConfigError(f"the key {key!r} is no argument of {name!r}; argument names are strings", argument=here)
         # An argument that kwargs replace is not built either: it may be a placeholder.
         if key == "type" or key in given:
             continue
         if key == "*" and not isinstance(value, (list, tuple)):
-            raise ConfigError(f"{here}: positional arguments must be a list, not {value!r}; write [{value!r}]")
+            raise ConfigError(f"positional arguments must be a list, not {value!r}; write [{value!r}]", argument=here)
         named[key] = _build_nested(value, here, registry) if recursive else copied(value)
     positional = named.pop("*", [])
     named.update(given)
@@ -166,9 +170,9 @@ def build_at(place: str, cfg: Mapping[str, Any], registry: Registry, recursive: 
         return target(*positional, **named)
     except (TypeError, ValueError) as error:
         if isinstance(error, TypeError) and _refused_by_call(target, positional, named, error):
-            raise ConfigError(_refusal(target, named, name, place, str(error))) from error
+            raise _refusal(target, named, name, place, error) from error
         if (wrong := _text_for_number(target, cfg, name, place)) is not None:
-            raise ConfigError(wrong) from error
+            raise wrong from error
         _note_values(error, place, name, cfg)
         raise
 
@@ -177,35 +181,56 @@ def _note_values(error: Exception, place: str, name: str, cfg: Mapping[str, Any]
     """Adds to an error from inside a constructor what the configuration gave it: a value there may be the cause."""
     if hasattr(error, "add_note") and not isinstance(error, ConfigError):  # from Python 3.11 on
         given = ", ".join(f"{key}={value!r}" for key, value in cfg.items() if key not in ("type", "*"))
-        error.add_note(f"while building {place + ': ' if place else ''}{name}({given})")
+        error.add_note(BuildNote(f"while building {place + ': ' if place else ''}{name}({given})", target=name))
 
 
-def _text_for_number(target: Callable[..., Any], cfg: Mapping[str, Any], name: str, place: str) -> str | None:
-    """Says which value of a configuration is a text where the constructor that failed takes a number."""
+class BuildNote(str):
+    """A note at an error from inside a constructor.
+
+    Attributes:
+        target: the ``type`` that was being built.
+    """
+
+    target: str
+
+    def __new__(cls, text: str, *, target: str) -> BuildNote:
+        note = super().__new__(cls, text)
+        note.target = target
+        return note
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)
+
+
+def _text_for_number(target: Callable[..., Any], cfg: Mapping[str, Any], name: str, place: str) -> ConfigError | None:
+    """Returns the error for a value that is a text where the constructor that failed takes a number."""
     signature = _signature(target)
     for key, item in signature.parameters.items() if signature else ():
         is_number = type(item.default) in (int, float) or item.annotation in (int, float, "int", "float")
         if is_number and isinstance(cfg.get(key), str):
             default = "" if item.default is item.empty else f", such as its default, {item.default!r}"
-            return f"{join_path(place, key)}={cfg[key]!r}: {name!r} takes a number here{default}, and this is a text"
+            rule = f"{name!r} takes a number here{default}, and this is a text"
+            return ConfigError(rule, argument=join_path(place, key), value=cfg[key])
     return None
 
 
 def find_target(name: Any, place: str, registry: Registry) -> Callable[..., Any]:
     """Returns the registered or imported object that ``name`` means."""
     if not isinstance(name, str):
-        raise ConfigError(f"{place}: {name!r} is no name; write a registered name or a dotted path as a string")
+        raise _wrong_type("is no name; write a registered name or a dotted path as a string", place, name)
     name = name.removeprefix(_PARTIAL)
     target: Any = registry.get(name)
     if target is None:
         if "." not in name:
-            raise ConfigError(f"{place}: {name!r} is not registered; {_nearest_names(name, registry)}")
+            raise _wrong_type(f"is not registered; {_nearest_names(name, registry)}", place, name)
         target = _import(name, place)
     if not callable(target):
-        raise ConfigError(
-            f"{place}: {name!r} is a {type(target).__name__} and cannot be called; name a class or function"
-        )
+        raise _wrong_type(f"is a {type(target).__name__} and cannot be called; name a class or function", place, name)
     return target  # type: ignore[no-any-return]
+
+
+def _wrong_type(rule: str, place: str, name: Any) -> ConfigError:
+    return ConfigError(f"{name!r} {rule}", argument=place).about(place, name)
 
 
 def _nearest_names(name: str, registry: Registry) -> str:
@@ -219,7 +244,7 @@ def _import(name: str, place: str) -> Any:
     """Follows a dotted path step by step, importing modules where an attribute is not there yet."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise ConfigError(f"{place}: {name!r} is no dotted path; write it like 'torch.nn.Linear'")
+        raise _wrong_type("is no dotted path; write it like 'torch.nn.Linear'", place, name)
     found: Any = None
     for count, part in enumerate(parts, 1):
         if count > 1 and hasattr(found, part):
@@ -229,7 +254,7 @@ def _import(name: str, place: str) -> Any:
         module = _module(path) if count == 1 or isinstance(found, types.ModuleType) else None
         if module is None:
             missing = _missing_part(parts[: count - 1], part, found)
-            raise ConfigError(f"{place}: {name!r} is not registered and cannot be imported: {missing}")
+            raise _wrong_type(f"is not registered and cannot be imported: {missing}", place, name)
         found = module
     return found
 
@@ -268,7 +293,7 @@ def _check_partial(target: Callable[..., Any], args: Any, named: dict[str, Any],
     try:
         signature.bind_partial(*args, **named)
     except TypeError as error:
-        raise ConfigError(_refusal(target, named, name, place, str(error))) from error
+        raise _refusal(target, named, name, place, error) from error
 
 
 def _refused_by_call(target: Callable[..., Any], args: Any, named: dict[str, Any], error: TypeError) -> bool:
@@ -293,12 +318,14 @@ def _refused_by_call(target: Callable[..., Any], args: Any, named: dict[str, Any
     return False
 
 
-def _refusal(target: Callable[..., Any], named: dict[str, Any], name: str, place: str, reason: str) -> str:
-    """Says which argument a constructor does not take, and which ones it takes."""
+def _refusal(
+    target: Callable[..., Any], named: dict[str, Any], name: str, place: str, reason: TypeError
+) -> ConfigError:
+    """Returns the error that names the argument that a constructor does not take, and those that it takes."""
     signature = _signature(target)
     where = join_path(place, "type")
     if signature is None:
-        return f"{where}: {name!r} refuses its arguments: {reason}"
+        return _wrong_type(f"refuses its arguments: {reason}", where, name)
     parameters = signature.parameters.values()
     names = [item.name for item in parameters if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)]
     unknown = [key for key in named if key not in names]
@@ -311,4 +338,4 @@ def _refusal(target: Callable[..., Any], named: dict[str, Any], name: str, place
     bare = [item.replace(annotation=item.empty) for item in parameters]
     short = signature.replace(parameters=bare, return_annotation=signature.empty)
     called = getattr(target, "__name__", type(target).__name__)
-    return f"{where}: {name!r} refuses its arguments: {reason}{hint}; its signature is {called}{short}"
+    return _wrong_type(f"refuses its arguments: {reason}{hint}; its signature is {called}{short}", where, name)

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from treadle.config.grammar import Written, read_value
 from treadle.config.tree import join_path
-from treadle.errors import ConfigError, refuse_unknown
+from treadle.errors import MISSING, ConfigError, nearest, refuse_unknown
 
 Section = TypeVar("Section")
 
+_SYNONYMS = {"lr": "learning_rate", "learning_rate": "lr"}
 
-def from_nested(kind: type[Section], values: Mapping[str, Any], *, where: str = "") -> Section:
+
+def from_nested(kind: type[Section], values: Mapping[str, Any], *, where: str = "", complete: bool = False) -> Section:
     """Builds a dataclass, and those in it, from nested plain values.
+
+    All values of a section are set at once, since its rules may compare one field with another.
 
     Args:
         kind: a dataclass whose fields are values or further dataclasses.
-        values: the values of fields; a field that is not there keeps its default. Not changed.
+        values: the values of fields; one that is :class:`~treadle.config.grammar.Written` is read as a command line's,
+            a number stands for a text, a list for a tuple. Not changed.
         where: the dotted name of this section, for messages; empty for the root.
+        complete: whether every field must be there; else one that is not keeps its default.
 
     Raises:
-        ConfigError: a key is unknown, a value is of the wrong type, or a dataclass refuses it.
+        ConfigError: a key is unknown or missing, a value is of the wrong type, or a dataclass refuses it.
 
     Example:
         >>> @dataclasses.dataclass
@@ -34,19 +42,131 @@ def from_nested(kind: type[Section], values: Mapping[str, Any], *, where: str = 
         >>> from_nested(Settings, {"lr": 1})
         Settings(lr=1.0)
     """
-    name = where or kind.__name__
+    made = _fields(kind, None, values, where=where, complete=complete)
+    with as_settings(where, _names(kind), only=_only(values)):
+        return kind(**made)
+
+
+def with_nested(base: Section, values: Mapping[str, Any], *, where: str = "") -> Section:
+    """Returns a copy of a tree of dataclasses with nested plain values in it, as :func:`from_nested` reads them.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Settings:
+        ...     lr: float = 0.1
+        ...     seed: int = 0
+        >>> with_nested(Settings(seed=3), {"lr": Written("1e-2")})
+        Settings(lr=0.01, seed=3)
+    """
+    made = _fields(type(base), base, values, where=where, complete=False)
+    with as_settings(where, _names(type(base)), only=_only(values)):
+        return dataclasses.replace(base, **made)  # type: ignore[type-var]
+
+
+def _names(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _only(values: Mapping[str, Any]) -> str | None:
+    """Returns the field that a command line set, if it set one alone."""
+    own = [key for key, value in values.items() if isinstance(value, Written)]
+    return own[0] if len(own) == 1 else None
+
+
+def _fields(kind: type, base: Any, values: Any, *, where: str, complete: bool) -> dict[str, Any]:
+    """Returns the checked values of a section's fields; those of its sections start from what ``base`` has."""
+    name, names = where or kind.__name__, _names(kind)
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{name}={values!r}: is a section and takes a mapping of settings")
-    hints = typing.get_type_hints(kind)
-    refuse_unknown(name, values, [field.name for field in dataclasses.fields(kind)])  # type: ignore[arg-type]
-    made = {}
+        raise ConfigError("is a section and takes a mapping of settings", argument=name, value=values)
+    refuse_unknown(name, values, names)
+    for missing in names if complete else ():
+        if missing not in values:
+            raise ConfigError("is missing", argument=join_path(where, missing))
+    hints, made = typing.get_type_hints(kind), {}
     for key, value in values.items():
         place = join_path(where, key)
-        if dataclasses.is_dataclass(hints[key]):
-            made[key] = from_nested(hints[key], value, where=place)
+        if dataclasses.is_dataclass(getattr(base, key, None)):
+            made[key] = with_nested(getattr(base, key), value, where=place)
+        elif dataclasses.is_dataclass(hints[key]):
+            made[key] = from_nested(hints[key], value, where=place, complete=complete)
         else:
-            made[key] = typed(value, hints[key], key=place)
-    return kind(**made)
+            made[key] = _leaf(value, hints[key], place)
+    return made
+
+
+def _leaf(value: Any, hint: Any, place: str) -> Any:
+    if isinstance(value, Written):
+        return typed(read_value(str(value)), hint, key=place, text=str(value))
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return typed(value, hint, key=place, text=str(value) if is_number else None)
+
+
+def refuse_unknown_setting(key: str, known: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless a dotted key is a known setting; the nearest is named.
+
+    Args:
+        key: as the user wrote it.
+        known: dotted key -> value of every setting.
+
+    Example:
+        >>> refuse_unknown_setting("lr", {"optimizer.lr": 0.1})
+        Traceback (most recent call last):
+        treadle.errors.ConfigError: unknown setting 'lr'; did you mean 'optimizer.lr'?
+    """
+    if key in known:
+        return
+    inside = [name for name in known if name.startswith(f"{key}.")]
+    if inside:
+        example = f"{inside[0]}={known[inside[0]]}"
+        raise ConfigError(f"is a section; set its fields one by one, for example {example}", argument=key)
+    # "lr" is far from "optimizer.lr" letter by letter, though nobody could mean anything else.
+    last = key.rsplit(".", 1)[-1]
+    same_end = [name for name in known if name.rsplit(".", 1)[-1] in (last, _SYNONYMS.get(last))]
+    section = [name for name in known if "." in key and name.startswith(f"{key.rsplit('.', 1)[0]}.")]
+    advice = f"did you mean {same_end[0]!r}?" if same_end else nearest(key, section or known)
+    raise ConfigError(f"unknown setting {key!r}; {advice}").about(key)
+
+
+@contextlib.contextmanager
+def as_settings(section: str, fields: Collection[str], *, only: str | None = None) -> Iterator[None]:
+    """Turns what a constructor refuses into a ConfigError that names the setting.
+
+    Args:
+        section: where the settings of the constructor stand; empty for the root.
+        fields: their names in it.
+        only: the field that was set, if it was one alone: an error that names none of the fields is about it.
+
+    Raises:
+        ConfigError: the constructor raised ValueError.
+
+    Example:
+        >>> with as_settings("model", ["width"]):
+        ...     raise ConfigError("must be 1 or more", argument="width", value=0)
+        Traceback (most recent call last):
+        treadle.errors.ConfigError: model.width=0: must be 1 or more
+    """
+    try:
+        yield
+    except ValueError as error:
+        named = _in_section(error, section, fields, only)
+        if named is error:
+            raise
+        raise named from error
+
+
+def _in_section(error: ValueError, section: str, fields: Collection[str], only: str | None) -> ValueError:
+    """Returns the error of a constructor with the section in front of the argument that it names."""
+    place = f"{section}." if section else ""
+    if isinstance(error, ConfigError) and error.argument is not None:
+        name = error.argument.rpartition(".")[2]
+        if place and error.argument.startswith(place):
+            return error
+        if name in fields and (place or only is not None):
+            return error.renamed(f"{place}{name}")
+        if only is not None and error.value is not MISSING:  # the argument that the field becomes has another name
+            return error.renamed(f"{place}{only}")
+    about = f"{place}{only}" if only is not None else section
+    return ConfigError(str(error), argument=about) if about else error
 
 
 def typed(value: Any, hint: Any, *, key: str, text: str | None = None) -> Any:
@@ -68,14 +188,16 @@ def typed(value: Any, hint: Any, *, key: str, text: str | None = None) -> Any:
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) or _is_union(hint) else (hint,)
     for option in options:
         if _fits(value, option):
+            if isinstance(value, list) and option is not list and (typing.get_origin(option) or option) is tuple:
+                return tuple(value)
             if isinstance(value, float) and not math.isfinite(value):
-                raise ConfigError(f"{key}={value if text is None else text}: must be a finite number")
+                raise ConfigError(f"={value if text is None else text}: must be a finite number", argument=key)
             return float(value) if option is float else value
     if text is not None and str in options:  # a string that happens to look like a number, such as a folder named 2024
         return text
     names = [("None" if option is types.NoneType else getattr(option, "__name__", str(option))) for option in options]
     shown = repr(value) if text is None else text
-    raise ConfigError(f"{key}={shown}: must be {' or '.join(names)}, but this is {_kind(value)}")
+    raise ConfigError(f"={shown}: must be {' or '.join(names)}, but this is {_kind(value)}", argument=key)
 
 
 def _is_union(hint: Any) -> bool:
@@ -92,7 +214,7 @@ def _fits(value: Any, option: Any) -> bool:
     if option is Path:
         return False  # plain text is taken where str is allowed too
     kind = typing.get_origin(option) or option
-    return isinstance(kind, type) and isinstance(value, kind)
+    return isinstance(kind, type) and isinstance(value, (list, tuple) if kind in (list, tuple) else kind)
 
 
 def _kind(value: Any) -> str:

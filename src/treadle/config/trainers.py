@@ -72,25 +72,26 @@ def build_trainer(
         owners = [base.__qualname__ for base in getattr(target, "__mro__", ())]
         if not str(error).startswith(tuple(f"{owner}.__init__() " for owner in owners)):
             raise
-        raise ConfigError(f"trainer: {section['type']!r} refuses its arguments: {error}") from error
+        raise ConfigError(f"{section['type']!r} refuses its arguments: {error}", argument="trainer") from error
 
 
 def _trainer_section(cfg: Any) -> Mapping[str, Any]:
     if not isinstance(cfg, Mapping):
-        raise ConfigError(f"build_trainer: cfg must be a dict, not a {type(cfg).__name__}")
+        raise ConfigError(f"cfg must be a dict, not a {type(cfg).__name__}", argument="build_trainer")
     if "trainer" not in cfg:
         raise ConfigError(f"there is no section 'trainer', which names the trainer; {nearest_key('trainer', cfg)}")
     section = cfg["trainer"]
     if not isinstance(section, Mapping) or "type" not in section:
         raise ConfigError(
-            f"trainer: must be a dict with the key 'type', a registered name or a dotted path, not {section!r}"
+            f"must be a dict with the key 'type', a registered name or a dotted path, not {section!r}",
+            argument="trainer",
         )
     return section
 
 
 def _seed(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"seed={value!r}: must be a whole number >= 0, or None to seed nothing")
+        raise ConfigError("must be a whole number >= 0, or None to seed nothing", argument="seed", value=value)
     return value
 
 
@@ -100,7 +101,7 @@ def _seed(value: Any) -> int:
 def _import_all(names: Any, folder: Path | None) -> None:
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"imports={names!r}: must be a list of modules and files, such as ['train.py']")
+        raise ConfigError("must be a list of modules and files, such as ['train.py']", argument="imports", value=names)
     if folder is not None:
         _make_importable(folder)
     for name in names:
@@ -122,7 +123,7 @@ def _import_file(path: Path) -> None:
     path = path.resolve()
     if not path.is_file():
         beside = [entry.name for entry in path.parent.glob("*.py")]
-        raise ConfigError(f"imports: {path}: no such file; {nearest_key(path.name, beside)}")
+        raise ConfigError(f"{path}: no such file; {nearest_key(path.name, beside)}", argument="imports")
     if _is_file_of(sys.modules.get("__main__"), path):
         return  # the script that is running has registered its classes already
     _make_importable(path.parent)
@@ -131,7 +132,7 @@ def _import_file(path: Path) -> None:
     origin = getattr(found, "origin", None)
     if origin is None or not os.path.exists(origin) or not os.path.samefile(origin, path):
         raise ConfigError(
-            f"imports: {path}: the name {path.stem!r} belongs to another module ({origin}); rename the file"
+            f"{path}: the name {path.stem!r} belongs to another module ({origin}); rename the file", argument="imports"
         )
     importlib.import_module(path.stem)
 
@@ -148,8 +149,9 @@ def _import_module(name: str) -> None:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(
-            f"imports: there is no module {error.name!r}; give a module that can be imported, or a file such as "
-            f"'{error.name}.py', relative to the configuration"
+            f"there is no module {error.name!r}; give a module that can be imported, or a file such as "
+            f"'{error.name}.py', relative to the configuration",
+            argument="imports",
         ) from error
 
 
@@ -206,17 +208,20 @@ def _as_arguments(parts: Mapping[str, Any], section: Mapping[str, Any], taken: _
     kind = section["type"]
     for key in () if taken.open else section:
         if key not in (*taken.names, "type", "*"):
-            raise ConfigError(f"trainer.{key}: {kind!r} takes no such argument; {nearest(str(key), taken.names)}")
+            raise ConfigError(
+                f"{kind!r} takes no such argument; {nearest(str(key), taken.names)}", argument=f"trainer.{key}"
+            )
     known = f"its parts are {', '.join(taken.parts)}" if taken.parts else "it takes no part at all"
     for part in parts:
         argument = f"{part}{_SUFFIX}"
         if argument in section:
-            raise ConfigError(f"{part}: given twice, here and as trainer.{argument}; take one of them out")
+            raise ConfigError(f"given twice, here and as trainer.{argument}; take one of them out", argument=part)
         if not taken.open and argument not in taken.names:
             hint = f"; write it as trainer.{part}" if part in taken.names else ""
             raise ConfigError(
-                f"{part}: the constructor of {kind!r} takes no {argument}, so nothing would use this part; {known}"
-                f"{hint or _near(part, taken.parts)}"
+                f"the constructor of {kind!r} takes no {argument}, so nothing would use this part; {known}"
+                f"{hint or _near(part, taken.parts)}",
+                argument=part,
             )
     given = {f"{part}{_SUFFIX}": copied(value) for part, value in parts.items()}
     for name in taken.required if "*" not in section else ():

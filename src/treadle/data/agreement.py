@@ -49,9 +49,10 @@ class Lengths:
         if len({length for length in self.batches if length is not None}) > 1:
             told = ", ".join(f"{'unknown' if n is None else n} on rank {rank}" for rank, n in enumerate(self.batches))
             raise ConfigError(
-                f"loader: the ranks have unequal numbers of micro-batches in an epoch: {told}. Those that have more "
+                f"the ranks have unequal numbers of micro-batches in an epoch: {told}. Those that have more "
                 "would wait for ever. Share the data with a treadle.data.RankBatchSampler, or leave batches out on "
-                "the ranks that have more"
+                "the ranks that have more",
+                argument="loader",
             )
 
 
@@ -79,8 +80,9 @@ def _refuse_other_orders(rows: Sequence[Sequence[int]]) -> None:
     for name, values in zip(_SETTINGS, zip(*shared, strict=True), strict=False):
         if len(set(values)) > 1:
             raise ConfigError(
-                f"loader: the ranks share their data by different orders: {name} is {sorted(set(values))}, and must be "
-                "the same on all ranks, or samples are lost and doubled"
+                f"the ranks share their data by different orders: {name} is {sorted(set(values))}, and must be "
+                "the same on all ranks, or samples are lost and doubled",
+                argument="loader",
             )
 
 

@@ -40,7 +40,9 @@ def steps_per_epoch(loader: Any, accumulation: int = 1) -> int:
         3
     """
     if not accumulation >= 1:
-        raise ConfigError(f"accumulation={accumulation!r}: a step needs a whole number of micro-batches, >= 1")
+        raise ConfigError(
+            "a step needs a whole number of micro-batches, >= 1", argument="accumulation", value=accumulation
+        )
     return math.ceil(len(loader) / accumulation)
 
 
@@ -259,9 +261,10 @@ class Cursor:
         num_buffers = getattr(self._loader, "num_buffers", None)
         if isinstance(num_buffers, int) and count > num_buffers:
             raise ConfigError(
-                f"num_buffers={num_buffers}: a step of {count} micro-batches needs {count} sets of tensors, or the "
+                f"={num_buffers}: a step of {count} micro-batches needs {count} sets of tensors, or the "
                 f"last ones are written over the first; pass num_buffers={count} to the {type(self._loader).__name__}, "
-                "or None for new tensors"
+                "or None for new tensors",
+                argument="num_buffers",
             )
 
     def _end_with_the_first(self, group: Group, count: int) -> None:

@@ -101,7 +101,7 @@ class MappedLoader(RowLoader):
         self.window_chunks = window_chunks
         for name, value in (("chunk_rows", self.chunk_rows), ("window_chunks", window_chunks)):
             if value < 1:
-                raise ConfigError(f"{name}={value!r}: must be at least 1")
+                raise ConfigError("must be at least 1", argument=name, value=value)
         self.device = get_device("cpu" if device is None else device)  # with its number: a thread has one of its own
         self._reader: WindowReader | None = None
 

@@ -55,11 +55,11 @@ class GlobalOrder:
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1:
-            raise ConfigError(f"num_replicas={self.num_replicas}: must be at least 1 rank")
+            raise ConfigError(f"={self.num_replicas}: must be at least 1 rank", argument="num_replicas")
         if self.global_batch_size < self.num_replicas:
             raise ConfigError(
-                f"global_batch_size={self.global_batch_size}: must be at least 1 sample for each of the "
-                f"{self.num_replicas} ranks"
+                f"={self.global_batch_size}: must be at least 1 sample for each of the {self.num_replicas} ranks",
+                argument="global_batch_size",
             )
         if self.num_samples < self.num_replicas and self.num_replicas > 1:
             raise ConfigError(
@@ -164,4 +164,4 @@ def check_batch_size(batch_size: int | None, global_batch_size: int | None, *, o
             f"global_batch_size={global_batch_size} (of all ranks together)"
         )
     if batch_size is not None and batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size!r}: must be at least 1 row")
+        raise ConfigError("must be at least 1 row", argument="batch_size", value=batch_size)

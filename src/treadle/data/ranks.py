@@ -108,9 +108,11 @@ def check_rank(rank: int | None, num_replicas: int | None) -> None:
         ConfigError: one is missing, or the rank is not below the number.
     """
     if (rank is None) != (num_replicas is None):
-        raise ConfigError(f"rank={rank} and num_replicas={num_replicas}: give both, or none to ask the process group")
+        raise ConfigError(
+            f"={rank} and num_replicas={num_replicas}: give both, or none to ask the process group", argument="rank"
+        )
     if rank is not None and num_replicas is not None and not 0 <= rank < num_replicas:
-        raise ConfigError(f"rank={rank}: must be from 0 to num_replicas - 1 = {num_replicas - 1}")
+        raise ConfigError(f"={rank}: must be from 0 to num_replicas - 1 = {num_replicas - 1}", argument="rank")
 
 
 def rank_and_worker() -> tuple[int, int]:

@@ -253,6 +253,7 @@ def open_source(loader: Any) -> Source:
         return _Indexed(loader)
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise ConfigError(
-            f"loader: a {type(loader).__name__} is not iterable; pass a DataLoader or another iterable of batches"
+            f"a {type(loader).__name__} is not iterable; pass a DataLoader or another iterable of batches",
+            argument="loader",
         )
     return _Replayed(loader)

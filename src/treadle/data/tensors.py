@@ -292,9 +292,12 @@ def _check_buffers(num_buffers: int | None, tensors: Sequence[Tensor]) -> None:
     if num_buffers is None:
         return
     if num_buffers < 1:
-        raise ConfigError(f"num_buffers={num_buffers!r}: must be at least 1 set of tensors, or None for new tensors")
+        raise ConfigError(
+            "must be at least 1 set of tensors, or None for new tensors", argument="num_buffers", value=num_buffers
+        )
     if any(tensor.requires_grad for tensor in tensors):
         raise ConfigError(
-            f"num_buffers={num_buffers}: a tensor that requires gradients cannot be written into a buffer; pass it "
-            "detached, or num_buffers=None"
+            f"={num_buffers}: a tensor that requires gradients cannot be written into a buffer; pass it "
+            "detached, or num_buffers=None",
+            argument="num_buffers",
         )

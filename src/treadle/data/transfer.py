@@ -61,8 +61,9 @@ class TransferLoader:
         num_buffers = getattr(loader, "num_buffers", None)
         if num_buffers is not None:
             raise ConfigError(
-                f"loader: a {type(loader).__name__} with num_buffers={num_buffers} would write over a batch that is "
-                "being copied; pass num_buffers=None, or keep its tensors on the GPU and leave the TransferLoader out"
+                f"a {type(loader).__name__} with num_buffers={num_buffers} would write over a batch that is "
+                "being copied; pass num_buffers=None, or keep its tensors on the GPU and leave the TransferLoader out",
+                argument="loader",
             )
         self.copies: Copies | None = GpuCopies(self.device) if self.device.type == "cuda" else None
         if self.copies is None:

@@ -66,8 +66,9 @@ def split_by_group(
     num_test = max(1, round(test_fraction * len(names)))
     if num_val + num_test >= len(names):
         raise ConfigError(
-            f"val_fraction={val_fraction} and test_fraction={test_fraction} of {len(names)} objects leave none to "
-            "train on; lower them or give more rows"
+            f"={val_fraction} and test_fraction={test_fraction} of {len(names)} objects leave none to "
+            "train on; lower them or give more rows",
+            argument="val_fraction",
         )
     val = np.isin(groups, names[:num_val])
     test = np.isin(groups, names[num_val : num_val + num_test])

@@ -200,8 +200,8 @@ class ReplicaExchange(GradientExchange):
             parameter = self._parameters[number]
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise ConfigError(
-                    "gradients: a sparse gradient cannot be exchanged between replicas; build the embedding with "
-                    "sparse=False"
+                    "a sparse gradient cannot be exchanged between replicas; build the embedding with sparse=False",
+                    argument="gradients",
                 )
             parts.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         flat = torch.cat([part.reshape(-1) for part in parts])
@@ -321,8 +321,9 @@ class ShardExchange(GradientExchange):
         plain = [name for name, value in model.named_parameters() if value.requires_grad and not is_dtensor(value)]
         if plain and distributed.world_size() > 1:
             raise ConfigError(
-                f"model: parameter {plain[0]!r} is trained and not sharded, so nobody would exchange its gradient; "
-                "call fully_shard on the whole model too, as treadle.parallelize does, or freeze it"
+                f"parameter {plain[0]!r} is trained and not sharded, so nobody would exchange its gradient; "
+                "call fully_shard on the whole model too, as treadle.parallelize does, or freeze it",
+                argument="model",
             )
 
     @contextlib.contextmanager
@@ -360,9 +361,10 @@ class ShardExchange(GradientExchange):
         """
         if output.loss is None and not self._outputs:
             raise ConfigError(
-                "loss: None, and the model was not run on this micro-batch. The forward and backward passes of a "
+                "None, and the model was not run on this micro-batch. The forward and backward passes of a "
                 "sharded model exchange weights, so every rank must run it on every micro-batch; call the model first "
-                "and return loss None afterwards"
+                "and return loss None afterwards",
+                argument="loss",
             )
         loss = scaled(output)
         if loss is not None:

@@ -50,7 +50,9 @@ def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     global _control
     default = dist.group.WORLD
     if default is None:
-        raise ConfigError("control_group: no process group was started; call torch.distributed.init_process_group()")
+        raise ConfigError(
+            "no process group was started; call torch.distributed.init_process_group()", argument="control_group"
+        )
     if dist.get_backend() == "gloo":
         return default
     if _control is None or _control[0] is not default:

@@ -127,7 +127,7 @@ class Attempt:
 def _detached(records: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns records free of their graph: the usual flat ones at once, others by the rules for nested values."""
     flat: dict[str, Any] = {}
-    for name, value in records.items():
+    for name, value in (records or {}).items():
         kind = type(value)
         if kind is Tensor:
             flat[name] = value.detach()

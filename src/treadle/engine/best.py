@@ -35,14 +35,16 @@ def resolve_mode(metric: str, mode: Mode | None = None) -> Mode:
     """
     if mode is not None:
         if mode not in ("min", "max"):
-            raise ConfigError(f"mode={mode!r}: must be 'min', 'max' or None")
+            raise ConfigError("must be 'min', 'max' or None", argument="mode", value=mode)
         return mode
     name = re.sub(r"^(train|val|eval|test)_", "", metric.rsplit("/", 1)[-1]).lower()
     if name.endswith("loss") or name in _MIN:
         return "min"
     if name in _MAX or re.fullmatch(r"precision@\d+", name):
         return "max"
-    raise ConfigError(f"metric={metric!r}: its direction cannot be told from its name; pass mode='min' or mode='max'")
+    raise ConfigError(
+        "its direction cannot be told from its name; pass mode='min' or mode='max'", argument="metric", value=metric
+    )
 
 
 class BestRule:
@@ -77,9 +79,11 @@ class BestRule:
         start_epoch: int = 1,
     ):
         if not min_delta >= 0:
-            raise ConfigError(f"min_delta={min_delta!r}: must be >= 0")
+            raise ConfigError("must be >= 0", argument="min_delta", value=min_delta)
         if patience is not None and not (isinstance(patience, Integral) and patience >= 1):
-            raise ConfigError(f"patience={patience!r}: must be at least 1 epoch, or None to never stop early")
+            raise ConfigError(
+                "must be at least 1 epoch, or None to never stop early", argument="patience", value=patience
+            )
         self.metric = metric
         self.mode = resolve_mode(metric, mode)
         self.min_delta = min_delta

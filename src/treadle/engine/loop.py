@@ -423,8 +423,12 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Where the model computes. May be assigned before anything is built."""
         return self.precision.device
+
+    @device.setter
+    def device(self, value: torch.device | str) -> None:
+        self.precision = Precision(self.precision.name, get_device(value))
 
     @property
     def face(self) -> str:

@@ -44,7 +44,7 @@ def joined(outputs: list[Any], name: str = "outputs") -> Any:
     """
     first = next((value for value in outputs if value is not None), None)
     if first is None:
-        raise ConfigError(f"predict: {name}: no batch gave a tensor; is the loader empty?")
+        raise ConfigError(f"{name}: no batch gave a tensor; is the loader empty?", argument="predict")
     if isinstance(first, Mapping):
         return {key: joined([part[key] for part in outputs], f"{name}[{key!r}]") for key in first}
     if isinstance(first, tuple):
@@ -56,7 +56,8 @@ def joined(outputs: list[Any], name: str = "outputs") -> Any:
     shapes = {tuple(value.shape[1:]) for value in outputs}
     if len(shapes) > 1:
         raise ConfigError(
-            f"predict: {name} of the batches have the shapes {sorted(shapes)} behind dimension 0 and cannot be "
-            "joined; pad all batches to one length, or go through the loader yourself"
+            f"{name} of the batches have the shapes {sorted(shapes)} behind dimension 0 and cannot be "
+            "joined; pad all batches to one length, or go through the loader yourself",
+            argument="predict",
         )
     return torch.cat(outputs) if first.dim() else torch.stack(outputs)

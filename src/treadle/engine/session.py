@@ -56,13 +56,14 @@ def declared_by_hooks(engine: Engine) -> Declared:
     for hook in engine.hooks:
         if hook.state_key in keys:
             raise ConfigError(
-                f"hooks: two hooks have the state key {hook.state_key!r}; pass another name= to one if it takes one, "
-                "else override state_key in one"
+                f"two hooks have the state key {hook.state_key!r}; pass another name= to one if it takes one, "
+                "else override state_key in one",
+                argument="hooks",
             )
         keys.add(hook.state_key)
         for name, ema in hook.averages(engine).items():
             if name in averages:
-                raise ConfigError(f"hooks: two averages are named {name!r}; pass another name= to one")
+                raise ConfigError(f"two averages are named {name!r}; pass another name= to one", argument="hooks")
             averages[name] = ema
     messages = [message for hook in engine.hooks if (message := hook.notice(engine)) is not None]
     return Declared(list(engine.hooks), averages, messages, complete=True)
@@ -76,7 +77,9 @@ def refusal_plan(engine: Engine) -> RefusalPlan | None:
     """
     plans = {hook.state_key: plan for hook in engine.hooks if (plan := hook.refusal_plan(engine)) is not None}
     if len(plans) > 1:
-        raise ConfigError(f"hooks: {' and '.join(plans)} both decide about non-finite gradients; keep one of them")
+        raise ConfigError(
+            f"{' and '.join(plans)} both decide about non-finite gradients; keep one of them", argument="hooks"
+        )
     return next(iter(plans.values()), None)
 
 
@@ -165,8 +168,9 @@ def check_added_hooks(engine: Engine) -> None:
     for hook in late:
         if type(hook).averages is not BaseHook.averages or type(hook).refusal_plan is not BaseHook.refusal_plan:
             raise ConfigError(
-                f"hooks: {hook.state_key} was added after a run, a state or an evaluation had asked the hooks what "
-                "they declare, so it would do nothing; pass it with the others, before all of these"
+                f"{hook.state_key} was added after a run, a state or an evaluation had asked the hooks what "
+                "they declare, so it would do nothing; pass it with the others, before all of these",
+                argument="hooks",
             )
 
 
@@ -209,15 +213,17 @@ def check_before_training(engine: Engine) -> None:
     lazy = [name for name, parameter in engine.model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ConfigError(
-            f"model: lazy parameter {lazy[0]!r} is not initialised, so no optimizer or average can hold it; "
-            "run one batch through the model before building the optimizer"
+            f"lazy parameter {lazy[0]!r} is not initialised, so no optimizer or average can hold it; "
+            "run one batch through the model before building the optimizer",
+            argument="model",
         )
     check_scheduler(engine.lr_scheduler, engine.optimizer)
     wanted = inspect.signature(engine.optimizer.step).parameters.get("closure")
     if wanted is not None and wanted.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"optimizer: a {type(engine.optimizer).__name__} wants a closure that runs the model several times a step; "
-            "here a step runs it once. Use an optimizer whose step() needs no closure"
+            f"a {type(engine.optimizer).__name__} wants a closure that runs the model several times a step; "
+            "here a step runs it once. Use an optimizer whose step() needs no closure",
+            argument="optimizer",
         )
     engine.stray_parameters = [parameter for _, parameter in uncovered_parameters(engine.model, engine.optimizer)]
     names = [name for name, _ in uncovered_parameters(engine.model, engine.optimizer)]

@@ -55,12 +55,14 @@ class EngineSettings:
     def __post_init__(self) -> None:
         interval, grad_clip, retries = self.scheduler_interval, self.grad_clip, self.max_non_finite_grad_retries
         if interval not in ("step", "epoch"):
-            raise ConfigError(f"scheduler_interval={interval!r}: must be 'step' or 'epoch'")
+            raise ConfigError("must be 'step' or 'epoch'", argument="scheduler_interval", value=interval)
         if grad_clip is not None and not (isinstance(grad_clip, (int, float)) and grad_clip >= 0):
-            raise ConfigError(f"grad_clip={grad_clip!r}: must be a number >= 0; use None or 0 to turn clipping off")
+            raise ConfigError(
+                "must be a number >= 0; use None or 0 to turn clipping off", argument="grad_clip", value=grad_clip
+            )
         check_accumulation(self.accumulation_steps)
         if retries is not None and not (isinstance(retries, int) and retries >= 0):
-            raise ConfigError(f"max_non_finite_grad_retries={retries!r}: must be None or >= 0")
+            raise ConfigError("must be None or >= 0", argument="max_non_finite_grad_retries", value=retries)
         check_capture(self.capture)
         if not isinstance(self.progress, bool):
             raise ConfigError(f"progress={self.progress!r}: must be True or False")
@@ -76,7 +78,7 @@ def check_accumulation(steps: int, *, argument: str = "accumulation_steps") -> N
         >>> check_accumulation(4)
     """
     if not isinstance(steps, int) or steps < 1:
-        raise ConfigError(f"{argument}={steps!r}: a step needs a whole number of micro-batches, >= 1")
+        raise ConfigError("a step needs a whole number of micro-batches, >= 1", argument=argument, value=steps)
 
 
 def check_capture(capture: Any) -> Capture:
@@ -91,4 +93,4 @@ def check_capture(capture: Any) -> Capture:
     """
     if capture is True or capture is False or capture == "auto":
         return capture  # type: ignore[no-any-return]
-    raise ConfigError(f"capture={capture!r}: use True, False or 'auto'")
+    raise ConfigError("use True, False or 'auto'", argument="capture", value=capture)

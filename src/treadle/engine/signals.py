@@ -57,17 +57,19 @@ def exit_plan(
         ConfigError: ``code`` is another string, ``wait`` is negative, or a signal cannot be handled.
     """
     if code != "128+signal" and not isinstance(code, int):
-        raise ConfigError(f"exit_code={code!r}: must be '128+signal' or an int")
+        raise ConfigError("must be '128+signal' or an int", argument="exit_code", value=code)
     seconds = wait.total_seconds() if isinstance(wait, timedelta) else float(wait)
     if not seconds >= 0:
-        raise ConfigError(f"exit_wait={wait!r}: a time to wait cannot be negative")
+        raise ConfigError("a time to wait cannot be negative", argument="exit_wait", value=wait)
     if signals is None:
         return None
     numbers = tuple(int(number) for number in ([signals] if isinstance(signals, int) else signals))
     refused = [int(getattr(signal, name)) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name)]
     for number in numbers:
         if number in refused or number not in signal.valid_signals():
-            raise ConfigError(f"exit_signals: signal {number} cannot be handled; use SIGTERM, SIGINT or SIGUSR1")
+            raise ConfigError(
+                f"signal {number} cannot be handled; use SIGTERM, SIGINT or SIGUSR1", argument="exit_signals"
+            )
     return ExitPlan(numbers, write, code, seconds) if numbers else None
 
 
@@ -114,7 +116,9 @@ class SignalListener:
             yield
             return
         if threading.current_thread() is not threading.main_thread():
-            raise ConfigError("exit_signals: python handles signals in the main thread only; train there, or pass None")
+            raise ConfigError(
+                "python handles signals in the main thread only; train there, or pass None", argument="exit_signals"
+            )
         self._owner = os.getpid()
         self._phase = _shared_byte()  # workers of an earlier run keep theirs, which says that it is over
         try:

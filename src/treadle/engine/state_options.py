@@ -55,5 +55,7 @@ def state_options(asked: StateDictOptions | None) -> StateOptions:
     for name, reason in _REFUSED.items():
         value = getattr(asked, name)
         if value != getattr(type(asked), name):
-            raise ConfigError(f"state_dict_options: {name}={value!r} has no meaning here: {reason}; leave it out")
+            raise ConfigError(
+                f"{name}={value!r} has no meaning here: {reason}; leave it out", argument="state_dict_options"
+            )
     return StateOptions(asked.full_state_dict, asked.ignore_frozen_params, asked.strict)

@@ -35,10 +35,12 @@ class Target:
 
     def __post_init__(self) -> None:
         if (self.max_steps is None) == (self.epochs is None):
-            raise ConfigError(f"run: give exactly one of max_steps={self.max_steps} and epochs={self.epochs}")
+            raise ConfigError(
+                f"give exactly one of max_steps={self.max_steps} and epochs={self.epochs}", argument="run"
+            )
         for name, value in (("max_steps", self.max_steps), ("epochs", self.epochs)):
             if value is not None and not (isinstance(value, Integral) and value >= 0):
-                raise ConfigError(f"run: {name}={value!r} must be a whole number >= 0, of the whole run")
+                raise ConfigError(f"{name}={value!r} must be a whole number >= 0, of the whole run", argument="run")
 
     def __str__(self) -> str:
         return f"step {self.max_steps}" if self.max_steps is not None else f"epoch {self.epochs}"

@@ -76,9 +76,9 @@ def export_weights(
         ['weight', 'bias']
     """
     if to not in get_args(Form):
-        raise ConfigError(f"to={to!r}: {nearest(str(to), get_args(Form))}")
+        raise ConfigError(nearest(str(to), get_args(Form)), argument="to", value=to)
     if config is not None and to != "hf":
-        raise ConfigError(f"config={os.fspath(config)!r} is for to='hf' only, and to={to!r}")
+        raise ConfigError(f" is for to='hf' only, and to={to!r}", argument="config", value=os.fspath(config))
     asked = Path(source)
     found = find_source(asked, raw=raw)
     target = _default_target(asked, found.path, to) if out is None else Path(out)
@@ -111,9 +111,11 @@ def _refuse_to_overwrite(target: Path, *, is_folder: bool, force: bool) -> None:
         return
     if target.is_dir() != is_folder:
         kinds = ("a file", "a folder") if is_folder else ("a folder", "a file")
-        raise ConfigError(f"out={str(target)!r} is {kinds[0]}; give the name of {kinds[1]}")
+        raise ConfigError(f" is {kinds[0]}; give the name of {kinds[1]}", argument="out", value=str(target))
     if not force:
-        raise ConfigError(f"out={str(target)!r} is there already; choose another name, or pass force (--force)")
+        raise ConfigError(
+            " is there already; choose another name, or pass force (--force)", argument="out", value=str(target)
+        )
 
 
 def _header(found: Source) -> dict[str, str]:

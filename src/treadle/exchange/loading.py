@@ -83,7 +83,9 @@ def _named_as_in(model: nn.Module, found: ForeignCheckpoint, prefix: str | None)
     inside = {name: value for name, value in found.model.items() if name.startswith(prefix)}
     if not inside:
         first = next(iter(found.model))
-        raise ConfigError(f"prefix={prefix!r}: no weight in {str(found.path)!r} begins with it; the first is {first!r}")
+        raise ConfigError(
+            f"no weight in {str(found.path)!r} begins with it; the first is {first!r}", argument="prefix", value=prefix
+        )
     others = [name for name in found.model if name not in inside]
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
     left_out = [f"{', '.join(others[:3])}{more}: outside prefix={prefix!r}"] if others else []

@@ -41,7 +41,7 @@ def ties_embeddings(folder: Path) -> bool:
     try:
         return bool(json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("tie_word_embeddings", True))
     except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"config={str(folder)!r}: {CONFIG} cannot be read: {error}") from None
+        raise ConfigError(f"{CONFIG} cannot be read: {error}", argument="config", value=str(folder)) from None
 
 
 def write_folder(target: Path, config: Path, write_weights: Callable[[Path], None]) -> None:

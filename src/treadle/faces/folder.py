@@ -96,7 +96,7 @@ class RunFolder:
             return None
         if str(source) == "auto":
             if self.path is None:
-                raise ConfigError(f"resume_from='auto': needs {self._argument}, the folder to look in")
+                raise ConfigError(f"='auto': needs {self._argument}, the folder to look in", argument="resume_from")
             if self.engine.step > 0:
                 return None
             folder = self.path

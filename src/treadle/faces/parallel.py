@@ -55,17 +55,19 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ParallelName):
-            raise ConfigError(f"parallel={self.kind!r}: must be 'ddp', 'fsdp' or None")
+            raise ConfigError("must be 'ddp', 'fsdp' or None", argument="parallel", value=self.kind)
         for name in ("param_dtype", "reduce_dtype"):
             _dtype(name, getattr(self, name))
         if self.replicas is not None and self.replicas < 1:
-            raise ConfigError(f"replicas={self.replicas!r}: must be at least 1 group of ranks")
+            raise ConfigError("must be at least 1 group of ranks", argument="replicas", value=self.replicas)
         of_both = ("kind", "blocks", "compile_blocks")
         given = [field for field in fields(self) if getattr(self, field.name) != field.default]
         for field in given if self.kind == "ddp" else ():
             if field.name not in of_both:
                 value = getattr(self, field.name)
-                raise ConfigError(f"{field.name}={value!r}: is a setting of kind 'fsdp'; leave it out for 'ddp'")
+                raise ConfigError(
+                    "is a setting of kind 'fsdp'; leave it out for 'ddp'", argument=field.name, value=value
+                )
 
 
 def as_parallel(value: ParallelConfig | Mapping[str, Any] | str | None) -> ParallelConfig | None:
@@ -85,9 +87,9 @@ def as_parallel(value: ParallelConfig | Mapping[str, Any] | str | None) -> Paral
     if isinstance(value, Mapping):
         refuse_unknown("parallel", value, [field.name for field in fields(ParallelConfig)])
         if "kind" not in value:
-            raise ConfigError("parallel: the key 'kind' is missing; it is 'ddp' or 'fsdp'")
+            raise ConfigError("the key 'kind' is missing; it is 'ddp' or 'fsdp'", argument="parallel")
         return ParallelConfig(**value)
-    raise ConfigError(f"parallel={value!r}: must be 'ddp', 'fsdp', a ParallelConfig or None")
+    raise ConfigError("must be 'ddp', 'fsdp', a ParallelConfig or None", argument="parallel", value=value)
 
 
 def parallelize(
@@ -121,11 +123,13 @@ def parallelize(
     config = kind if isinstance(kind, ParallelConfig) else ParallelConfig(kind, **settings)
     if not distributed.is_distributed():
         raise ConfigError(
-            f"parallel={config.kind!r}: no process group was started, so there is one rank only; launch with torchrun "
-            "and call torch.distributed.init_process_group(), or leave parallel out"
+            "no process group was started, so there is one rank only; launch with torchrun "
+            "and call torch.distributed.init_process_group(), or leave parallel out",
+            argument="parallel",
+            value=config.kind,
         )
     if distributed.replicated(model) is not None or distributed.is_sharded(model):
-        raise ConfigError(f"parallel={config.kind!r}: the model is spread over ranks already; do it once")
+        raise ConfigError("the model is spread over ranks already; do it once", argument="parallel", value=config.kind)
     blocks = _blocks(model, config.blocks)
     if config.compile_blocks:
         for block in blocks:
@@ -182,17 +186,19 @@ def _check_alike(model: nn.Module) -> None:
     largest, smallest = extremes.tolist()
     if largest != -smallest:
         raise ConfigError(
-            f"parallel='ddp': the ranks have different models; this one has {len(described)} parameters, from "
-            f"{described[0]} to {described[-1]}. Build the same model on every rank"
+            f"='ddp': the ranks have different models; this one has {len(described)} parameters, from "
+            f"{described[0]} to {described[-1]}. Build the same model on every rank",
+            argument="parallel",
         )
 
 
 def _refuse_own_loop() -> torch.futures.Future[Tensor]:
     """Is called when torch's reducer is to exchange gradients, which no engine lets it do."""
     raise ConfigError(
-        "parallel='ddp': a backward pass was run outside an engine's step, so that nobody would exchange its "
+        "='ddp': a backward pass was run outside an engine's step, so that nobody would exchange its "
         "gradients; for a loop of your own, wrap the model in DistributedDataParallel yourself, or use the model's "
-        "no_sync() where no exchange is wanted"
+        "no_sync() where no exchange is wanted",
+        argument="parallel",
     )
 
 
@@ -202,7 +208,8 @@ def _shard(model: nn.Module, blocks: Sequence[nn.Module], config: ParallelConfig
     scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise ConfigError(
-            f"parallel='fsdp': parameter {scalars[0]!r} is a scalar, which cannot be sharded; give it the shape (1,)"
+            f"='fsdp': parameter {scalars[0]!r} is a scalar, which cannot be sharded; give it the shape (1,)",
+            argument="parallel",
         )
     places = _places(model, optimizer)
     _start_equal(model)
@@ -225,8 +232,9 @@ def _places(model: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
         return []
     if optimizer.state:
         raise ConfigError(
-            f"optimizer: {type(optimizer).__name__} has a state already, which belongs to the whole parameters; make "
-            "it after the model is sharded, or load a checkpoint afterwards"
+            f"{type(optimizer).__name__} has a state already, which belongs to the whole parameters; make "
+            "it after the model is sharded, or load a checkpoint afterwards",
+            argument="optimizer",
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     places = []
@@ -234,8 +242,9 @@ def _places(model: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
         missing = [parameter for parameter in group["params"] if id(parameter) not in names]
         if missing:
             raise ConfigError(
-                f"optimizer: group {number} holds {len(missing)} parameters that are not the model's; make it over "
-                "model.parameters()"
+                f"group {number} holds {len(missing)} parameters that are not the model's; make it over "
+                "model.parameters()",
+                argument="optimizer",
             )
         places.append([names[id(parameter)] for parameter in group["params"]])
     return places
@@ -262,7 +271,9 @@ def _mesh(device_type: str, replicas: int | None) -> Any:
     if replicas is None:
         return init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
     if size % replicas:
-        raise ConfigError(f"replicas={replicas!r}: {size} ranks cannot be divided into groups of one size")
+        raise ConfigError(
+            f"{size} ranks cannot be divided into groups of one size", argument="replicas", value=replicas
+        )
     return init_device_mesh(device_type, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
 
 
@@ -280,7 +291,7 @@ def _blocks(model: nn.Module, asked: Sequence[Block] | None) -> list[nn.Module]:
         some = [part for part in model.modules() if block in (part, type(part).__name__) or isinstance(part, kind)]
         if not some or some == [model]:
             name = block_name(block)
-            raise ConfigError(f"blocks: the model has no {name} inside; its parts are {_kinds(model)}")
+            raise ConfigError(f"the model has no {name} inside; its parts are {_kinds(model)}", argument="blocks")
         found.update(dict.fromkeys(part for part in some if part is not model))
     return [part for part in reversed(list(model.modules())) if part in found]
 
@@ -305,5 +316,5 @@ def _dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
     if value is None or isinstance(value, torch.dtype):
         return value
     if value not in _DTYPES:
-        raise ConfigError(f"{name}={value!r}: must be a torch dtype, 'bf16', 'fp16', 'fp32' or None")
+        raise ConfigError("must be a torch dtype, 'bf16', 'fp16', 'fp32' or None", argument=name, value=value)
     return _DTYPES[value]

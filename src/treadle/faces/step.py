@@ -119,7 +119,7 @@ class BaseTrainer(Engine):
         progress: bool = True,
     ):
         if not isinstance(max_steps, int) or max_steps < 0:
-            raise ConfigError(f"max_steps={max_steps!r}: must be a whole number of optimizer steps, >= 0")
+            raise ConfigError("must be a whole number of optimizer steps, >= 0", argument="max_steps", value=max_steps)
         check_precision(mixed_precision, argument="mixed_precision")
         accumulation_steps = 1 if gradient_accumulation_steps is None else gradient_accumulation_steps
         check_accumulation(accumulation_steps, argument="gradient_accumulation_steps")

@@ -27,7 +27,9 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, (list, tuple)) or moves_itself(batch):
         return batch, None
     if not batch:
-        raise ConfigError(f"batch: the loader gave an empty {type(batch).__name__}; there is nothing to train on")
+        raise ConfigError(
+            f"the loader gave an empty {type(batch).__name__}; there is nothing to train on", argument="batch"
+        )
     return batch[0], batch[1] if len(batch) > 1 else None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterable, Sequence, Sized
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from treadle.optim.optimizer import can_be_fused, move_optimizer_state
 
 _log = logging.getLogger("treadle.functional")
 # What `train` calls the arguments of a best rule.
-_OURS = {"metric": "best_model_metric=", "mode": "best_mode=", "patience": "early_stopping_patience="}
+_OURS = {"mode": "best_mode", "patience": "early_stopping_patience"}
 
 
 def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: TrainingSettings) -> Optimizer:
@@ -38,8 +37,10 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
     """
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer={optimizer!r}: must be an optimizer of torch, made for the model, such as "
-            "AdamW(model.parameters(), lr=1e-3), or None for one made from the config"
+            "must be an optimizer of torch, made for the model, such as "
+            "AdamW(model.parameters(), lr=1e-3), or None for one made from the config",
+            argument="optimizer",
+            value=optimizer,
         )
     if optimizer is None:
         lr = 1e-4 if settings.learning_rate is None else settings.learning_rate
@@ -83,13 +84,17 @@ def check_loss_fn(loss_fn: Any, *, own_loss: bool) -> None:
     """
     if (isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module)) or not (loss_fn is None or callable(loss_fn)):
         raise ConfigError(
-            f"loss_fn={loss_fn!r}: must be a function of (outputs, targets), such as nn.MSELoss() with its brackets, "
-            "or None where the model returns its loss"
+            "must be a function of (outputs, targets), such as nn.MSELoss() with its brackets, "
+            "or None where the model returns its loss",
+            argument="loss_fn",
+            value=loss_fn,
         )
     if getattr(loss_fn, "reduction", None) == "none" and not own_loss:
         raise ConfigError(
-            f"loss_fn={loss_fn!r}: reduction='none' gives no scalar to train on; use 'mean' or 'sum', or override "
-            "_compute_loss and reduce it there"
+            "reduction='none' gives no scalar to train on; use 'mean' or 'sum', or override "
+            "_compute_loss and reduce it there",
+            argument="loss_fn",
+            value=loss_fn,
         )
     if isinstance(loss_fn, nn.Module) and any(parameter.requires_grad for parameter in loss_fn.parameters()):
         _log.warning(
@@ -108,21 +113,29 @@ def check_call(
 ) -> None:
     """Raises ConfigError for an argument of ``train`` that is out of range."""
     if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
-        raise ConfigError(f"num_epochs={num_epochs!r}: must be a whole number of epochs >= 0, counted from the start")
+        raise ConfigError(
+            "must be a whole number of epochs >= 0, counted from the start", argument="num_epochs", value=num_epochs
+        )
     if save_freq is not None and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 0):
-        raise ConfigError(f"save_freq={save_freq!r}: must be >= 1 epoch, or None or 0 to write no numbered files")
+        raise ConfigError(
+            "must be >= 1 epoch, or None or 0 to write no numbered files", argument="save_freq", value=save_freq
+        )
     if callable(callbacks):
-        raise ConfigError(f"callbacks={callbacks!r}: must be a list of functions; write [callback]")
+        raise ConfigError("must be a list of functions; write [callback]", argument="callbacks", value=callbacks)
     for callback in callbacks or ():
         if not callable(callback):
-            raise ConfigError(f"callbacks: {callback!r} cannot be called; write functions (trainer, epoch, metrics)")
+            raise ConfigError(
+                f"{callback!r} cannot be called; write functions (trainer, epoch, metrics)", argument="callbacks"
+            )
     if isinstance(eval_loader, Sized):
         try:
             length = len(eval_loader)
         except TypeError:  # a DataLoader over a stream
             return
         if length == 0:
-            raise ConfigError("eval_dataloader: it is empty, so there is nothing to take a mean over; pass None")
+            raise ConfigError(
+                "it is empty, so there is nothing to take a mean over; pass None", argument="eval_dataloader"
+            )
 
 
 def known_keys(overrides: Callable[[str], bool], *, evaluated: bool, has_metrics: bool) -> list[str] | None:
@@ -170,16 +183,25 @@ def rule_for(
     """
     if metric is None:
         if patience is not None:
-            raise ConfigError(f"early_stopping_patience={patience!r}: needs a metric, and best_model_metric is None")
+            raise ConfigError(
+                "needs a metric, and best_model_metric is None", argument="early_stopping_patience", value=patience
+            )
         return None
     name = metric if metric.startswith((PREFIX, "train_")) else PREFIX + metric
     if known is not None and not {name, metric} & set(known):
-        raise ConfigError(f"best_model_metric={metric!r}: no epoch's record will have it; they have {', '.join(known)}")
+        raise ConfigError(
+            f"no epoch's record will have it; they have {', '.join(known)}", argument="best_model_metric", value=metric
+        )
     make = partial(MetricRule, name, mode, min_delta, patience)
     try:
         make()  # refuses bad values now
     except ConfigError as error:
-        raise ConfigError(re.sub(r"\b(metric|mode|patience)=", lambda found: _OURS[found[1]], str(error))) from None
+        if error.argument == "metric":
+            raise ConfigError(
+                "its direction cannot be told from its name; pass best_mode='min' or best_mode='max'",
+                argument="best_model_metric", value=name,
+            ) from None  # fmt: skip
+        raise error.renamed(_OURS.get(error.argument or "", str(error.argument))) from None
     return make
 
 

@@ -99,8 +99,9 @@ class FaceEpochs(SelectingEpochs):
         result = train_epoch(before)
         if self._epochs_run != 1 or not isinstance(result, Mapping):
             raise ConfigError(
-                f"train_epoch: the override called super().train_epoch() {self._epochs_run} times and returned a "
-                f"{type(result).__name__}; it must call it once and return a dict of numbers"
+                f"the override called super().train_epoch() {self._epochs_run} times and returned a "
+                f"{type(result).__name__}; it must call it once and return a dict of numbers",
+                argument="train_epoch",
             )
         if self.engine.epoch > before:  # not stopped inside
             record = self.history[-1]
@@ -189,7 +190,9 @@ def _as_record(values: Mapping[str, Any], *, prefix: str = PREFIX) -> dict[str, 
     for path, value in flatten_nested_dict(values).items():
         name = "/".join(path).removeprefix(prefix)
         if name in record:
-            raise ConfigError(f"evaluate: {name!r} and '{PREFIX}{name}' are one name in the record; return one of them")
+            raise ConfigError(
+                f"{name!r} and '{PREFIX}{name}' are one name in the record; return one of them", argument="evaluate"
+            )
         try:
             record[name] = value if isinstance(value, list) else float(as_number(path, value))
         except TypeError as error:

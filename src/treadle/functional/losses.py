@@ -35,8 +35,12 @@ def missing_loss(loss_fn: Any, outputs: Any) -> ConfigError:
     """Returns the error of a batch from which no loss can be computed."""
     given = f"the model returned a {type(outputs).__name__} without a loss"
     if loss_fn is None:
-        return ConfigError(f"loss_fn=None: {given}; pass a loss function, or labels for the model's own")
-    return ConfigError(f"targets: {given} and the batch has none; yield (inputs, targets), or override _compute_loss")
+        return ConfigError(
+            f"{given}; pass a loss function, or labels for the model's own", argument="loss_fn", value=None
+        )
+    return ConfigError(
+        f"{given} and the batch has none; yield (inputs, targets), or override _compute_loss", argument="targets"
+    )
 
 
 def loss_weight(

@@ -45,8 +45,8 @@ class EpochMetrics:
             missing = [word for word in ("update", "compute", "reset") if not callable(getattr(metric, word, None))]
             if missing:
                 raise ConfigError(
-                    f"metrics: {type(metric).__name__} has no {missing[0]}(); pass torchmetrics objects or a dict of "
-                    "them"
+                    f"{type(metric).__name__} has no {missing[0]}(); pass torchmetrics objects or a dict of them",
+                    argument="metrics",
                 )
             self._named[name] = metric.to(device) if callable(getattr(metric, "to", None)) else metric
 

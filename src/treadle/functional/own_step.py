@@ -48,8 +48,9 @@ class OwnStepEngine(Engine):
         """
         if self.accumulation_steps > 1:
             raise ConfigError(
-                f"gradient_accumulation_steps={self.accumulation_steps}: a step of several micro-batches cannot go "
-                "through an overridden train_step, which sees one; override _compute_loss, or accumulate nothing"
+                f"={self.accumulation_steps}: a step of several micro-batches cannot go "
+                "through an overridden train_step, which sees one; override _compute_loss, or accumulate nothing",
+                argument="gradient_accumulation_steps",
             )
         super().run(*args, **kwargs)
 
@@ -64,8 +65,9 @@ class OwnStepEngine(Engine):
             self._waiting = None
         if not self._outcomes:
             raise ConfigError(
-                "train_step: the override did not call super().train_step(batch), so nothing was trained; it may add "
-                "to that step, not replace it: override _forward_pass or _compute_loss for another one"
+                "the override did not call super().train_step(batch), so nothing was trained; it may add "
+                "to that step, not replace it: override _forward_pass or _compute_loss for another one",
+                argument="train_step",
             )
         self._note_added(result)
         return self._outcomes[0]
@@ -80,7 +82,8 @@ class OwnStepEngine(Engine):
             return False
         if self._outcomes:
             raise ConfigError(
-                "train_step: the override calls super().train_step(batch) a second time; one batch is one step"
+                "the override calls super().train_step(batch) a second time; one batch is one step",
+                argument="train_step",
             )
         group = Group([batch], self._waiting.data_time, self._waiting.sample_ids)
         self._outcomes.append(super().train_step(group))
@@ -102,8 +105,9 @@ class OwnStepEngine(Engine):
     def _note_added(self, result: Any) -> None:
         if not isinstance(result, Mapping):
             raise ConfigError(
-                f"train_step: the override returned a {type(result).__name__}; return the dict of "
-                "super().train_step(batch), with what you add to it"
+                f"the override returned a {type(result).__name__}; return the dict of "
+                "super().train_step(batch), with what you add to it",
+                argument="train_step",
             )
         added = {name: value for name, value in result.items() if name not in _STEP_KEYS}
         if added and self.step_outputs:

@@ -58,14 +58,18 @@ class TrainingSettings:
             self._check(name, Integral, 0, math_name="a whole number")
         self._check("gradient_accumulation_steps", Integral, 1, math_name="a whole number")
         if self.ema_decay is not None and self.ema_decay > 1:
-            raise ConfigError(f"{_WHERE}.ema_decay={self.ema_decay!r}: must lie in [0, 1], or be None")
+            raise ConfigError("must lie in [0, 1], or be None", argument=f"{_WHERE}.ema_decay", value=self.ema_decay)
         if not (isinstance(self.mixed_precision, bool) or self.mixed_precision in (None, *get_args(PrecisionName))):
             raise ConfigError(
-                f"{_WHERE}.mixed_precision={self.mixed_precision!r}: must be 'bf16', 'fp16', True (bf16), False or None"
+                "must be 'bf16', 'fp16', True (bf16), False or None",
+                argument=f"{_WHERE}.mixed_precision",
+                value=self.mixed_precision,
             )
         if not isinstance(self.scheduler_step_per_batch, bool):
             raise ConfigError(
-                f"{_WHERE}.scheduler_step_per_batch={self.scheduler_step_per_batch!r}: must be True or False"
+                "must be True or False",
+                argument=f"{_WHERE}.scheduler_step_per_batch",
+                value=self.scheduler_step_per_batch,
             )
 
     def _check(self, name: str, kind: type, least: Any, *, math_name: str) -> None:
@@ -73,7 +77,7 @@ class TrainingSettings:
         if value is None:
             return
         if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
-            raise ConfigError(f"{_WHERE}.{name}={value!r}: must be {math_name} >= {least}, or None")
+            raise ConfigError(f"must be {math_name} >= {least}, or None", argument=f"{_WHERE}.{name}", value=value)
 
     def engine_arguments(self) -> dict[str, Any]:
         """Returns what the engine takes of them, by its own names."""

@@ -200,7 +200,7 @@ def numbers_from(method: str, result: Any) -> Mapping[str, Any]:
         {'loss': 1.0}
     """
     if not isinstance(result, Mapping):
-        raise ConfigError(f"{method}: the override returned a {type(result).__name__}; return a dict of numbers")
+        raise ConfigError(f"the override returned a {type(result).__name__}; return a dict of numbers", argument=method)
     return result
 
 

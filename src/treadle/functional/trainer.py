@@ -14,17 +14,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from treadle.capture.compile import Compile, compile_model
+from treadle.capture.compile import Compile
 from treadle.checkpoint.store import load_checkpoint
-from treadle.device import get_device, to_device
+from treadle.device import to_device
 from treadle.engine import Engine
 from treadle.engine.best import Mode
 from treadle.engine.hook import BaseHook
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
+from treadle.faces.build import EngineCounters, place
 from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.folder import loss_name
-from treadle.faces.parallel import ParallelConfig, spread
+from treadle.faces.parallel import ParallelConfig
 from treadle.functional.batches import split_batch
 from treadle.functional.checks import (
     check_call,
@@ -45,14 +46,13 @@ from treadle.functional.own_step import OwnStepEngine, numbers_of
 from treadle.functional.settings import read_settings
 from treadle.functional.task import EvalTask, OverriddenEvalTask, TrainerTask
 from treadle.hooks.trackers import TrackerChoice, with_trackers
-from treadle.optim.optimizer import check_scheduler
 from treadle.optim.precision import in_full_precision
 
 _log = logging.getLogger("treadle.functional")
 Callback = Callable[[Any, int, dict[str, Any]], object]
 
 
-class Trainer:
+class Trainer(EngineCounters):
     """Trains a model with an optimizer and a loss function; the loop is that of ``treadle.hooks.base``.
 
     Args:
@@ -104,13 +104,12 @@ class Trainer:
     ):
         self.config = config
         self.settings = read_settings(config)
-        self.device = get_device(device)
-        self.model = model.to(self.device)
+        self.model, self.optimizer, self.device = place(
+            model, partial(optimizer_for, optimizer=optimizer, settings=self.settings), device=device,
+            scheduler=scheduler, compile=compile, parallel=parallel,
+        )  # fmt: skip
         self.loss_fn = loss_fn.to(self.device) if isinstance(loss_fn, nn.Module) else loss_fn
-        self.optimizer = optimizer_for(self.model, optimizer, settings=self.settings)
-        self.model = spread(compile_model(self.model, compile), parallel, self.optimizer)
         self.scheduler = scheduler
-        check_scheduler(scheduler, self.optimizer)
         warn_of_idle_interval(scheduler, self.settings)
         check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"))
         self._warned_of_length = False
@@ -153,26 +152,6 @@ class Trainer:
         return getattr(type(self), method) is not getattr(Trainer, method)
 
     # -- what happened so far -------------------------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps attempted."""
-        return self._engine.step
-
-    @property
-    def applied_steps(self) -> int:
-        """Steps that changed the weights."""
-        return self._engine.applied_steps
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches trained on."""
-        return self._engine.micro_steps
-
-    @property
-    def epoch(self) -> int:
-        """Epochs completed."""
-        return self._engine.epoch
 
     @property
     def history(self) -> dict[str, list[Any]]:

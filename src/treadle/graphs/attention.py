@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from treadle.errors import ConfigError
+
 
 class AttentionLayout(NamedTuple):
     """Places of the nodes in the dense tensors of the attention.
@@ -94,7 +96,9 @@ def batch_layout(graph_N: Tensor, num_graphs: int, sizes: Sequence[int] | None =
     if sizes is None:
         sizes = [len(graph_N)] if num_graphs == 1 else sizes_G.tolist()
     elif len(sizes) != num_graphs or sum(sizes) != len(graph_N):
-        raise ValueError(f"sizes: {sum(sizes)} nodes in {len(sizes)} graphs, and not {len(graph_N)} in {num_graphs}")
+        raise ConfigError(
+            f"{sum(sizes)} nodes in {len(sizes)} graphs, and not {len(graph_N)} in {num_graphs}", argument="sizes"
+        )
     groups, starts_3G = _starts(group_sizes(sizes), graph_N.device)
     slot_start_G, row_start_G, slots_G = starts_3G
 

@@ -88,7 +88,7 @@ def ridge_baseline(
         0.0
     """
     if not all(bool(targets.isfinite().all()) for targets in targets_GT):
-        raise ConfigError("targets_GT: a target is not finite; a ridge needs all of them")
+        raise ConfigError("a target is not finite; a ridge needs all of them", argument="targets_GT")
     train = features_GF[0].double()
     varies = train.amax(0) > train.amin(0)
     centre, scale = train[:, varies].mean(0), train[:, varies].std(0)

@@ -102,8 +102,9 @@ def plan_buckets(
     """
     if batch_size < 1 or multiple < 1 or num_buckets < 1 or not 0 < share <= 1:
         raise ConfigError(
-            f"batch_size={batch_size}, num_buckets={num_buckets} and multiple={multiple} must be 1 or more, "
-            f"share={share} above 0 and at most 1"
+            f"={batch_size}, num_buckets={num_buckets} and multiple={multiple} must be 1 or more, "
+            f"share={share} above 0 and at most 1",
+            argument="batch_size",
         )
     needs = [
         (len(g.x), columns(g, "edge_index"), columns(g, "edge_pe_index"), columns(g, "pair_index")) for g in graphs

@@ -83,7 +83,9 @@ def precision_named(mixed_precision: bool | str | None) -> PrecisionName | None:
     if mixed_precision is None or isinstance(mixed_precision, bool):
         return "bf16" if mixed_precision else None
     if mixed_precision not in get_args(PrecisionName):
-        raise ConfigError(f"mixed_precision={mixed_precision!r}: must be False, True (bf16), 'bf16' or 'fp16'")
+        raise ConfigError(
+            "must be False, True (bf16), 'bf16' or 'fp16'", argument="mixed_precision", value=mixed_precision
+        )
     return mixed_precision  # type: ignore[return-value]  # it is one of the names
 
 
@@ -94,7 +96,9 @@ def check_log_every(log_every: int | None) -> None:
         >>> check_log_every(0)
     """
     if log_every is not None and (isinstance(log_every, bool) or not isinstance(log_every, int) or log_every < 0):
-        raise ConfigError(f"log_every={log_every!r}: must be a whole number of steps, or None or 0 to turn it off")
+        raise ConfigError(
+            "must be a whole number of steps, or None or 0 to turn it off", argument="log_every", value=log_every
+        )
 
 
 def check_epochs(epochs: Any) -> None:
@@ -104,7 +108,9 @@ def check_epochs(epochs: Any) -> None:
         >>> check_epochs(100)
     """
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
-        raise ConfigError(f"epochs={epochs!r}: must be a whole number of epochs >= 0, counted from the start")
+        raise ConfigError(
+            "must be a whole number of epochs >= 0, counted from the start", argument="epochs", value=epochs
+        )
 
 
 def best_rule(

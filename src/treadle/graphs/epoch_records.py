@@ -43,7 +43,9 @@ class GraphRule(BestRule):
 def missing_key(key: str, known: Iterable[str], prefix: str) -> ConfigError:
     """Returns the error of a best metric that the records do not have."""
     which = "validation" if prefix == VAL else "training"
-    return ConfigError(f"metric_for_best={key!r}: the {which} record has no such key; it has {', '.join(known)}")
+    return ConfigError(
+        f"the {which} record has no such key; it has {', '.join(known)}", argument="metric_for_best", value=key
+    )
 
 
 class GraphEpochs(SelectingEpochs):

@@ -54,7 +54,7 @@ def refuse_idle(settings: Sequence[str], config: GraphsConfig, *, level: str, ta
         reason = next((why for prefix, why in idle.items() if f"{key}.".startswith(f"{prefix}.")), None)
         value = _value(config.to_dict(), key)
         if reason is not None and value is not None:
-            raise ConfigError(f"{key}={value}: would be without effect, as {reason}; leave it out")
+            raise ConfigError(f"={value}: would be without effect, as {reason}; leave it out", argument=key)
 
 
 def _value(values: Any, key: str) -> Any:

@@ -87,7 +87,9 @@ class GraphLoss:
         weights = self._class_weights_on(target.device)
         if self.task_type == "multilabel":
             if len(weights) != target.shape[-1]:
-                raise ConfigError(f"class_weights: {len(weights)} weights for {target.shape[-1]} labels; give one each")
+                raise ConfigError(
+                    f"{len(weights)} weights for {target.shape[-1]} labels; give one each", argument="class_weights"
+                )
             return known * weights
         return weights[torch.where(known, target, torch.zeros_like(target)).long()] * known
 
@@ -113,9 +115,13 @@ class GraphLoss:
 
     def _check_columns(self, pred: Tensor) -> None:
         if pred.dim() == 2 and self.loss_type == "bce":
-            raise ConfigError("loss_type='bce' takes one probability for each graph, and got two columns; use one")
+            raise ConfigError(
+                "='bce' takes one probability for each graph, and got two columns; use one", argument="loss_type"
+            )
         if pred.dim() == 1 and self.loss_type == "cross_entropy":
-            raise ConfigError("loss_type='cross_entropy' takes two columns, and got one logit; use 'bce_logits'")
+            raise ConfigError(
+                "='cross_entropy' takes two columns, and got one logit; use 'bce_logits'", argument="loss_type"
+            )
 
 
 def get_loss_fn(
@@ -155,7 +161,9 @@ def get_loss_fn(
     if loss_type not in allowed:
         outputs = "" if num_outputs is None else f" with num_classes={num_outputs}"
         raise ConfigError(
-            f"loss_type={loss_type!r}: not a loss of {task_type}{outputs}; {nearest(str(loss_type), allowed)}"
+            f"not a loss of {task_type}{outputs}; {nearest(str(loss_type), allowed)}",
+            argument="loss_type",
+            value=loss_type,
         )
     return GraphLoss(task_type, loss_type, num_outputs, _checked(class_weights, task_type, num_outputs))
 
@@ -165,12 +173,12 @@ def _checked(weights: Sequence[float] | Tensor | None, task_type: str, num_outpu
         return None
     values = torch.as_tensor(weights, dtype=torch.float32).detach().cpu()
     if task_type == "regression":
-        raise ConfigError("class_weights: a regression has no classes; pass None")
+        raise ConfigError("a regression has no classes; pass None", argument="class_weights")
     wanted = num_outputs if task_type == "multilabel" else max(2, num_outputs or 2)
     if values.dim() != 1 or (wanted is not None and len(values) != wanted):
         raise ConfigError(
             f"class_weights of shape {tuple(values.shape)}: there are {wanted} classes; give one weight each"
         )
     if not bool(((values >= 0) & values.isfinite()).all()):
-        raise ConfigError(f"class_weights={values.tolist()}: they must be finite and >= 0")
+        raise ConfigError(f"={values.tolist()}: they must be finite and >= 0", argument="class_weights")
     return values

@@ -31,7 +31,7 @@ class GraphMetrics:
     def __init__(self, task_type: str, num_classes: int, *, from_logits: bool, k: int) -> None:
         check_task_type(task_type)
         if isinstance(k, bool) or not k >= 1:
-            raise ConfigError(f"k={k!r}: precision@k needs at least the one best score")
+            raise ConfigError("precision@k needs at least the one best score", argument="k", value=k)
         self.task_type = task_type
         self.num_classes = outputs_of(task_type, num_classes) if task_type == "classification" else None
         if task_type == "edge_prediction":
@@ -85,7 +85,9 @@ class GraphMetrics:
         """
         parts = [part for rank in _from_all_ranks(_joined(self._kept)) for part in rank]
         if not parts:
-            raise ConfigError("compute: no prediction was added; call update first, with batches of a loader")
+            raise ConfigError(
+                "no prediction was added; call update first, with batches of a loader", argument="compute"
+            )
         pred, target, known = _joined(parts)[0]
         if not bool(known.any()) or bool(pred[known].isnan().any()):
             return dict.fromkeys(self.names, math.nan)

@@ -82,7 +82,7 @@ class ModelOptions:
         ):  # fmt: skip
             value = getattr(self, option)
             if value not in known:
-                raise ConfigError(f"{option}={value!r} is unknown; {nearest(str(value), known)}")
+                raise ConfigError(f" is unknown; {nearest(str(value), known)}", argument=option, value=value)
         if self.num_features is None:
             raise ConfigError("num_features is required: the types of nodes or columns of x (dataset.num_features)")
         self._check_numbers()
@@ -95,25 +95,29 @@ class ModelOptions:
             if value is None and option not in required:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{option}={value!r} must be a whole number of {least} or more; it is a size")
+                raise ConfigError(
+                    f" must be a whole number of {least} or more; it is a size", argument=option, value=value
+                )
         for option in ("dropout", "attn_dropout", "drop_path_rate"):
             value = getattr(self, option)
             if value is not None and not 0 <= value < 1:
-                raise ConfigError(f"{option}={value!r} must be 0 or more and below 1; it is a probability")
+                raise ConfigError(" must be 0 or more and below 1; it is a probability", argument=option, value=value)
 
     def _check_parts(self) -> None:
         has_gat = self.use_local and self.mpnn_type == "gat"
         if self.name == "mpnn" and not self.use_local:
             raise ConfigError(
-                "name='mpnn' is message passing without attention, and use_local=False takes that away; leave it out, "
-                "or take name='graph_transformer'"
+                "='mpnn' is message passing without attention, and use_local=False takes that away; leave it out, "
+                "or take name='graph_transformer'",
+                argument="name",
             )
         if not (self.use_local or self.has_attention):
-            raise ConfigError("use_local=False and use_global=False leave no layer; turn one of them on")
+            raise ConfigError("=False and use_global=False leave no layer; turn one of them on", argument="use_local")
         if (self.has_attention or has_gat) and self.hidden_dim % self.num_heads:
             raise ConfigError(
-                f"hidden_dim={self.hidden_dim} must be a multiple of num_heads={self.num_heads}, as every head gets "
-                "an equal share; change one of the two"
+                f"={self.hidden_dim} must be a multiple of num_heads={self.num_heads}, as every head gets "
+                "an equal share; change one of the two",
+                argument="hidden_dim",
             )
         without_effect = [
             ("relative_pe_dim", bool(self.relative_pe_dim) and not self.has_attention, "there is no attention"),
@@ -127,5 +131,5 @@ class ModelOptions:
         for option, is_idle, reason in without_effect:
             if is_idle:
                 raise ConfigError(
-                    f"{option}={getattr(self, option)!r} would be without effect, as {reason}; leave it out"
+                    f" would be without effect, as {reason}; leave it out", argument=option, value=getattr(self, option)
                 )

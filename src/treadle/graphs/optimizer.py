@@ -52,7 +52,9 @@ def get_optimizer(
         [(1, 0.01), (3, 0.0)]
     """
     if optimizer_type not in _OPTIMIZERS:
-        raise ConfigError(f"optimizer_type={optimizer_type!r} is unknown; {nearest(str(optimizer_type), _OPTIMIZERS)}")
+        raise ConfigError(
+            f" is unknown; {nearest(str(optimizer_type), _OPTIMIZERS)}", argument="optimizer_type", value=optimizer_type
+        )
     betas = (betas[0], betas[1])
     given = {"betas": (betas, (0.9, 0.999)), "eps": (eps, 1e-8), "momentum": (momentum, 0.9)}
     say_what_is_idle(optimizer_type, given, ("momentum",) if optimizer_type == "sgd" else ("betas", "eps"))

@@ -127,7 +127,7 @@ def pad_batch(batch: Any, buckets: PadBucket | Sequence[PadBucket], *, level: st
         ([0, 0, 3, 1, 1, 3], [[0, 1, 3, 4, 2, 5], [1, 0, 4, 3, 2, 5]])
     """
     if level not in TASKS:
-        raise ConfigError(f"level={level!r} is unknown; known: {', '.join(TASKS)}")
+        raise ConfigError(f" is unknown; known: {', '.join(TASKS)}", argument="level", value=level)
     graph_N, num_graphs = graphs_of(batch)
     sizes = torch.bincount(graph_N, minlength=num_graphs)
     bucket, starts = _first_that_holds(batch, sizes.tolist(), [buckets] if isinstance(buckets, PadBucket) else buckets)

@@ -55,8 +55,9 @@ def buckets_for(loader: Any, num_buckets: int) -> list[PadBucket]:
         size = -(-sampler.global_batch_size // distributed.world_size())
     if size is None or not hasattr(graphs, "__getitem__") or not hasattr(graphs, "__len__"):
         raise ConfigError(
-            f"pad_to={num_buckets}: buckets are chosen from the graphs of the loader's dataset and its batch_size, and "
-            f"this {type(loader).__name__} does not tell them; give pad_to=plan_buckets(graphs, batch_size)"
+            f"={num_buckets}: buckets are chosen from the graphs of the loader's dataset and its batch_size, and "
+            f"this {type(loader).__name__} does not tell them; give pad_to=plan_buckets(graphs, batch_size)",
+            argument="pad_to",
         )
     with forked_rng():  # a data set may draw where a graph is read, and training is not to notice
         return plan_buckets((graphs[index] for index in range(len(graphs))), size, num_buckets=num_buckets)
@@ -84,7 +85,9 @@ class Padding:
     def __init__(self, pad_to: PadTo = None, *, level: str | None = None, loss_fn: Any = None):
         if pad_to is not None and loss_fn is not None and not isinstance(loss_fn, GraphLoss):
             raise ConfigError(
-                f"pad_to={pad_to!r}: loss_fn={loss_fn!r} cannot leave padding out; use a loss of get_loss_fn"
+                f"loss_fn={loss_fn!r} cannot leave padding out; use a loss of get_loss_fn",
+                argument="pad_to",
+                value=pad_to,
             )
         self._num_buckets = pad_to if isinstance(pad_to, int) else None
         self.buckets: list[PadBucket] | None = None
@@ -93,7 +96,7 @@ class Padding:
         elif pad_to is not None and not isinstance(pad_to, int):
             self.buckets = list(pad_to)
         if isinstance(pad_to, bool) or pad_to == 0 or self.buckets == [] or (self._num_buckets or 1) < 1:
-            raise ConfigError(f"pad_to={pad_to!r}: give a number of buckets >= 1, or PadBuckets")
+            raise ConfigError("give a number of buckets >= 1, or PadBuckets", argument="pad_to", value=pad_to)
         self._level = level
         self._planned_for: Any = None
         self._used = {kind: [0, 0] for kind in _KINDS}

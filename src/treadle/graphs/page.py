@@ -1,8 +1,7 @@
-"""The pictures of a graph run's results, and the page that shows them."""
+"""The pictures of a graph run's results and their captions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,47 +14,24 @@ from treadle.graphs.pictures import is_molecule, plot_encodings, plot_molecules,
 from treadle.graphs.run_build import loader
 from treadle.graphs.run_config import GraphsConfig
 from treadle.runs.curves import plot_training_curves
-from treadle.runs.page import Picture, write_page
+from treadle.runs.report import Picture
 
 _LOGP = ("nci", "zinc_clean_leads")  # data sets whose target is penalised logP
 _MOLECULE_SIZES = range(18, 27)  # of the molecule whose encodings are drawn: large enough to show, small enough to read
 
 
-def write_run_page(
-    config: GraphsConfig,
-    data: GraphDataset,
-    trainer: GraphTrainer,
-    out: Path,
-    *,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    facts: Mapping[str, str],
-) -> Path:
-    """Draws what the trainer's model does on the test set, and writes ``page.html``.
+def draw(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, folder: Path) -> list[Picture]:
+    """Draws what the trainer's model does on the test set.
 
     Args:
         config: the settings of the run.
         data: the data set.
         trainer: its model has the best weights.
-        out: gets ``pictures/`` and ``page.html``.
-        columns: of the table of test metrics.
-        rows: of the same, the model first.
-        facts: what was trained and how.
+        folder: gets the files.
+
+    Returns:
+        The pictures with their captions.
     """
-    what = {"graph": "", "node": "the nodes of ", "edge": "pairs of nodes of "}[data.level]
-    return write_page(
-        out / "page.html",
-        title=f"{config.model['name']} on {data.name}",
-        lead=f"The test is on {what}{len(data.test):,} graphs that were kept out of training. The weights are those of "
-        f"epoch {trainer.best_epoch} of {trainer.epoch}, the best by validation {config.training.metric_for_best}.",
-        columns=columns,
-        rows=rows,
-        pictures=_draw(config, data, trainer, out / "pictures"),
-        facts=facts,
-    )
-
-
-def _draw(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, folder: Path) -> list[Picture]:
     predicted = trainer.predict(loader(data.test, config.training.batch_size))
     curves = plot_training_curves(_curves(trainer), folder / "training_curves.png")
     caption = (

@@ -1,48 +1,35 @@
-"""What a graph run shows and leaves: decisions at the start, test metrics beside baselines, pictures, a short table."""
+"""The results of a graph run: decisions at the start, test metrics beside baselines, a table."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from treadle.checkpoint.store import write_text
 from treadle.data import steps_per_epoch
 from treadle.graphs import GraphDataset, GraphTrainer, parse_pe_config
 from treadle.graphs.baselines import mean_baseline, ridge_baseline, tabulate
 from treadle.graphs.datasets.molecules import ATOM_COLUMNS
-from treadle.graphs.page import write_run_page
+from treadle.graphs.page import draw
 from treadle.graphs.run_build import loader
 from treadle.graphs.run_config import GraphsConfig
 from treadle.hooks.files import to_json
-from treadle.runs.ranks import ranks_line
-from treadle.runs.start_block import device_line, print_block
-from treadle.runs.tables import print_table
+from treadle.runs.pack import Results
+from treadle.runs.report import Report, Table
 
 _ELEMENTS = sum(name.startswith("element ") for name in ATOM_COLUMNS)
 
 # -- the block at the start ---------------------------------------------------------------------------------------
 
 
-def print_start(
-    config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, *, start: str, explicit: bool, console: Console
-) -> None:
-    """Prints what was decided and why, a line each."""
-    lines = {
-        "device": device_line(trainer.device, explicit=explicit),
-        "precision": f"{config.training.mixed_precision} autocast" if config.training.mixed_precision else "fp32",
-        **_decisions(config, data, trainer),
-        **_speed_line(config),
-        **ranks_line(config.training.parallel),
-        "start": start,
-    }
-    print_block(lines, console)
+def decisions(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer) -> dict[str, str]:
+    """Returns what was decided and why, as name -> text."""
+    precision = f"{config.training.mixed_precision} autocast" if config.training.mixed_precision else "fp32"
+    return {"precision": precision, **_decisions(config, data, trainer), **_speed_line(config)}
 
 
 def _speed_line(config: GraphsConfig) -> dict[str, str]:
@@ -56,7 +43,6 @@ def _speed_line(config: GraphsConfig) -> dict[str, str]:
 
 
 def _decisions(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer) -> dict[str, str]:
-    """What is trained and how, in words: of the block at the start and of the page at the end."""
     training, model, optimizer = config.training, trainer.model, trainer.optimizer
     parts = zip(data.get_splits(), ("train", "validate", "test"), strict=True)
     steps = steps_per_epoch(loader(data.train, training.batch_size, shuffle=True), training.accumulation_steps)
@@ -87,28 +73,24 @@ def _encodings_line(config: GraphsConfig) -> str:
 # -- the end ------------------------------------------------------------------------------------------------------
 
 
-def finish_run(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, out: Path) -> dict[str, Any]:
-    """Tests the weights that the trainer's model has, compares with baselines, draws, and writes the results.
+def finish_run(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, out: Path) -> Results:
+    """Tests the weights that the trainer's model has, compares them with baselines, and draws.
 
     Args:
         config: the settings of the run.
         data: the data set.
         trainer: its model has the best weights.
-        out: gets ``test_results.json``, ``pictures/``, ``page.html``, and ``metrics.json`` last of all.
-
-    Returns:
-        What was written to ``metrics.json``.
+        out: gets ``test_results.json`` and ``pictures/``.
     """
     test = trainer.eval_epoch(loader(data.test, config.training.batch_size))
-    results = to_json({
+    found = to_json({
         "test_metrics": test,
         "best_epoch": trainer.best_epoch,
         "best_val_metric": trainer.best_metric,
         "seed": config.seed,
     })  # fmt: skip
-    write_text(_as_text(results), out / "test_results.json")
+    write_text(_as_text(found), out / "test_results.json")
     metrics: dict[str, Any] = to_json({
-        "treadle": version("treadle"),
         "epochs": trainer.epoch,
         "best_epoch": trainer.best_epoch,
         "metric_for_best": config.training.metric_for_best,
@@ -117,14 +99,8 @@ def finish_run(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, 
         "baselines": _baselines(data) if data.task_type == "regression" else {},
         "graphs": {name: len(part) for name, part in zip(("train", "val", "test"), data.get_splits(), strict=True)},
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
-        "device": str(trainer.device),
-        "config": config.to_dict(),
     })  # fmt: skip
-    columns, rows = _test_rows(metrics)
-    write_run_page(config, data, trainer, out, columns=columns, rows=rows, facts=_decisions(config, data, trainer))
-    # The last file of a run: where it is and has these settings, nothing is left to do.
-    write_text(_as_text(metrics), out / "metrics.json")
-    return metrics
+    return Results(metrics, draw(config, data, trainer, out / "pictures"))
 
 
 def _as_text(values: Mapping[str, Any]) -> str:
@@ -164,24 +140,22 @@ _NAMES = {
 }
 
 
-def print_results(metrics: Mapping[str, Any], out: Path, console: Console) -> None:
-    """Prints the short table of a run from what ``metrics.json`` holds."""
+def results(metrics: Mapping[str, Any], out: Path) -> Report:
+    """Returns the table of a run from the content of ``metrics.json``."""
     columns, rows = _test_rows(metrics)
-    table = Table(title=f"Test, {metrics['graphs']['test']:,} graphs", title_justify="left", box=None, pad_edge=False)
-    table.add_column(columns[0], min_width=36)
-    for name in columns[1:]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    console.print()
-    print_table(table, console)
-    console.print(f"\nFiles in {out}:", soft_wrap=True)
     pictures = sorted(path.name for path in (out / "pictures").glob("*.png"))
-    for line in (
-        "  checkpoints/ (best.pt, last.pt, history.json)  metrics.json  test_results.json  config.yaml  steps.jsonl",
-        f"  page.html (what it learned, with the pictures)  pictures/  {'  '.join(pictures)}",
-    ):
-        console.print(line, soft_wrap=True, markup=False)
+    config, count = metrics["config"], metrics["graphs"]["test"]
+    return Report(
+        title=f"{config['model']['name']} on {config['dataset']['name']}",
+        lead=f"The test is on {count:,} graphs that were kept out of training. The weights are those of epoch "
+        f"{metrics['best_epoch']} of {metrics['epochs']}, the best by validation {metrics['metric_for_best']}.",
+        tables=[Table(columns, rows, title=f"Test, {count:,} graphs", width=36)],
+        files=[
+            "  checkpoints/ (best.pt, last.pt, history.json)  metrics.json  test_results.json  run.json  config.yaml  "
+            "steps.jsonl",
+            f"  page.html (what it learned, with the pictures)  pictures/  {'  '.join(pictures)}",
+        ],
+    )  # fmt: skip
 
 
 def _test_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:

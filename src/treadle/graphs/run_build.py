@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -37,26 +34,21 @@ from treadle.seed import set_seed
 _SCHEDULER_KEYS = ("type", "warmup_epochs", "min_lr", "step_size", "gamma")
 
 
-def prepare_data(config: GraphsConfig, messages: Console) -> GraphDataset:
-    """Loads the data set with its encodings; a bar shows how far the encodings are.
+def prepare_data(config: GraphsConfig, progress: Callable[[int, int], None] | None = None) -> GraphDataset:
+    """Loads the data set with its encodings.
+
+    Args:
+        config: the settings.
+        progress: called with how many graphs are encoded, and how many there are.
 
     Raises:
         ConfigError: a setting is unknown or wrong, or the data are not there and cannot be downloaded.
         ImportError: a package is missing; the message names what to install.
     """
     try:
-        with _encoding_bar(messages) as progress:
-            return get_dataset(**given(config.dataset), pe_config=config.pe, progress=progress)
+        return get_dataset(**given(config.dataset), pe_config=config.pe, progress=progress)
     except FileNotFoundError as error:
-        raise ConfigError(f"dataset={config.dataset.get('name')}: {error}") from error
-
-
-@contextmanager
-def _encoding_bar(console: Console) -> Iterator[Any]:
-    columns = (TextColumn("encodings"), BarColumn(24), MofNCompleteColumn(), TextColumn("graphs"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None, visible=False)
-        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+        raise ConfigError(f"={config.dataset.get('name')}: {error}", argument="dataset") from error
 
 
 def build_model(config: GraphsConfig, data: GraphDataset) -> GraphTransformer:
@@ -71,8 +63,9 @@ def build_model(config: GraphsConfig, data: GraphDataset) -> GraphTransformer:
     has_attention = options.get("name") != "mpnn" and options.get("use_global", True)
     if data.relative_pe_dim and not has_attention:
         raise ConfigError(
-            "pe.relative.enabled=True: encodings of pairs of nodes bias the attention, and this model has none; set "
-            "pe.relative.enabled=false"
+            "encodings of pairs of nodes bias the attention, and this model has none; set pe.relative.enabled=false",
+            argument="pe.relative.enabled",
+            value=True,
         )
     return get_model(
         num_features=data.num_features,

@@ -1,26 +1,25 @@
-"""The settings of graph runs: composed by Hydra from the groups of the pack, checked, and what a rerun may change."""
+"""The settings of graph runs: composed from the groups of the pack, checked, and what a rerun may change."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import typing
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 from treadle.capture.compile import check_compile
-from treadle.config.sections import typed
+from treadle.config.grammar import Assignment, fitted, parse
+from treadle.config.overrides import apply
+from treadle.config.sections import as_settings, from_nested, refuse_unknown_setting, typed
 from treadle.config.tree import copied
 from treadle.engine.settings import check_capture
-from treadle.errors import ConfigError, MissingExtraError, nearest, refuse_unknown
+from treadle.errors import ConfigError, refuse_unknown
 from treadle.faces.parallel import as_parallel
+from treadle.graphs.groups import GROUPS, compose
 from treadle.graphs.model_options import ModelOptions
-from treadle.runs.overrides import from_mapping, refuse_unknown_setting
-from treadle.runs.setting_names import as_settings
 from treadle.runs.settings import at_least, check_seeds, flat
 
-CONF = "treadle.graphs.conf"
-GROUPS = ("dataset", "model", "pe", "train")
 FLAGS = {
     "device": "--device",
     "resume": "--resume or --no-resume",
@@ -93,7 +92,9 @@ class TrainingConfig:
         at_least(0, **numbers)
         betas = self.optimizer.get("betas")
         if betas is not None and not (len(betas) == 2 and all(0 <= float(beta) < 1 for beta in betas)):
-            raise ConfigError(f"training.optimizer.betas={betas}: must be two numbers in [0, 1), such as [0.9,0.999]")
+            raise ConfigError(
+                f"={betas}: must be two numbers in [0, 1), such as [0.9,0.999]", argument="training.optimizer.betas"
+            )
         refuse_unknown("training.loss", self.loss, _TASKS)
         as_parallel(self.parallel)
         check_capture(self.capture)
@@ -146,8 +147,7 @@ class GraphsConfig:
         added = {"parallel": None, "capture": False, "buckets": None, "compile": False}
         values = with_kinds(values)
         section = {**added, **_section(values, "training")}
-        training = from_mapping(TrainingConfig, section, where="training")
-        return from_mapping(cls, {**values, "training": training}, where="")
+        return from_nested(cls, {**values, "training": section}, complete=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as nested plain values."""
@@ -157,7 +157,7 @@ class GraphsConfig:
 def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     section = values.get(name)
     if not isinstance(section, Mapping):
-        raise ConfigError(f"{name}={section!r}: must be a section of settings")
+        raise ConfigError("must be a section of settings", argument=name, value=section)
     return section
 
 
@@ -178,7 +178,8 @@ def with_kinds(values: Mapping[str, Any]) -> dict[str, Any]:
         for part in path:
             section = section.get(part) if isinstance(section, dict) else None
         if isinstance(section, dict) and name in section:
-            section[name] = typed(section[name], kind, key=key, text=str(section[name]))
+            is_number = isinstance(section[name], (int, float)) and not isinstance(section[name], bool)
+            section[name] = typed(section[name], kind, key=key, text=str(section[name]) if is_number else None)
     return made  # type: ignore[no-any-return]
 
 
@@ -204,68 +205,48 @@ def read_settings(settings: Sequence[str], device: str | None = None) -> GraphsC
 
     Raises:
         ConfigError: a group, a choice or a key is unknown, or a value is wrong.
-        ImportError: Hydra is not installed; the message names the extra.
+        ImportError: OmegaConf is not installed; the message names the extra.
     """
     choices: dict[str, str] = {}
-    assignments: list[tuple[str, str]] = []
+    assignments: list[Assignment] = []
     for text in settings:
-        key, equals, value = (part.strip() for part in text.partition("="))
-        key = key.lstrip("+")
-        if not equals or not key:
+        before, equals, _ = text.partition("=")
+        if not equals or not before.strip("+ "):
             raise ConfigError(f"{text!r}: settings are written key=value, for example model=gps or training.epochs=5")
-        if key in FLAGS:
-            raise ConfigError(f"{key}: is not set this way; use {FLAGS[key]}")
-        if key in GROUPS:
-            choices[key] = _choice(key, value.strip("'\""))
+        found = parse(text)
+        if found.key in FLAGS:
+            raise ConfigError(f"is not set this way; use {FLAGS[found.key]}", argument=found.key)
+        if found.key in GROUPS and found.sign == "=":
+            choices[found.key] = found.raw.strip().strip("'\"")
         else:
-            is_null = value.lower() == "none" and key not in _NONE_IS_A_CHOICE
-            assignments.append((key, "null" if is_null else value))
-    chosen = [f"{key}={value}" for key, value in choices.items()]
-    with _composer() as compose:
-        known = flat(compose(chosen))
-        for key, _ in assignments:
-            if not key.startswith(_OPEN):
-                refuse_unknown_setting(key, known)
-        return GraphsConfig.from_values(compose([*chosen, *(f"++{key}={value}" for key, value in assignments)]))
+            assignments.append(found)
+    return GraphsConfig.from_values(with_assignments(compose(choices), assignments))
 
 
-def _choice(group: str, value: str) -> str:
-    root = files(CONF).joinpath(group)
-    options = _options(root)
-    if value not in options:
-        raise ConfigError(f"{group}={value}: {nearest(value, options)}")
-    return value
+def with_assignments(values: dict[str, Any], assignments: Iterable[Assignment]) -> dict[str, Any]:
+    """Changes nested settings in place by those of a command line; returns the same dict.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is of another kind than its setting.
+    """
+    kinds = _kinds()
+
+    def fit(assignment: Assignment, current: Any) -> Any:
+        kind = kinds.get(assignment.key)
+        if kind is None:
+            return fitted(assignment, current)
+        return typed(assignment.value, kind, key=assignment.key, text=assignment.raw.strip())
+
+    for assignment in assignments:
+        is_open = assignment.key.startswith(_OPEN)
+        if not is_open:
+            refuse_unknown_setting(assignment.key.partition("[")[0], flat(values))
+        # A key of an open section may be new, with or without the sign that says so.
+        added = is_open and assignment.sign == "=" and assignment.key not in _OPEN
+        apply(values, [dataclasses.replace(assignment, new=added or assignment.new)], fit=fit)
+    return values
 
 
-def _options(folder: Any, prefix: str = "") -> list[str]:
-    found = []
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            found += _options(entry, f"{prefix}{entry.name}/")
-        elif entry.name.endswith(".yaml") and not entry.name.startswith("_"):
-            found.append(f"{prefix}{entry.name.removesuffix('.yaml')}")
-    return sorted(found)
-
-
-@contextlib.contextmanager
-def _composer() -> Iterator[Callable[[list[str]], dict[str, Any]]]:
-    """Gives a function from overrides, as Hydra reads them, to plain values."""
-    try:
-        from hydra import compose, initialize_config_module
-        from hydra.errors import HydraException
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-    except ImportError as error:
-        raise MissingExtraError(f"graph runs need Hydra ({error}): pip install 'treadle[graphs]'") from error
-
-    def plain(overrides: list[str]) -> dict[str, Any]:
-        try:
-            composed = OmegaConf.to_container(compose("quick", overrides), resolve=True)
-        except (HydraException, OmegaConfBaseException) as error:
-            reason = str(error).strip().splitlines()[0].replace("++", "")
-            raise ConfigError(f"{reason}; values are written as Hydra reads them: lists as [1,2]") from error
-        assert isinstance(composed, dict)
-        return {str(key): value for key, value in composed.items()}
-
-    with initialize_config_module(CONF, version_base="1.3"):
-        yield plain
+def _kinds() -> dict[str, Any]:
+    hints = {f"training.{name}": hint for name, hint in typing.get_type_hints(TrainingConfig).items()}
+    return {**hints, **_KINDS, **dict.fromkeys(_NONE_IS_A_CHOICE, str)}

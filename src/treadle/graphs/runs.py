@@ -1,160 +1,233 @@
-"""The steps of a graph run: data, model, training; what follows is in ``graphs_report``.
+"""The runs of ``treadle train graphs`` and of ``scripts/train.py``, which has other defaults.
 
-``treadle train graphs`` and ``scripts/train.py`` are the same run with other defaults.
+What imports torch_geometric is imported where it is used: the help of the command needs none of it.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from rich.console import Console
-
-from treadle.checkpoint.lock import check_free
-from treadle.checkpoint.ranks import open_on_ranks
-from treadle.checkpoint.store import find_latest, load_weights, write_text
+from treadle.checkpoint.store import find_latest, load_weights
 from treadle.distributed.state_names import load_model_state
-from treadle.graphs import GraphDataset, GraphTrainer
-from treadle.graphs.idle_settings import refuse_idle
-from treadle.graphs.report import finish_run, print_results, print_start
-from treadle.graphs.run_build import build_trainer, loader, prepare_data, refuse_wrong, train_loader
+from treadle.errors import ConfigError
 from treadle.graphs.run_config import FREE, RENAMED, GraphsConfig, read_settings
-from treadle.hooks import SignalHook, StepLogHook
-from treadle.hooks.bar import ProgressBarHook
-from treadle.runs.folder import explain_changes, finished_metrics, readable, refuse_other_run, set_aside, writable
-from treadle.runs.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of, rank_0_first
+from treadle.hooks.bar import work_bar
+from treadle.hooks.files import to_json
+from treadle.runs.folder import part_of, stored_json, write_changed
+from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run, load_newest
+from treadle.runs.ranks import rank_0_first
+from treadle.runs.replay import checkpoints_of
+from treadle.runs.report import Report
 from treadle.runs.setting_names import settings_named
-from treadle.runs.settings import changes, flat
-from treadle.runs.start_block import cpu_threads, without_epoch_lines
+from treadle.runs.settings import flat
 
-__all__ = ["GraphRun", "build", "fit", "read_settings", "run_graphs", "show_settings", "train_graphs"]
+if TYPE_CHECKING:
+    from treadle.graphs import GraphDataset, GraphTrainer
 
-_log = logging.getLogger("treadle.cli")
+    GraphsOpened = Opened[GraphsConfig, GraphDataset, GraphTrainer]
 
 
-@dataclass(frozen=True)
-class GraphRun:
-    """What is asked of a run beside its settings.
+class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
+    """The pack of ``treadle train graphs`` and of ``scripts/train.py``."""
 
-    Attributes:
-        out: the run folder.
-        device: None takes CUDA, then MPS, then the CPU.
-        resume: go on from the folder's checkpoint; else an earlier run's checkpoints are set aside.
-        checkpoint: a file whose weights a fresh start begins with.
-        given: the settings that were set by hand, as texts ``key=value``; one without effect is refused.
-        results: where the summary goes.
-        messages: where progress goes.
+    name = "graphs"
+    summary = "A graph transformer on molecules."
+    help = """
+    Train a graph transformer with positional encodings on 4,990 real molecules and show what it learned.
+
+    The molecules come with rdkit; nothing is downloaded unless dataset names a benchmark. A run that was stopped, at
+    any moment and by anything, goes on when the same command is given again; one that is finished shows its results.
+    Ctrl-C saves before it leaves.
+
+    A setting without a dot chooses from a group: dataset, model, pe (encodings) or train; the others set one value.
+
+    The run folder holds config.yaml, steps.jsonl, checkpoints/ with best.pt, last.pt and history.json,
+    test_results.json, metrics.json, pictures/, and page.html, which shows what it learned in any browser.
+
+    \b
+    Examples:
+      treadle train graphs
+      treadle train graphs pe=none training.epochs=20 --out runs/without
+      treadle train graphs dataset=zinc_clean_leads model=gps --device cuda --out runs/zinc
+      treadle train graphs dataset=synthetic/tree dataset.task=distance_regression --out runs/hops
+      torchrun --nproc_per_node 2 -m treadle train graphs
+      treadle train graphs --show-settings
     """
+    config = GraphsConfig
+    example = "pe=none training.epochs=20"
+    free = FREE
+    needed = ("checkpoints/best.pt",)
+    results = ("metrics.json", "test_results.json")
+    loads_in_processes = True
 
-    out: Path
-    device: str | None
-    resume: bool
-    results: Console
-    messages: Console
-    checkpoint: Path | None = None
-    given: Sequence[str] = ()
+    # -- settings -------------------------------------------------------------------------------------------------
 
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the trainer."""
-        return self.out / "checkpoints"
+    def read_settings(self, settings: Sequence[str], device: str | None = None) -> GraphsConfig:
+        """Returns the settings, composed by Hydra from the groups of the pack."""
+        return read_settings(settings, device)
+
+    def values(self, config: GraphsConfig) -> dict[str, Any]:
+        """Returns settings as nested plain values."""
+        return config.to_dict()
+
+    def from_values(self, values: Mapping[str, Any]) -> GraphsConfig:
+        """Returns settings from nested plain values."""
+        return GraphsConfig.from_values(values)
+
+    def shown(self, config: GraphsConfig) -> Iterable[tuple[str, Any]]:
+        """Yields every setting with its value as Hydra reads it, under dotted keys."""
+        return ((key, "null" if value is None else value) for key, value in flat(config.to_dict()).items())
+
+    def parallel(self, config: GraphsConfig) -> str | None:
+        """Returns the setting that spreads the model over ranks."""
+        return config.training.parallel
+
+    def environment(self, config: GraphsConfig) -> AbstractContextManager[None]:
+        """Has errors name the settings."""
+        return settings_named(flat(config.to_dict()), RENAMED)
+
+    # -- a run ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, run: Run[GraphsConfig]) -> GraphDataset:
+        """Loads the data set with its encodings; what rank 0 downloads and encodes, the others read."""
+        from treadle.graphs import run_build
+
+        if run.trains:
+            run_build.refuse_wrong(run.config)  # before the data are loaded
+        with work_bar("encodings", "graphs", run.messages) as progress:
+            return rank_0_first(lambda: run_build.prepare_data(run.config, progress))
+
+    def build(self, run: Run[GraphsConfig], data: GraphDataset) -> GraphTrainer:
+        """Seeds, and returns the trainer with a new model, its optimizer and its schedule."""
+        from treadle.graphs import idle_settings, run_build
+
+        trainer = run_build.build_trainer(
+            run.config,
+            data,
+            device=run.device,
+            name=run.out.name if run.trains else self.name,
+            checkpoint_dir=run.checkpoints if run.trains else None,
+            hooks=run.hooks(
+                status=lambda: _status(trainer, run.config.training.metric_for_best),
+                save=lambda: trainer.save_checkpoint("last.pt"),
+            )
+            if run.trains
+            else (),
+            parallel=run.parallel,
+        )
+        # Wrong values are refused before idle ones.
+        idle_settings.refuse_idle(run.given, run.config, level=data.level, task_type=data.task_type)
+        if run.weights is not None and run.home is None:
+            trainer.load_checkpoint(run.weights, load_optimizer=False)
+        return trainer
+
+    def resume(self, run: Run[GraphsConfig], trainer: GraphTrainer) -> str:
+        """Loads ``last.pt``, or if it is damaged ``best.pt``."""
+        return load_newest(run, trainer, epochs=run.config.training.epochs, step=lambda: trainer.global_step)
+
+    def fit(self, run: Run[GraphsConfig], data: GraphDataset, trainer: GraphTrainer) -> None:
+        """Trains to the number of epochs, or until the validation metric stops improving."""
+        from treadle.graphs.run_build import loader, train_loader
+
+        training = run.config.training
+        trainer.fit(
+            train_loader(run.config, data),
+            loader(data.val, training.batch_size, num_workers=training.num_workers),
+            training.epochs,
+            training.metric_for_best,
+            training.minimize_metric,
+            training.early_stopping,
+        )
+
+    def keep(self, run: Run[GraphsConfig], data: GraphDataset) -> None:
+        """Writes the settings as Hydra reads them."""
+        from omegaconf import OmegaConf
+
+        write_changed(OmegaConf.to_yaml(OmegaConf.create(run.config.to_dict())), run.out / "config.yaml")
+
+    def describe(self, run: Run[GraphsConfig], data: GraphDataset, trainer: GraphTrainer) -> dict[str, str]:
+        """Returns what was decided about precision, data, encodings, model, loss and schedule."""
+        from treadle.graphs import report
+
+        return report.decisions(run.config, data, trainer)
+
+    def finish(self, run: Run[GraphsConfig], data: GraphDataset, trainer: GraphTrainer) -> Results:
+        """Tests the best weights, compares them with baselines, and draws."""
+        from treadle.graphs import report
+
+        load_model_state(trainer.model, load_weights(run.checkpoints / "best.pt"))
+        return report.finish_run(run.config, data, trainer, run.out)
+
+    def report(self, metrics: Mapping[str, Any], out: Path) -> Report:
+        """Returns the table of test metrics."""
+        from treadle.graphs import report
+
+        return report.results(metrics, out)
+
+    # -- stored runs ----------------------------------------------------------------------------------------------
+
+    def stored(self, home: Path, path: Path | None, tree: Mapping[str, Any] | None) -> tuple[GraphsConfig, int | None]:
+        """Returns the settings of a checkpoint's run, and the threads it had: another number sums in another order.
+
+        Raises:
+            ConfigError: the checkpoint is not of such a run.
+            CheckpointError: no checkpoint is intact.
+        """
+        if path is None or tree is None:
+            checkpoints = checkpoints_of(home)
+            latest = find_latest([path for path in checkpoints.glob("*.pt") if path.name in ("best.pt", "last.pt")])
+            if latest is None:
+                raise ConfigError(f"has no checkpoint in {checkpoints}", argument="RUN", value=str(home))
+            path, tree = latest
+        stored = tree.get("config", {}).get("run")
+        if stored is None:
+            raise ConfigError(
+                f"{path}: does not say how its data and model were built, as it is no checkpoint of "
+                "`treadle train graphs` or scripts/train.py; load it with your own GraphTrainer and call eval_epoch"
+            )
+        return GraphsConfig.from_values(stored), int(tree["config"]["threads"])
+
+    def evaluate(self, opened: GraphsOpened, split: str, *, batch_size: int | None, num_workers: int) -> Evaluation:
+        """Returns the metrics of the test, of a split."""
+        from treadle.graphs.run_build import loader
+
+        trainer, graphs = opened.trainer, _graphs_of(opened.data, split)
+        batches = loader(graphs, batch_size or opened.run.config.training.batch_size, num_workers=num_workers)
+        metrics = to_json(trainer.eval_epoch(batches))
+        file, compared = opened.home / "test_results.json", None
+        stored: Any = stored_json(file)
+        reported = split == "test" and opened.path.name == "best.pt" and stored is not None
+        if reported and stored["best_epoch"] == opened.tree["epoch"]:
+            compared = (file, stored["test_metrics"] == metrics)
+        return Evaluation(
+            metrics,
+            counts={"graphs": len(graphs)},
+            about={"data": opened.data.name},
+            device=str(trainer.device),
+            compared=compared,
+        )
+
+    def predict(self, opened: GraphsOpened, split: str, *, batch_size: int | None, **options: Any) -> Predictions:
+        """Returns the model's outputs for a split, and the targets where each output has one."""
+        import torch
+
+        from treadle.graphs.run_build import loader
+
+        graphs = _graphs_of(opened.data, split)
+        outputs = opened.trainer.predict(loader(graphs, batch_size or opened.run.config.training.batch_size))
+        prediction = outputs.float().numpy()
+        target = torch.cat([graph.y.reshape(1) if graph.y.dim() == 0 else graph.y for graph in graphs]).numpy()
+        return Predictions({"prediction": prediction, **({"target": target} if len(target) == len(prediction) else {})})
 
 
-def run_graphs(
-    settings: Sequence[str], *, out: Path, device: str | None, resume: bool, results: Console, messages: Console
-) -> dict[str, Any] | None:
-    """Reads settings and runs :func:`train_graphs`.
-
-    Args:
-        settings: texts ``key=value``.
-        out: the run folder.
-        device: None takes CUDA, then MPS, then the CPU.
-        resume: go on from the folder's checkpoint.
-        results: where the summary goes.
-        messages: where progress goes.
-    """
-    run = GraphRun(out, device, resume, results, messages, given=settings)
-    return train_graphs(read_settings(settings, device), run)
-
-
-def show_settings(settings: Sequence[str], device: str | None, console: Console) -> None:
-    """Prints every setting with its value, one ``key=value`` a line."""
-    for key, value in flat(read_settings(settings, device).to_dict()).items():
-        console.print(f"{key}={'null' if value is None else value}", markup=False, soft_wrap=True)
-
-
-def train_graphs(config: GraphsConfig, run: GraphRun) -> dict[str, Any] | None:
-    """Trains, or goes on training, tests and writes the run folder; a finished run shows its results.
-
-    Returns:
-        What ``metrics.json`` holds; None on other ranks than the first.
-
-    Raises:
-        ConfigError: a setting is wrong, or not that of the run in this folder.
-        CheckpointError: no checkpoint of the folder is intact, or a file cannot be written.
-        NonFiniteError: training diverged.
-        ImportError: a package is missing; the message names what to install.
-    """
-    device = device_of_rank(run.device)
-    needed = ["checkpoints/best.pt"]
-    finished = by_rank_0(lambda: finished_metrics(run.out, config.to_dict(), needed=needed) if run.resume else None)
-    if finished is not None:
-        print_results(finished, run.out, run.results)
-        return finished
-    with cpu_threads(config.threads), settings_named(flat(config.to_dict()), RENAMED):
-        metrics = _train(config, run, device)
-    if metrics is not None:
-        print_results(metrics, run.out, run.results)
-    return metrics
-
-
-def _train(config: GraphsConfig, run: GraphRun, device: torch.device) -> dict[str, Any] | None:
-    refuse_wrong(config)  # before the data are loaded
-    data = rank_0_first(lambda: prepare_data(config, run.messages))  # what it downloads and encodes lies on the disk
-    parallel = parallel_of(config.training.parallel)
-    trainer = build(config, run, data, device, parallel=parallel)  # wrong values are refused before idle ones
-    refuse_idle(run.given, config, level=data.level, task_type=data.task_type)
-    start = _open_folder(config, run, trainer)
-    print_start(config, data, trainer, start=start, explicit=run.device is not None, console=run.messages)
-    fit(trainer, config, data)
-    alone = after_ranks(trainer, lambda: _reopen(config, run, data, device))
-    if alone is None:
-        return None
-    load_model_state(alone.model, load_weights(run.checkpoints / "best.pt"))
-    return finish_run(config, data, alone, run.out)
-
-
-def _reopen(config: GraphsConfig, run: GraphRun, data: GraphDataset, device: torch.device) -> GraphTrainer:
-    """Returns the trainer of a run that has ended on several ranks, in one process."""
-    trainer = build(config, run, data, device)
-    trainer.load_checkpoint("last.pt")
-    return trainer
-
-
-def build(
-    config: GraphsConfig, run: GraphRun, data: GraphDataset, device: torch.device, *, parallel: str | None = None
-) -> GraphTrainer:
-    """Returns the trainer of a run, with its bar, its signals and its log of steps."""
-    trainer = build_trainer(
-        config,
-        data,
-        device=device,
-        name=run.out.name,
-        checkpoint_dir=run.checkpoints,
-        hooks=[
-            StepLogHook((run.out / "steps.jsonl").absolute()),
-            ProgressBarHook(status=lambda: _status(trainer, config.training.metric_for_best), console=run.messages),
-            SignalHook(lambda: trainer.save_checkpoint("last.pt")),
-        ],
-        parallel=parallel,
-    )
-    return trainer
+def _graphs_of(data: GraphDataset, split: str) -> Sequence[Any]:
+    graphs = copy.copy(part_of(data, split))
+    graphs.transform = None  # of the training set: signs drawn anew, which are for training only
+    return graphs  # type: ignore[no-any-return]
 
 
 def _status(trainer: GraphTrainer, metric: str) -> str:
@@ -164,82 +237,4 @@ def _status(trainer: GraphTrainer, metric: str) -> str:
     return f"val {metric} {records[-1][metric]:.4f} (best {trainer.best_metric:.4f})"
 
 
-def fit(trainer: GraphTrainer, config: GraphsConfig, data: GraphDataset) -> None:
-    """Trains to the number of epochs; a run that has them already does nothing."""
-    training = config.training
-    started, first_epoch = time.perf_counter(), trainer.epoch
-    try:
-        with without_epoch_lines("graphs"):
-            trainer.fit(
-                train_loader(config, data),
-                loader(data.val, training.batch_size, num_workers=training.num_workers),
-                training.epochs,
-                training.metric_for_best,
-                training.minimize_metric,
-                training.early_stopping,
-            )
-    except SystemExit:
-        _log.info("saved at step %d; the same command goes on from here", trainer.global_step)
-        raise
-    if trainer.epoch > first_epoch:
-        seconds = timedelta(seconds=round(time.perf_counter() - started))
-        early = "" if trainer.epoch == training.epochs else ", stopped early"
-        _log.info("trained %d epochs in %s%s; now the test", trainer.epoch - first_epoch, seconds, early)
-
-
-# -- the run folder -----------------------------------------------------------------------------------------------
-
-
-def _open_folder(config: GraphsConfig, run: GraphRun, trainer: GraphTrainer) -> str:
-    """Loads the folder's checkpoint, if there is one and it is of these settings, and writes ``config.yaml``.
-
-    Returns:
-        Where the run starts, in words.
-    """
-    found = by_rank_0(lambda: _stored_states(run))
-    start = "fresh"
-    # A damaged last.pt is named, and best.pt taken in its place.
-    last = run.checkpoints / "last.pt"
-    latest = find_latest(found, prefer=last, load=open_on_ranks) if run.resume and found else None
-    if latest is not None:
-        _take_up_changes(latest[1].get("config", {}).get("run"), config, run)
-        trainer.load_checkpoint(latest[0])
-        start = f"goes on from {latest[0]}: epoch {trainer.epoch} of {config.training.epochs}"
-        start += f", step {trainer.global_step:,}"
-    elif run.checkpoint is not None:
-        trainer.load_checkpoint(run.checkpoint, load_optimizer=False)
-        start = f"fresh, with the weights of {run.checkpoint}"
-    by_rank_0(lambda: _ready_folder(config, run, fresh=latest is None, outdated=bool(found)))
-    return start
-
-
-def _stored_states(run: GraphRun) -> list[Path]:
-    """Returns the checkpoints of the folder."""
-    refuse_other_run(run.out, "graphs")
-    check_free(run.checkpoints)  # before config.yaml is written: it may be that of a run that is going on
-    with readable(run.out):
-        paths = (run.checkpoints / "last.pt", run.checkpoints / "best.pt")
-        return [path for path in paths if path.is_symlink() or path.exists()]
-
-
-def _ready_folder(config: GraphsConfig, run: GraphRun, *, fresh: bool, outdated: bool) -> None:
-    with writable(run.out):
-        if fresh:
-            # Else a killed fresh start would be taken for the run that was here before.
-            for name in ("metrics.json", "test_results.json"):
-                (run.out / name).unlink(missing_ok=True)
-            if outdated:
-                set_aside(run.checkpoints)
-        write_text(_as_yaml(config), run.out / "config.yaml")
-
-
-def _take_up_changes(stored: Any, config: GraphsConfig, run: GraphRun) -> None:
-    if stored is not None:
-        for sentence in explain_changes(changes(stored, config.to_dict()), str(run.out), free=FREE):
-            _log.warning("%s", sentence)
-
-
-def _as_yaml(config: GraphsConfig) -> str:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create(config.to_dict()))
+PACK = GraphsPack()

@@ -67,7 +67,8 @@ def get_scheduler(
         [1e-07]
     """
     if scheduler_type not in _SCHEDULERS:
-        raise ConfigError(f"scheduler_type={scheduler_type!r} is unknown; {nearest(str(scheduler_type), _SCHEDULERS)}")
+        near = nearest(str(scheduler_type), _SCHEDULERS)
+        raise ConfigError(f" is unknown; {near}", argument="scheduler_type", value=scheduler_type)
     given = {
         "warmup_epochs": warmup_epochs, "min_lr": min_lr, "step_size": step_size, "gamma": gamma,
         "warmup_start_lr": warmup_start_lr,
@@ -110,7 +111,9 @@ class _Curve:
 def _follow(curve: _Curve, scheduler_type: str, optimizer: Optimizer) -> LambdaLR:
     bases = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
     if scheduler_type != "warmup" and curve.end > min(bases):
-        raise ConfigError(f"min_lr={curve.end!r}: lies above the learning rate {min(bases)!r}; lower it, or raise lr")
+        raise ConfigError(
+            f"lies above the learning rate {min(bases)!r}; lower it, or raise lr", argument="min_lr", value=curve.end
+        )
     if scheduler_type == "cosine_warmup":
         check_warmup(curve.warmup, total_steps=curve.total, min_scale=0.0)  # warns
     factor = {"cosine_warmup": curve.cosine, "cosine": curve.cosine, "linear": curve.line, "warmup": curve.warm}
@@ -122,4 +125,4 @@ def _check_numbers(numbers: Mapping[str, float]) -> None:
     for name, value in numbers.items():
         least = 1 if name in ("total_epochs", "step_size") else 0
         if not value >= least:
-            raise ConfigError(f"{name}={value!r}: must be >= {least}")
+            raise ConfigError(f"must be >= {least}", argument=name, value=value)

@@ -61,7 +61,7 @@ def target_of(batch: Any) -> Tensor:
         target = getattr(batch, name, None)
         if isinstance(target, Tensor):
             return target
-    raise ConfigError(f"batch: a {type(batch).__name__} without targets; it needs a tensor 'y', or 'target'")
+    raise ConfigError(f"a {type(batch).__name__} without targets; it needs a tensor 'y', or 'target'", argument="batch")
 
 
 class FedMetrics:
@@ -223,14 +223,16 @@ class GraphTask:
         if isinstance(self.loss_fn, GraphLoss):
             if not isinstance(pred, Tensor):
                 raise ConfigError(
-                    f"model: it returned a {type(pred).__name__}, and {self.loss_fn!r} needs a tensor; pass a loss_fn "
-                    "of your own that takes it"
+                    f"it returned a {type(pred).__name__}, and {self.loss_fn!r} needs a tensor; pass a loss_fn "
+                    "of your own that takes it",
+                    argument="model",
                 )
             return self.loss_fn(pred, target, mask)
         if mask is not None:
             raise ConfigError(
-                f"loss_fn={self.loss_fn!r}: the batch is padded (it has a target_mask), and only a loss of "
-                "get_loss_fn leaves padding out"
+                "the batch is padded (it has a target_mask), and only a loss of get_loss_fn leaves padding out",
+                argument="loss_fn",
+                value=self.loss_fn,
             )
         loss: Tensor = in_full_precision(self.loss_fn, pred, target, self.device)
         return loss

@@ -23,7 +23,9 @@ def check_task_type(task_type: str) -> None:
         >>> check_task_type("regression")
     """
     if task_type not in get_args(TaskType):
-        raise ConfigError(f"task_type={task_type!r} is unknown; {nearest(str(task_type), get_args(TaskType))}")
+        raise ConfigError(
+            f" is unknown; {nearest(str(task_type), get_args(TaskType))}", argument="task_type", value=task_type
+        )
 
 
 def outputs_of(task_type: str, num_classes: int | None) -> int | None:
@@ -37,12 +39,13 @@ def outputs_of(task_type: str, num_classes: int | None) -> int | None:
         (2, 1, None)
     """
     if num_classes is not None and (isinstance(num_classes, bool) or not num_classes >= 1):
-        raise ConfigError(f"num_classes={num_classes!r}: must be a whole number >= 1, or None")
+        raise ConfigError("must be a whole number >= 1, or None", argument="num_classes", value=num_classes)
     if task_type == "edge_prediction":
         if num_classes not in (None, 1):
             raise ConfigError(
-                f"num_classes={num_classes}: edge_prediction has one logit for each pair; for more, use "
-                "task_type='classification'"
+                f"={num_classes}: edge_prediction has one logit for each pair; for more, use "
+                "task_type='classification'",
+                argument="num_classes",
             )
         return 1
     return 2 if task_type == "classification" and num_classes is None else num_classes
@@ -117,8 +120,9 @@ def counted(target: Tensor, mask: Tensor | None) -> Tensor:
         return known
     if mask.dtype != torch.bool or mask.shape not in (target.shape, target.shape[:1]):
         raise ConfigError(
-            f"mask: a {mask.dtype} tensor of shape {tuple(mask.shape)}; it must be bool, True = counted, of shape "
-            f"{tuple(target.shape)} or {tuple(target.shape[:1])}"
+            f"a {mask.dtype} tensor of shape {tuple(mask.shape)}; it must be bool, True = counted, of shape "
+            f"{tuple(target.shape)} or {tuple(target.shape[:1])}",
+            argument="mask",
         )
     return known & mask.reshape(*mask.shape, *[1] * (target.dim() - mask.dim()))
 
@@ -142,6 +146,7 @@ def check_labels(num_labels: int, target: Tensor, known: Tensor) -> None:
         wrong |= labels != labels.floor()
     if wrong.numpy().any():
         raise ConfigError(
-            f"target: {labels[wrong][0].tolist()!r} is no class; the labels must be whole numbers from 0 to "
-            f"{num_labels - 1}. Give num_classes (1 or 2 for two classes), or correct the labels"
+            f"{labels[wrong][0].tolist()!r} is no class; the labels must be whole numbers from 0 to "
+            f"{num_labels - 1}. Give num_classes (1 or 2 for two classes), or correct the labels",
+            argument="target",
         )

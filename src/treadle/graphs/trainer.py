@@ -13,19 +13,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from treadle.capture.compile import Compile, compile_model
+from treadle.capture.compile import Compile
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, save_checkpoint
-from treadle.device import get_device
 from treadle.distributed import unwrap
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
+from treadle.faces.build import EngineCounters, place
 from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.folder import RunFolder, loss_name, write_best_and_last
-from treadle.faces.parallel import ParallelConfig, spread
+from treadle.faces.parallel import ParallelConfig
 from treadle.graphs.checks import (
     best_rule,
     check_epochs,
@@ -50,13 +50,12 @@ from treadle.graphs.train_outputs import TrainOutputsHook
 from treadle.hooks.bar import ProgressBarHook
 from treadle.hooks.progress import ProgressHook
 from treadle.hooks.trackers import TrackerChoice, with_trackers
-from treadle.optim.optimizer import check_scheduler, move_optimizer_state
 
 _log = logging.getLogger("treadle.graphs")
 _epoch_log = logging.getLogger("treadle.graphs.epochs")  # of its own, for those who show epochs in another way
 
 
-class GraphTrainer:
+class GraphTrainer(EngineCounters):
     """Trains a model that takes a whole batch of graphs; the loop is that of ``treadle.hooks.base``.
 
     Args:
@@ -136,12 +135,11 @@ class GraphTrainer:
         compile: Compile = False,
         progress: bool = True,
     ):
-        self.device = get_device(device)
-        self.model = spread(compile_model(model.to(self.device), compile), parallel, optimizer)
-        move_optimizer_state(optimizer)
-        check_scheduler(scheduler, optimizer)
+        self.model, self.optimizer, self.device = place(
+            model, optimizer, device=device, scheduler=scheduler, compile=compile, parallel=parallel
+        )
         check_log_every(log_every)
-        self.optimizer, self.scheduler = optimizer, scheduler
+        self.scheduler = scheduler
         self.task_type, self.experiment_name = task_type, experiment_name
         self.num_classes, self.loss_fn, self.metrics = loss_and_metrics(
             self.model, task_type, num_classes, on_device(loss_fn, self.device), on_device(metrics, self.device)
@@ -178,16 +176,6 @@ class GraphTrainer:
         return own
 
     # -- what happened so far -------------------------------------------------------------------------------------
-
-    @property
-    def epoch(self) -> int:
-        """Epochs completed."""
-        return self._engine.epoch
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps attempted."""
-        return self._engine.step
 
     @property
     def history(self) -> dict[str, list[dict[str, Any]]]:

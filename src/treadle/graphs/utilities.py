@@ -28,7 +28,9 @@ class GradientAccumulator:
 
     def __init__(self, accumulation_steps: int = 1):
         if not accumulation_steps >= 1:
-            raise ConfigError(f"accumulation_steps={accumulation_steps!r}: a step needs at least 1 micro-batch")
+            raise ConfigError(
+                "a step needs at least 1 micro-batch", argument="accumulation_steps", value=accumulation_steps
+            )
         self.accumulation_steps = accumulation_steps
         self._seen = 0
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO, TYPE_CHECKING, Any
 
 from treadle import distributed
@@ -65,9 +66,11 @@ class ProgressBarHook(BaseHook):
         console: Console | None = None,
     ):
         if not refresh_seconds >= 0.1:
-            raise ConfigError(f"refresh_seconds={refresh_seconds!r}: must be at least 0.1, as every update waits")
+            raise ConfigError(
+                "must be at least 0.1, as every update waits", argument="refresh_seconds", value=refresh_seconds
+            )
         if not line_seconds >= 0:
-            raise ConfigError(f"line_seconds={line_seconds!r}: must be >= 0; 0 logs every step")
+            raise ConfigError("must be >= 0; 0 logs every step", argument="line_seconds", value=line_seconds)
         self.refresh_seconds = refresh_seconds
         self.line_seconds = line_seconds
         self.status = status
@@ -396,3 +399,31 @@ def fitting(parts: list[tuple[int, str]], room: int) -> str:
     while len(kept) > 1 and len(" ".join(text for _, text in kept)) > room:
         kept.remove(max(kept, key=lambda part: part[0]))
     return " ".join(text for _, text in kept)[: max(room, 1)]
+
+
+@contextlib.contextmanager
+def work_bar(name: str, unit: str, console: Console) -> Iterator[Callable[[int, int], None]]:
+    """Shows on a terminal how far a piece of work is.
+
+    Args:
+        name: of the work.
+        unit: what is counted.
+        console: where the bar is drawn; nothing is where it is no terminal.
+
+    Returns:
+        A context that gives a function of what is done and of the whole.
+
+    Raises:
+        ImportError: rich is not installed.
+
+    Example:
+        >>> from rich.console import Console
+        >>> with work_bar("encodings", "graphs", Console(quiet=True)) as progress:
+        ...     progress(1, 2)
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn(name), BarColumn(_BAR_WIDTH), MofNCompleteColumn(), TextColumn(unit))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None, visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)

@@ -81,11 +81,15 @@ class CheckpointingHook(BaseHook):
         sharded: bool | None = None,
     ):
         if interval < 1:
-            raise ConfigError(f"interval={interval!r}: must be at least 1 step")
+            raise ConfigError("must be at least 1 step", argument="interval", value=interval)
         if keep_previous is not None and keep_previous < 1:
-            raise ConfigError(f"keep_previous={keep_previous!r}: the newest checkpoint always stays; use 1 or more")
+            raise ConfigError(
+                "the newest checkpoint always stays; use 1 or more", argument="keep_previous", value=keep_previous
+            )
         if keep_interval is not None and keep_interval < 0:
-            raise ConfigError(f"keep_interval={keep_interval!r}: must be >= 1 step, or None or 0 to turn it off")
+            raise ConfigError(
+                "must be >= 1 step, or None or 0 to turn it off", argument="keep_interval", value=keep_interval
+            )
         self.interval = interval
         self.keep_interval = keep_interval or None
         self.retention = Retention(keep_previous, self.keep_interval)

@@ -62,7 +62,7 @@ class EmaHook(BaseHook):
             ConfigError: it is asked for before training started or a state was loaded.
         """
         if self._ema is None:
-            raise ConfigError("ema_model: there is none before training starts or a state is loaded")
+            raise ConfigError("there is none before training starts or a state is loaded", argument="ema_model")
         return self._ema
 
     def averages(self, trainer: Engine) -> Mapping[str, Ema]:

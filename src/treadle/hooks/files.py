@@ -27,8 +27,9 @@ def in_workspace(trainer: Engine, path: str | Path) -> Path:
         return path
     if trainer.workspace is None:
         raise ConfigError(
-            f"path={str(path)!r} is relative and the trainer has no workspace; pass workspace= to the "
-            "trainer or an absolute path"
+            " is relative and the trainer has no workspace; pass workspace= to the trainer or an absolute path",
+            argument="path",
+            value=str(path),
         )
     return trainer.workspace / path
 

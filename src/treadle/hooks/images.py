@@ -41,9 +41,9 @@ class ImageFileLoggerHook(BaseHook):
 
     def __init__(self, interval: int = 1, path: str | Path = "images", max_images: int | None = None):
         if interval < 1:
-            raise ConfigError(f"interval={interval!r}: must be at least 1 step")
+            raise ConfigError("must be at least 1 step", argument="interval", value=interval)
         if max_images is not None and max_images < 0:
-            raise ConfigError(f"max_images={max_images!r}: must be >= 0, or None to write all")
+            raise ConfigError("must be >= 0, or None to write all", argument="max_images", value=max_images)
         self.interval = interval
         self.path = Path(path)
         self.max_images = max_images

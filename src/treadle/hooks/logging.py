@@ -38,7 +38,8 @@ class LoggingHook(IntervalHook):
         taken = [name for name in records if name in _OWN_KEYS]
         if taken:
             raise ConfigError(
-                f"records: the name {taken[0]!r} is used by LoggingHook itself; rename the record in your forward step"
+                f"the name {taken[0]!r} is used by LoggingHook itself; rename the record in your forward step",
+                argument="records",
             )
         own = {key: means[key] for key in _OWN_KEYS if key in means and key not in ("lr", "retries")}
         own["lr"] = {f"group_{index}": value for index, value in enumerate(means["lr"])}

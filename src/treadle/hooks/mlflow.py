@@ -65,8 +65,9 @@ class MlflowHook(TrackerHook):
         self._mlflow = require("mlflow", "MlflowHook")
         if self.tracking_uri is None and trainer.workspace is None and not self._mlflow.is_tracking_uri_set():
             raise ConfigError(
-                "tracking_uri=None and the trainer has no workspace to keep the runs in; pass tracking_uri= to "
-                "MlflowHook, workspace= to the trainer, or set MLFLOW_TRACKING_URI"
+                "=None and the trainer has no workspace to keep the runs in; pass tracking_uri= to "
+                "MlflowHook, workspace= to the trainer, or set MLFLOW_TRACKING_URI",
+                argument="tracking_uri",
             )
 
     def open(self, trainer: Engine) -> None:

@@ -83,14 +83,14 @@ class NonFiniteHook(BaseHook):
         max_events: int = 20,
     ):
         if policy not in _POLICIES:
-            raise ConfigError(f"policy={policy!r}: must be one of {', '.join(map(repr, _POLICIES))}")
+            raise ConfigError(f"must be one of {', '.join(map(repr, _POLICIES))}", argument="policy", value=policy)
         for name, value in {"max_in_a_row": max_in_a_row, "max_rollbacks": max_rollbacks}.items():
             if value < 1:
-                raise ConfigError(f"{name}={value!r}: must be at least 1; policy='raise' goes on after none")
+                raise ConfigError("must be at least 1; policy='raise' goes on after none", argument=name, value=value)
         if not 0 < lr_factor <= 1:
-            raise ConfigError(f"lr_factor={lr_factor!r}: must lie in (0, 1]; 1 keeps the learning rate")
+            raise ConfigError("must lie in (0, 1]; 1 keeps the learning rate", argument="lr_factor", value=lr_factor)
         if max_events < 0:
-            raise ConfigError(f"max_events={max_events!r}: must be >= 0; 0 writes no event")
+            raise ConfigError("must be >= 0; 0 writes no event", argument="max_events", value=max_events)
         self.policy = policy
         self.max_in_a_row = max_in_a_row
         self.path = Path(path)
@@ -110,8 +110,9 @@ class NonFiniteHook(BaseHook):
         """Asks the engine to hear of every refused step at once."""
         if self.policy == "retry" and not trainer.max_non_finite_grad_retries:
             raise ConfigError(
-                "policy='retry': the trainer's max_non_finite_grad_retries is not set, so there would be no retry; "
-                "set it to 1 or more, or choose policy='skip'"
+                "='retry': the trainer's max_non_finite_grad_retries is not set, so there would be no retry; "
+                "set it to 1 or more, or choose policy='skip'",
+                argument="policy",
             )
         described = {
             "skip": f"the step is skipped, at most {self.max_in_a_row} in a row, then an error",

@@ -46,7 +46,7 @@ class ProfilerHook(BaseHook):
         for name, value in self._schedule.items():
             least = 1 if name == "active" else 0
             if value < least:
-                raise ConfigError(f"{name}={value!r}: must be >= {least}")
+                raise ConfigError(f"must be >= {least}", argument=name, value=value)
         self.path = Path(path)
         self._guard = Guard()
         self._profiler: Any = None

@@ -31,7 +31,7 @@ class IntervalHook(BaseHook):
 
     def __init__(self, interval: int, *, sync: bool):
         if interval < 1:
-            raise ConfigError(f"interval={interval!r}: must be at least 1 step")
+            raise ConfigError("must be at least 1 step", argument="interval", value=interval)
         self.interval = interval
         self.sync = sync
         self._means = RunningMeans()

@@ -99,7 +99,7 @@ class StepLogHook(BaseHook):
 
     def __init__(self, path: str | Path = "steps.jsonl", interval: int = 100):
         if interval < 1:
-            raise ConfigError(f"interval={interval!r}: must be at least 1 step")
+            raise ConfigError("must be at least 1 step", argument="interval", value=interval)
         self.path = Path(path)
         self.interval = interval
         self._rows = StepRows()

@@ -32,7 +32,7 @@ class ThroughputHook(BaseHook):
 
     def __init__(self, interval: int = 10):
         if interval < 1:
-            raise ConfigError(f"interval={interval!r}: must be at least 1 step")
+            raise ConfigError("must be at least 1 step", argument="interval", value=interval)
         self.interval = interval
         self._reset()
 

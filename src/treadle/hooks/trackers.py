@@ -62,7 +62,7 @@ def _listed(trackers: str | Sequence[TrackerChoice]) -> list[TrackerChoice]:
     if isinstance(trackers, str):
         return [name.strip() for name in trackers.split(",") if name.strip()]
     if not isinstance(trackers, Sequence):
-        raise ConfigError(f"trackers={trackers!r}: must be a list, such as ['tensorboard']")
+        raise ConfigError("must be a list, such as ['tensorboard']", argument="trackers", value=trackers)
     return list(trackers)
 
 
@@ -71,14 +71,15 @@ def _hook(tracker: TrackerChoice) -> BaseHook:
         return tracker
     if isinstance(tracker, str):
         if tracker not in _NAMED:
-            raise ConfigError(f"trackers: there is no tracker {tracker!r}; {nearest(tracker, _NAMED)}")
+            raise ConfigError(f"there is no tracker {tracker!r}; {nearest(tracker, _NAMED)}", argument="trackers")
         return _NAMED[tracker]()
     if isinstance(tracker, Tracker):
         return OwnTrackerHook(tracker)
     missing = [name for name in ("start", "log", "finish") if not hasattr(tracker, name)]
     raise ConfigError(
-        f"trackers: {type(tracker).__name__} is no name and no hook and has no method {', '.join(missing)}; see "
-        "treadle.hooks.Tracker"
+        f"{type(tracker).__name__} is no name and no hook and has no method {', '.join(missing)}; see "
+        "treadle.hooks.Tracker",
+        argument="trackers",
     )
 
 

@@ -29,12 +29,13 @@ def check_hooks(hooks: Any) -> list[BaseHook]:
     """
     if not isinstance(hooks, Sequence) or isinstance(hooks, str):
         raise ConfigError(
-            f"hooks: must be a list of hooks, and this is {_kind(hooks)}; give [hook, ...], or [] for none"
+            f"must be a list of hooks, and this is {_kind(hooks)}; give [hook, ...], or [] for none", argument="hooks"
         )
     for number, hook in enumerate(hooks):
         if not isinstance(hook, BaseHook):
             raise ConfigError(
-                f"hooks[{number}]: must be a hook, and this is {_kind(hook)}; make an object of a subclass of BaseHook"
+                f"must be a hook, and this is {_kind(hook)}; make an object of a subclass of BaseHook",
+                argument=f"hooks[{number}]",
             )
         _warn_of_misspelt_events(hook)
     return list(hooks)

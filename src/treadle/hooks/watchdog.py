@@ -56,10 +56,10 @@ class StuckRankHook(BaseHook):
 
     def __init__(self, timeout: float = 300.0, interval: float | None = None):
         if not timeout > 0:
-            raise ConfigError(f"timeout={timeout!r}: must be more than 0 seconds")
+            raise ConfigError("must be more than 0 seconds", argument="timeout", value=timeout)
         if interval is not None and not 0 < interval <= timeout:
             raise ConfigError(
-                f"interval={interval!r}: must be more than 0 and at most the timeout, {timeout:g} seconds"
+                f"must be more than 0 and at most the timeout, {timeout:g} seconds", argument="interval", value=interval
             )
         self.timeout = float(timeout)
         self.interval = min(self.timeout / 20, 10.0) if interval is None else float(interval)

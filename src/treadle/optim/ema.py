@@ -25,9 +25,9 @@ def check_average(decay: float, update_interval: int) -> None:
         >>> check_average(0.999, 1)
     """
     if not 0.0 <= decay <= 1.0:
-        raise ConfigError(f"decay={decay!r}: the average needs 0 <= decay <= 1, for example 0.999")
+        raise ConfigError("the average needs 0 <= decay <= 1, for example 0.999", argument="decay", value=decay)
     if update_interval < 1:
-        raise ConfigError(f"update_interval={update_interval!r}: must be at least 1 applied step")
+        raise ConfigError("must be at least 1 applied step", argument="update_interval", value=update_interval)
 
 
 class Ema(AveragedModel):
@@ -72,7 +72,9 @@ class Ema(AveragedModel):
         sharded = is_sharded(source)
         if sharded:
             if device is not None:
-                raise ConfigError(f"device={device!r}: the average of a sharded model lies beside its parts; use None")
+                raise ConfigError(
+                    "the average of a sharded model lies beside its parts; use None", argument="device", value=device
+                )
             reshard(source)
             source = _bare(source, set(source.state_dict()))
         super().__init__(source, device=get_device(device) if device is not None else None)

@@ -258,7 +258,9 @@ class KnownWeights(GroupWeights):
 
 def _mixed(reduction: str, other: str) -> ConfigError:
     return ConfigError(
-        f"reduction={reduction!r}: {other} in this step; a step either averages its losses or adds them up"
+        f"{other} in this step; a step either averages its losses or adds them up",
+        argument="reduction",
+        value=reduction,
     )
 
 
@@ -272,7 +274,9 @@ def _checked(weight: float | Tensor | None) -> float | Tensor:
     if isinstance(weight, Tensor):  # its value is not known here: reading it would wait for the device
         return weight.detach()
     if not 0.0 <= weight < math.inf:
-        raise ConfigError(f"weight={weight!r}: how many things the loss is a mean over must be finite and >= 0")
+        raise ConfigError(
+            "how many things the loss is a mean over must be finite and >= 0", argument="weight", value=weight
+        )
     return float(weight)
 
 

@@ -57,7 +57,9 @@ def decay_groups(
     spared_ids = {id(parameter) for module in spared for parameter in module.parameters()}
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
-        raise ConfigError(f"model: {type(model).__name__} has no parameter that requires a gradient; unfreeze one")
+        raise ConfigError(
+            f"{type(model).__name__} has no parameter that requires a gradient; unfreeze one", argument="model"
+        )
     decayed = [parameter for parameter in trainable if parameter.dim() >= 2 and id(parameter) not in spared_ids]
     rest = [parameter for parameter in trainable if parameter.dim() < 2 or id(parameter) in spared_ids]
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
@@ -269,6 +271,7 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
     built_over = getattr(scheduler, "optimizer", optimizer)
     if built_over is not optimizer and getattr(built_over, "param_groups", None) is not optimizer.param_groups:
         raise ConfigError(
-            f"scheduler: the {type(scheduler).__name__} was built over another optimizer and would never move this "
-            "one's learning rate; build it over the optimizer that you pass"
+            f"the {type(scheduler).__name__} was built over another optimizer and would never move this "
+            "one's learning rate; build it over the optimizer that you pass",
+            argument="scheduler",
         )

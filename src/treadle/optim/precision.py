@@ -46,7 +46,7 @@ def check_precision(name: Any, *, argument: str = "precision") -> None:
         >>> check_precision("bf16")
     """
     if name is not None and name not in get_args(PrecisionName):
-        raise ConfigError(f"{argument}={name!r} is not known; use None, 'bf16' or 'fp16'")
+        raise ConfigError(" is not known; use None, 'bf16' or 'fp16'", argument=argument, value=name)
 
 
 class Precision:
@@ -73,7 +73,9 @@ class Precision:
     def __init__(self, name: PrecisionName | None, device: torch.device, *, scaler: torch.amp.GradScaler | None = None):
         check_precision(name)
         if name is not None and not torch.amp.is_autocast_available(device.type):
-            raise ConfigError(f"precision={name!r}: torch has no autocast on {device.type!r}; use precision=None")
+            raise ConfigError(
+                f"torch has no autocast on {device.type!r}; use precision=None", argument="precision", value=name
+            )
         self.name = name
         self.device = device
         self.scaler = scaler or torch.amp.GradScaler(device.type, enabled=name == "fp16")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import math
 
+from treadle.errors import ConfigError
+
 logger = logging.getLogger("treadle.schedules")
 
 
@@ -53,11 +55,17 @@ def check_warmup(warmup_steps: int, *, total_steps: int, min_scale: float) -> No
         >>> check_warmup(5, total_steps=20, min_scale=0.1)
     """
     if warmup_steps < 0:
-        raise ValueError(f"warmup_steps={warmup_steps} must be 0 or more; 0 starts at the full learning rate")
+        raise ConfigError(
+            f"={warmup_steps} must be 0 or more; 0 starts at the full learning rate", argument="warmup_steps"
+        )
     if total_steps < 1:
-        raise ValueError(f"total_steps={total_steps} must be 1 or more; pass all updates, warm-up included")
+        raise ConfigError(
+            f"={total_steps} must be 1 or more; pass all updates, warm-up included", argument="total_steps"
+        )
     if not 0.0 <= min_scale <= 1.0:
-        raise ValueError(f"min_scale={min_scale} must lie between 0 and 1; it is a fraction of the base learning rate")
+        raise ConfigError(
+            f"={min_scale} must lie between 0 and 1; it is a fraction of the base learning rate", argument="min_scale"
+        )
     if warmup_steps >= total_steps:
         logger.warning(
             "warm-up of %d updates fills the whole run of %d: the learning rate never decays; "

@@ -6,13 +6,18 @@ import json
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from treadle.checkpoint.files import write_text
+from treadle.config.yaml_files import parse
 from treadle.errors import CheckpointError, ConfigError, nearest
 from treadle.runs.settings import changes
 
 SPLITS = ("train", "val", "test")
+RUN_FILE = "run.json"
 _log = logging.getLogger("treadle.cli")
 
 
@@ -23,13 +28,7 @@ def stored_json(path: Path) -> dict[str, Any] | None:
         >>> stored_json(Path("no_such_run", "config.json")) is None
         True
     """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValueError as error:
-        _log.warning("%s is damaged (%s) and will be written anew", path, error)
-        return None
+    values = _loaded(path)
     return values if isinstance(values, dict) else None
 
 
@@ -54,23 +53,94 @@ def finished_metrics(out: Path, settings: Mapping[str, Any], *, needed: Collecti
     return found
 
 
-@contextmanager
-def usable_config(run: Path) -> Iterator[dict[str, Any]]:
-    """Gives the settings in the folder of a pack's run, and turns what does not fit into a ConfigError.
+@dataclass(frozen=True)
+class Record:
+    """What a run folder says of its run: ``run.json``, or one of the files that runs had before there was one.
+
+    Attributes:
+        face: the pack, or the face of a configuration file's trainer.
+        config: nested plain values.
+        version: the treadle that wrote it; None for the older files.
+        identity: what else a resumed run must share, such as the fingerprint of a text.
+        entries: of a run of a configuration file, one for each configuration that it was started with; None for a pack.
+        file: the name of the file.
+    """
+
+    face: str
+    config: dict[str, Any]
+    version: str | None = None
+    identity: dict[str, Any] = field(default_factory=dict)
+    entries: list[Any] | None = None
+    file: str = RUN_FILE
+
+
+def read_record(run: Path) -> Record | None:
+    """Reads what a run folder says of its run; None if it says nothing, or its file is damaged, which is warned of.
+
+    Besides ``run.json``, the forms of older runs are read: a ``run.json`` that is a list (configuration files),
+    ``config.yaml`` (graphs), ``config.json`` with a ``face`` (text, astro) and without one (spectra).
+
+    Example:
+        >>> read_record(Path("no_such_run")) is None
+        True
+    """
+    found = _loaded(run / RUN_FILE)
+    if isinstance(found, list):
+        return Record("mini", {}, entries=found)
+    if isinstance(found, dict) and isinstance(found.get("face"), str):
+        known = {key: found.pop(key, None) for key in ("face", "config", "version", "entries")}
+        return Record(known["face"], known["config"] or {}, known["version"], found, known["entries"])
+    if (run / "config.yaml").is_file():
+        return Record("graphs", _loaded_yaml(run / "config.yaml"), file="config.yaml")
+    stored = stored_json(run / "config.json") or {}
+    # Only the spectra pack left its name out; other programs have files of this name too, such as transformers.
+    face = stored.pop("face", "spectra" if {"epochs", "data", "model"} <= stored.keys() else None)
+    if not isinstance(face, str):
+        return None
+    identity = {key: stored.pop(key) for key in ("corpus",) if key in stored}
+    return Record(face, stored, identity=identity, file="config.json")
+
+
+def write_record(run: Path, record: Mapping[str, Any]) -> None:
+    """Writes ``run.json``, unless it says the same already.
+
+    Args:
+        run: the run folder.
+        record: with at least ``face`` and ``config``; ``version`` is added.
 
     Raises:
-        ConfigError: there are none, or the block cannot use them.
+        CheckpointError: the file cannot be written.
     """
-    path = run / "config.json"
-    if not run.is_dir():
-        raise ConfigError(f"RUN={str(run)!r}: no such folder; give the folder of a run")
+    text = json.dumps({"face": record["face"], "version": version("treadle"), **record}, indent=2) + "\n"
+    write_changed(text, run / RUN_FILE)
+
+
+def write_changed(text: str, path: Path) -> None:
+    """Writes a text file, unless it holds the text already.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != text:
+        write_text(text, path)
+
+
+def _loaded(path: Path) -> Any:
     try:
-        yield dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"RUN={str(run)!r}: {path.name} cannot be used ({type(error).__name__}: {error}); give the folder of a run "
-            "of 'treadle train', or your own script with --script"
-        ) from error
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        _log.warning("%s is damaged (%s) and will be written anew", path, error)
+        return None
+
+
+def _loaded_yaml(path: Path) -> dict[str, Any]:
+    try:
+        return parse(path.read_bytes(), path)
+    except (ConfigError, ImportError) as error:
+        _log.warning("%s is damaged (%s) and will be written anew", path, error)
+        return {}
 
 
 def refuse_other_run(out: Path, face: str) -> None:
@@ -86,21 +156,11 @@ def refuse_other_run(out: Path, face: str) -> None:
     Example:
         >>> refuse_other_run(Path("no_such_run"), "spectra")
     """
-    stored = None if not out.is_dir() else stored_json(out / "config.json")
-    found = None
-    if (out / "run.json").is_file():
-        found = "of a configuration file"
-    elif (out / "config.yaml").is_file() and face != "graphs":
-        found = "of 'treadle train graphs'"
-    elif (other := _pack_of(stored or {})) not in (None, face):
-        found = f"of 'treadle train {other}'"
-    if found is not None:
-        raise ConfigError(f"--out {out}: holds a run {found}; give another folder with --out")
-
-
-def _pack_of(stored: Mapping[str, Any]) -> Any:
-    # Only the spectra pack leaves its name out; other programs have files of this name too, such as transformers.
-    return stored.get("face", "spectra" if {"epochs", "data", "model"} <= stored.keys() else None)
+    record = read_record(out)
+    if record is None or (record.entries is None and record.face == face):
+        return
+    found = f"of 'treadle train {record.face}'" if record.entries is None else "of a configuration file"
+    raise ConfigError(f"--out {out}: holds a run {found}; give another folder with --out")
 
 
 @contextmanager
@@ -135,8 +195,8 @@ def _cause(error: Exception) -> str:
 
 
 def set_aside(folder: Path) -> None:
-    """Renames a folder of an earlier run, if it is there."""
-    if folder.exists():
+    """Renames a file or folder of an earlier run; an empty folder, of one that was killed early, stays."""
+    if folder.exists() and not (folder.is_dir() and all(path.name.startswith(".") for path in folder.iterdir())):
         from treadle.hooks.files import next_free
 
         aside = next_free(folder)
@@ -199,7 +259,7 @@ def known_split(split: str, known: Collection[str]) -> str:
         'val'
     """
     if split not in known:
-        raise ConfigError(f"split={split!r}: {nearest(split, known)}")
+        raise ConfigError(f"{nearest(split, known)}", argument="split", value=split)
     return split
 
 

@@ -146,8 +146,9 @@ def shared_rows(
 def _check_shared(batch_size: int) -> None:
     if batch_size < distributed.world_size():
         raise ConfigError(
-            f"batch_size={batch_size}: is shared among {distributed.world_size()} ranks, and each needs at least one "
-            "sample; give a larger one, or fewer ranks"
+            f"={batch_size}: is shared among {distributed.world_size()} ranks, and each needs at least one "
+            "sample; give a larger one, or fewer ranks",
+            argument="batch_size",
         )
 
 
@@ -168,15 +169,15 @@ def by_rank_0(work: Callable[[], Result]) -> Result:
     if distributed.world_size() == 1:
         return work()
 
-    def attempt() -> tuple[Any, str | None]:
+    def attempt() -> tuple[Any, ConfigError | None]:
         try:
             return work(), None
         except ConfigError as error:
-            return None, str(error)
+            return None, error
 
     result, refusal = on_rank_0(attempt)
     if refusal is not None:
-        raise ConfigError(refusal)
+        raise refusal
     return result  # type: ignore[no-any-return]
 
 

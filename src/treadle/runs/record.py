@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from treadle.errors import ConfigError
+from treadle.runs.folder import RUN_FILE
 
 _log = logging.getLogger("treadle.cli")
-RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
 SESSIONS = "sessions.jsonl"
 RUN_SETTINGS = "settings.json"  # of every face, see treadle.faces.run_files
@@ -26,7 +26,8 @@ def from_literal(lines: Sequence[str]) -> Any:
 def read_entries(path: Path) -> list[dict[str, Any]]:
     """Reads a record; one that is damaged is named and counts as absent."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        entries = found.get("entries", []) if isinstance(found, dict) else found  # a list in earlier versions
         return [{key: entry[key] for key in ("from_step", "file", "arguments", "config")} for entry in entries]
     except FileNotFoundError:
         return []
@@ -37,11 +38,11 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
 
 def last_config(run: Path) -> Any:
     """Returns the configuration that a run was last started with; None if none of plain values was recorded."""
-    entries = read_entries(run / RECORD)
+    entries = read_entries(run / RUN_FILE)
     try:
         return from_literal(entries[-1]["config"]) if entries and entries[-1]["config"] is not None else None
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
-        _log.warning("%s: the configuration cannot be read (%s: %s)", run / RECORD, type(error).__name__, error)
+        _log.warning("%s: the configuration cannot be read (%s: %s)", run / RUN_FILE, type(error).__name__, error)
         return None
 
 
@@ -54,14 +55,15 @@ def recorded_config(run: Path, step: int) -> tuple[dict[str, Any], Path] | None:
     Raises:
         ConfigError: the folder of the file is gone.
     """
-    entries = [entry for entry in read_entries(run / RECORD) if entry["from_step"] < step]
+    entries = [entry for entry in read_entries(run / RUN_FILE) if entry["from_step"] < step]
     if not entries:
         return None
     file, lines = Path(entries[-1]["file"]), entries[-1]["config"]
     if not file.parent.is_dir():
         raise ConfigError(
-            f"RUN={str(run)!r}: was started from {file}, whose folder is gone; name the file where it lies now with "
-            "--script"
+            f"was started from {file}, whose folder is gone; name the file where it lies now with --script",
+            argument="RUN",
+            value=str(run),
         )
     if lines is not None:
         return from_literal(lines), file.parent

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from treadle import distributed
-from treadle.checkpoint.store import write_text
 from treadle.config import format_config
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
+from treadle.hooks.files import to_json
 from treadle.hooks.sessionlog import SessionLogHook
-from treadle.runs.record import CHECKPOINTS, RECORD, SESSIONS, from_literal, read_entries
+from treadle.runs.folder import RUN_FILE, write_record
+from treadle.runs.record import CHECKPOINTS, SESSIONS, from_literal, read_entries
 from treadle.runs.settings import changes
 
 _log = logging.getLogger("treadle.cli")
@@ -36,6 +36,7 @@ class RunRecordHook(BaseHook):
 
     def __init__(self, file: Path, arguments: Sequence[str], config: Mapping[str, Any]):
         self.file = file
+        self.config = config
         self._entry = {
             "file": str(file.resolve()), "arguments": list(arguments), "config": _as_literal(config),
         }  # fmt: skip
@@ -44,7 +45,7 @@ class RunRecordHook(BaseHook):
         """Writes the record, unless it says the same already."""
         if distributed.rank() != 0 or trainer.workspace is None:
             return
-        path = trainer.workspace / RECORD
+        path = trainer.workspace / RUN_FILE
         before = read_entries(path)
         entries = [entry for entry in before if entry["from_step"] < trainer.step]
         if not entries or not _same(entries[-1], self._entry):
@@ -52,7 +53,8 @@ class RunRecordHook(BaseHook):
                 _say_changes(entries[-1], self._entry, str(trainer.workspace))
             entries.append({"from_step": trainer.step, **self._entry})
         if entries != before:
-            write_text(json.dumps(entries, indent=2) + "\n", path)
+            config = None if entries[-1]["config"] is None else to_json(self.config)
+            write_record(trainer.workspace, {"face": trainer.face, "config": config, "entries": entries})
 
 
 class SessionKeeper:

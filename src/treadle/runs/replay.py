@@ -22,8 +22,7 @@ from treadle.hooks import BaseHook, NonFiniteHook
 from treadle.hooks.flight import batch_as_plain, ids_as_plain, layer_norms
 from treadle.hooks.steplog import StepRows
 from treadle.means import read_scalars
-from treadle.runs.script import run_as_main
-from treadle.runs.target import train_from
+from treadle.runs.script import run_as_main, train_from
 
 
 class Arrived(BaseException):
@@ -169,8 +168,8 @@ def _quiet_about_left_out_hooks() -> Iterator[None]:
     def passes(record: logging.LogRecord) -> bool:
         return getattr(record, "topic", None) != "ignored hook state"
 
-    faces = ("trainer", "functional", "spectra", "graphs", "astro", "engine")
-    loggers = [logging.getLogger(f"treadle.{face}") for face in faces]
+    # Every face has a logger of its own, also that of another package's trainer.
+    loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
     for logger in loggers:
         logger.addFilter(passes)
     try:
@@ -205,8 +204,10 @@ def refuse_run_of_ranks(run: Path) -> None:
     one_order = data.get("kind") == "stateful"  # that of a TensorLoader, in one process too
     if data.get("order") is not None and not (one_order and data.get("num_ranks") == 1):
         raise ConfigError(
-            f"RUN={str(run)!r}: was trained under torchrun, where samples come in another order or each rank draws "
-            "random numbers of its own; only runs of one process can be replayed: train without torchrun what is to be"
+            "was trained under torchrun, where samples come in another order or each rank draws "
+            "random numbers of its own; only runs of one process can be replayed: train without torchrun what is to be",
+            argument="RUN",
+            value=str(run),
         )
 
 
@@ -221,7 +222,7 @@ def replay_script(run: Path, step: int, *, script: Path, arguments: Sequence[str
     if not script.is_file():
         raise ConfigError(f"--script={str(script)!r}: no such file")
     if not run.is_dir():
-        raise ConfigError(f"RUN={str(run)!r}: no such folder; give the workspace of the run")
+        raise ConfigError("no such folder; give the workspace of the run", argument="RUN", value=str(run))
     witness = Witness(checkpoints_of(run), step, debug=debug)
     with (
         tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from treadle.builder import build_trainer
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
@@ -56,9 +58,10 @@ class MovedRuns:
         """
         if engine.face not in ("mini", "engine"):
             raise ConfigError(
-                f"TARGET={self.target}: makes a trainer of the {engine.face} face, whose files cannot be moved out of "
+                f"={self.target}: makes a trainer of the {engine.face} face, whose files cannot be moved out of "
                 f"the way; {self.command} runs scripts and configurations with a BaseTrainer, and the packs by their "
-                f"name, such as `treadle {self.command} spectra`"
+                f"name, such as `treadle {self.command} spectra`",
+                argument="TARGET",
             )
         return _move_files(engine, self._homes.get(id(engine), engine.workspace), self.workspace)
 
@@ -90,3 +93,26 @@ def _move(hook: BaseHook, home: Path | None, workspace: Path) -> None:
         inside = home is not None and path.is_relative_to(home)
         path = path.relative_to(home) if inside and home is not None else Path(path.name)
     hook.path = workspace / path  # type: ignore[attr-defined]
+
+
+def train_from(config: dict[str, Any], folder: Path) -> Any:
+    """Builds the trainer of a configuration, trains it, and returns it.
+
+    Args:
+        config: as :func:`treadle.builder.build_trainer` reads it.
+        folder: that of the file, where its imports are looked for.
+
+    Raises:
+        ConfigError: it does not describe a trainer that trains by ``train()``.
+    """
+    trainer = build_trainer(config, folder=folder)
+    train = getattr(trainer, "train", None)
+    needed = [] if not callable(train) else inspect.signature(train).parameters.values()
+    if not callable(train) or any(item.default is item.empty and item.kind < item.VAR_POSITIONAL for item in needed):
+        raise ConfigError(
+            f"{config['trainer']['type']!r} makes a {type(trainer).__name__}, which has no train() that "
+            "needs no arguments; use a BaseTrainer, or `face` for a run of a pack",
+            argument="trainer.type",
+        )
+    train()
+    return trainer

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from treadle.config.grammar import text_of
+from treadle.config.objects import BuildNote
 from treadle.config.tree import join_path
 from treadle.errors import ConfigError
-from treadle.runs.setting_names import first_name, whole_name
+from treadle.runs.setting_names import setting_of
 
 
 @dataclass(frozen=True)
@@ -43,55 +44,37 @@ def settings_placed(file: Path, overrides: Sequence[str]) -> Iterator[None]:
         yield
     except Exception as error:
         found = entries(file)
-        changed = dict(_override(text) for text in overrides)
-        given = set(changed)
-        known = [*found, *(key for key in given if key not in found)]
+        given = dict(text_of(override) for override in overrides)
         if not isinstance(error, ConfigError):
             _add_place(error, file, found)
             raise
-        values = {key: entry.text for key, entry in found.items()} | changed
-        text = _told_by_value(whole_name(str(error), known, {}), values)
-        text += _place(text, file, found, given)
-        if text == str(error):
+        name = _setting_of(error, found, given)
+        line = None if name in given else found[name].line if name in found else _line_of_type(error.value, found)
+        if name == error.argument and line is None:
             raise
-        raise ConfigError(text) from error
+        whole = error if name is None or name == error.argument else error.renamed(name)
+        place = "" if line is None else f" ({file}, line {line})"
+        raise whole.extended(place) from error
 
 
-def _override(text: str) -> tuple[str, str]:
-    """Returns the key of ``key=value`` and the text that it sets."""
-    key, _, value = text.removeprefix("+").partition("=")
-    return key.rstrip("!+- "), value.strip().strip("'\"")
+def _setting_of(error: ConfigError, found: Mapping[str, Entry], given: Mapping[str, str]) -> str | None:
+    """Returns the setting that an error is about; of several that end alike, the only one with the value."""
+    name = setting_of(error.argument, {**found, **given}, {})
+    texts = {**{key: entry.text for key, entry in found.items()}, **given}
+    fitting = [key for key, text in texts.items() if key.endswith(f".{name}") and text and text == error.value]
+    return fitting[0] if len(fitting) == 1 else name
 
 
-def _told_by_value(text: str, values: Mapping[str, str]) -> str:
-    """Returns a message about an argument of many settings with the one in front whose value it names."""
-    name = first_name(text)
-    fitting = [key for key, value in values.items() if key.endswith(f".{name}") and value and f"'{value}'" in text]
-    return fitting[0] + text[len(name) :] if len(fitting) == 1 else text
-
-
-def _place(text: str, file: Path, found: dict[str, Entry], given: set[str]) -> str:
-    name = first_name(text)
-    if name in given or file.name in text:
-        return ""
-    unknown = re.match(r"unknown setting '([^']+)'", text)
-    line = found[name].line if name in found else found[unknown[1]].line if unknown and unknown[1] in found else None
-    if line is None:
-        line = _line_of_type(text, found)
-    return "" if line is None else f" ({file}, line {line})"
-
-
-def _line_of_type(text: str, found: dict[str, Entry]) -> int | None:
-    """Returns the line of the only ``type`` whose value the text names."""
-    types = [item for key, item in found.items() if key.endswith("type") and item.text]
-    lines = [item.line for item in types if f"'{item.text}'" in text or f" {item.text}(" in text]
+def _line_of_type(target: Any, found: Mapping[str, Entry]) -> int | None:
+    """Returns the line of the only ``type`` that names what was built."""
+    lines = [entry.line for key, entry in found.items() if key.endswith("type") and entry.text and entry.text == target]
     return lines[0] if len(lines) == 1 else None
 
 
-def _add_place(error: Exception, file: Path, found: dict[str, Entry]) -> None:
+def _add_place(error: Exception, file: Path, found: Mapping[str, Entry]) -> None:
     """Adds to an error of a constructor the line of the section that it was built from."""
     for note in getattr(error, "__notes__", ()):
-        if note.startswith("while building ") and (line := _line_of_type(note, found)) is not None:
+        if isinstance(note, BuildNote) and (line := _line_of_type(note.target, found)) is not None:
             error.add_note(f"its section: {file}, line {line}")  # type: ignore[attr-defined]  # from Python 3.11 on
             return
 

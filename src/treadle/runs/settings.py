@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+from treadle.config.sections import with_nested
 from treadle.errors import ConfigError
 
 Config = TypeVar("Config")
@@ -44,7 +45,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
         values: nested settings, as ``dataclasses.asdict`` makes them.
 
     Raises:
-        TypeError: there is no such field.
+        ConfigError: there is no such field, or a value is not of its type.
 
     Example:
         >>> @dataclasses.dataclass
@@ -53,12 +54,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
         >>> with_values(Settings(), {"lr": 0.2})
         Settings(lr=0.2)
     """
-    made = dict(values)
-    for name, value in values.items():
-        section = getattr(config, name, None)
-        if isinstance(value, Mapping) and dataclasses.is_dataclass(section):
-            made[name] = with_values(section, value)
-    return dataclasses.replace(config, **made)  # type: ignore[type-var]
+    return with_nested(config, values)
 
 
 def without(config: Any, hidden: Iterable[str]) -> dict[str, Any]:
@@ -98,7 +94,7 @@ def at_least(least: float, **values: float | None) -> None:
     """
     for name, value in values.items():
         if value is not None and not value >= least:
-            raise ConfigError(f"{name.replace('__', '.')}={value!r}: must be at least {least:g}")
+            raise ConfigError(f"must be at least {least:g}", argument=name.replace("__", "."), value=value)
 
 
 def between(least: float, most: float, **values: float) -> None:
@@ -114,7 +110,7 @@ def between(least: float, most: float, **values: float) -> None:
     """
     for name, value in values.items():
         if not least <= value <= most:
-            raise ConfigError(f"{name.replace('__', '.')}={value!r}: must lie between {least:g} and {most:g}")
+            raise ConfigError(f"must lie between {least:g} and {most:g}", argument=name.replace("__", "."), value=value)
 
 
 def check_seeds(**seeds: int) -> None:
@@ -128,4 +124,6 @@ def check_seeds(**seeds: int) -> None:
     """
     for name, seed in seeds.items():
         if not 0 <= seed < 2**32:
-            raise ConfigError(f"{name.replace('__', '.')}={seed!r}: must be a whole number from 0 to {2**32 - 1}")
+            raise ConfigError(
+                f"must be a whole number from 0 to {2**32 - 1}", argument=name.replace("__", "."), value=seed
+            )

@@ -27,16 +27,19 @@ class DataConfig:
     def __post_init__(self) -> None:
         for name in ("val_fraction", "test_fraction"):
             if not 0 < getattr(self, name) < 1:
-                raise ConfigError(f"data.{name}={getattr(self, name)!r}: must lie between 0 and 1")
+                raise ConfigError("must lie between 0 and 1", argument=f"data.{name}", value=getattr(self, name))
         if self.val_fraction + self.test_fraction >= 1:
             raise ConfigError(
-                f"data.val_fraction={self.val_fraction!r} and data.test_fraction={self.test_fraction!r} leave nothing "
-                "to train on: their sum must be below 1"
+                f" and data.test_fraction={self.test_fraction!r} leave nothing to train on: their sum must be below 1",
+                argument="data.val_fraction",
+                value=self.val_fraction,
             )
         check_seeds(data__split_seed=self.split_seed)
         if self.max_rows is not None and self.max_rows < 10:
             raise ConfigError(
-                f"data.max_rows={self.max_rows!r}: must be None or at least 10, so that every part has rows"
+                "must be None or at least 10, so that every part has rows",
+                argument="data.max_rows",
+                value=self.max_rows,
             )
 
     def rows_of(self, count: int) -> Rows:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
-
-from treadle.runs.overrides import leaves
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,19 +60,6 @@ def precision_line(mixed_precision: str | None, device: torch.device, *, setting
         return f"{mixed_precision} autocast ({setting}=none turns it off)"
     why = "bf16 is slower than fp32 on most CPUs" if device.type == "cpu" else f"{setting}=none"
     return f"fp32 ({why})"
-
-
-def print_settings(config: Any, console: Console, *, hidden: Collection[str] = ()) -> None:
-    """Prints every setting with its value, one ``key=value`` a line.
-
-    Args:
-        config: a tree of dataclasses.
-        console: where they go.
-        hidden: dotted keys that are not set on the command line.
-    """
-    for key, value in leaves(config):
-        if key not in hidden:
-            console.print(f"{key}={value}", markup=False, soft_wrap=True)
 
 
 def print_block(lines: Mapping[str, str], console: Console) -> None:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import ast
 import builtins
-import importlib
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treadle.builder import build_trainer
 from treadle.config import apply_overrides, load_config
+from treadle.config.grammar import read_value
 from treadle.errors import ConfigError, nearest
-from treadle.runs.overrides import read_value
+from treadle.runs.packs import find_pack, pack_names
 from treadle.runs.setting_places import settings_placed
 from treadle.runs.settings import flat
 
 SUFFIXES = (".py", ".yaml", ".yml")
-PACKS = ("spectra", "text", "graphs", "astro")
-"""The packs that ``face`` may name; :func:`pack_commands` has their commands."""
-
 _OPTIONS = ("face", "out", "device", "resume", "trackers")
 _HIDDEN = (
     ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda,
@@ -48,27 +43,6 @@ class PackRun:
     device: str | None = None
     resume: bool = True
     trackers: str | None = None
-
-
-@dataclass(frozen=True)
-class PackCommands:
-    """What the command of a pack can do with settings: train, show them all, refuse wrong ones."""
-
-    run: Callable[..., Any]
-    show: Callable[..., None]
-    check: Callable[[Sequence[str], str | None], Any]
-
-
-def pack_commands(face: str) -> PackCommands:
-    """Returns the commands of a pack.
-
-    Raises:
-        ConfigError: there is no such pack.
-    """
-    if face not in PACKS:
-        raise ConfigError(f"face={face!r}: there is no such pack; {nearest(str(face), PACKS)}")
-    module = importlib.import_module(f"treadle.{face}.runs")
-    return PackCommands(getattr(module, f"run_{face}"), module.show_settings, module.read_settings)
 
 
 def is_named_like_config(target: str) -> bool:
@@ -138,7 +112,7 @@ def resolve(target: str, arguments: Sequence[str]) -> dict[str, Any] | PackRun |
         >>> resolve("spectra", ["epochs=3"]).settings, resolve("train.py", [])
         (['epochs=3'], None)
     """
-    if target in PACKS:
+    if target in pack_names():
         return PackRun(target, list(arguments), Path("runs", target))
     return read_target(Path(target), arguments) if is_config_file(Path(target)) else None
 
@@ -156,13 +130,14 @@ def checked_target(target: str, arguments: Sequence[str]) -> dict[str, Any] | Pa
     with settings_placed(Path(target), arguments):
         found = resolve(target, arguments)
         if isinstance(found, PackRun):
-            pack_commands(found.face).check(found.settings, found.device)
+            find_pack(found.face).read_settings(found.settings, found.device)
     if found is None and not (is_named_like_config(target) and Path(target).is_file()):
-        near = nearest(target, PACKS)
+        near = nearest(target, pack_names())
         meant = f"; {near}" if near.startswith("did you mean") else ""
         raise ConfigError(
-            f"TARGET={target}: must be a script that exists, such as train.py, a configuration, or a pack: "
-            f"{' or '.join(PACKS)}{meant}"
+            f"={target}: must be a script that exists, such as train.py, a configuration, or a pack: "
+            f"{' or '.join(pack_names())}{meant}",
+            argument="TARGET",
         )
     return found
 
@@ -188,18 +163,18 @@ def read_target(path: Path, overrides: Sequence[str]) -> dict[str, Any] | PackRu
 
 
 def _pack_run(path: Path, config: dict[str, Any], overrides: Sequence[str]) -> PackRun:
-    pack_commands(config["face"])
+    find_pack(config["face"])
     options: dict[str, Any] = {"out": str(Path("runs", path.stem)), "device": None, "resume": True, "trackers": None}
     options |= {key: config.pop(key) for key in _OPTIONS if key in config}
     settings = [f"{key}={value!r}" for key, value in flat(config).items()]
     for text in overrides:
-        key, equals, value = text.removeprefix("+").partition("=")
-        if equals and key.strip() in _OPTIONS[1:]:
-            options[key.strip()] = read_value(value.strip())
+        key, equals, value = (part.strip() for part in text.lstrip("+").partition("="))
+        if equals and key in _OPTIONS[1:]:
+            options[key] = read_value(value)
         else:
-            settings.append(text.removeprefix("+"))
+            settings.append(text)
     if not isinstance(options["resume"], bool):
-        raise ConfigError(f"resume={options['resume']!r}: must be true or false")
+        raise ConfigError("must be true or false", argument="resume", value=options["resume"])
     device = None if options["device"] is None else str(options["device"])
     return PackRun(
         options["face"], settings, Path(str(options["out"])), device, options["resume"], _names(options["trackers"])
@@ -210,27 +185,5 @@ def _names(trackers: Any) -> str | None:
     """Returns trackers as a command's option gives them, also of a list."""
     names = list(trackers) if isinstance(trackers, (list, tuple)) else [trackers]
     if trackers is not None and not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"trackers={trackers!r}: must be names, such as [tensorboard]")
+        raise ConfigError("must be names, such as [tensorboard]", argument="trackers", value=trackers)
     return None if trackers is None else ",".join(names)
-
-
-def train_from(config: dict[str, Any], folder: Path) -> Any:
-    """Builds the trainer of a configuration, trains it, and returns it.
-
-    Args:
-        config: as :func:`treadle.builder.build_trainer` reads it.
-        folder: that of the file, where its imports are looked for.
-
-    Raises:
-        ConfigError: it does not describe a trainer that trains by ``train()``.
-    """
-    trainer = build_trainer(config, folder=folder)
-    train = getattr(trainer, "train", None)
-    needed = [] if not callable(train) else inspect.signature(train).parameters.values()
-    if not callable(train) or any(item.default is item.empty and item.kind < item.VAR_POSITIONAL for item in needed):
-        raise ConfigError(
-            f"trainer.type: {config['trainer']['type']!r} makes a {type(trainer).__name__}, which has no train() that "
-            "needs no arguments; use a BaseTrainer, or `face` for a run of a pack"
-        )
-    train()
-    return trainer

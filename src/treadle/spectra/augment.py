@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from treadle.errors import ConfigError
 from treadle.spectra.arrays import centre
 
 
@@ -41,9 +42,13 @@ class SpectraAugmenter:
         self, *, max_shift: float = 0.0, max_angle: float = 0.0, generator: torch.Generator | None = None
     ) -> None:
         if not 0.0 <= max_shift < math.inf:
-            raise ValueError(f"max_shift={max_shift} must be 0 or more and finite; it is counted in channels")
+            raise ConfigError(
+                f"={max_shift} must be 0 or more and finite; it is counted in channels", argument="max_shift"
+            )
         if not 0.0 <= max_angle <= math.pi:
-            raise ValueError(f"max_angle={max_angle} must lie between 0 and pi; it is an angle in radians")
+            raise ConfigError(
+                f"={max_angle} must lie between 0 and pi; it is an angle in radians", argument="max_angle"
+            )
         if generator is not None and generator.device.type != "cpu":
             raise ValueError(
                 f"generator lives on {generator.device}, but draws are made on the CPU so that one seed "

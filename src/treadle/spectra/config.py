@@ -54,13 +54,14 @@ def check_types(
             # True is a number to Python, and "no" is true.
             fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
             if not fits and not (value is None and field in may_be_none):
-                raise ConfigError(f"{type(settings).__name__}.{field}={value!r}: must be {words}")
+                raise ConfigError(f"must be {words}", argument=f"{type(settings).__name__}.{field}", value=value)
 
 
 def check_allowed(owner: str, field: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Raises ConfigError unless ``value`` is one of the allowed words."""
     if value not in allowed:
-        raise ConfigError(f"{owner}.{field}={value!r}: must be one of {', '.join(map(repr, allowed))}")
+        words = ", ".join(map(repr, allowed))
+        raise ConfigError(f"must be one of {words}", argument=f"{owner}.{field}", value=value)
 
 
 def _plain_parallel(value: ParallelConfig | Mapping[str, Any] | str | None) -> dict[str, Any] | str | None:
@@ -160,7 +161,7 @@ class TrainerConfig:
 
     def _check(self, ok: bool, field: str, rule: str) -> None:
         if not ok:
-            raise ConfigError(f"TrainerConfig.{field}={getattr(self, field)!r}: {rule}")
+            raise ConfigError(rule, argument=f"TrainerConfig.{field}", value=getattr(self, field))
 
     def __eq__(self, other: object) -> bool:
         """Whether all settings are the same; a path equals its text, so ``from_dict(to_dict())`` gives an equal one."""

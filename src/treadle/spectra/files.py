@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-
-from treadle.checkpoint.store import save_checkpoint
+from treadle.checkpoint.store import averaged_weights, save_checkpoint, scored_weights
 from treadle.faces.folder import write_best_and_last
 
 Selection = Literal["improved", "not improved", "last"]
@@ -28,29 +26,6 @@ def write_epoch(tree: Mapping[str, Any], out_dir: Path, selection: Selection) ->
         save_checkpoint(scored_weights(tree), out_dir / "best_model.pt")
     elif selection == "last":
         save_checkpoint(tree["model"], out_dir / "last_model.pt")
-        if _average(tree) is not None:
-            save_checkpoint(scored_weights(tree), out_dir / "ema_last_model.pt")
+        if (averaged := averaged_weights(tree)) is not None:  # nothing was validated
+            save_checkpoint(averaged, out_dir / "ema_last_model.pt")
     write_best_and_last(tree, out_dir / "checkpoints", is_best=selection == "improved")
-
-
-def scored_weights(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the weights that are evaluated: the average in the model's own dtypes, or the raw ones without it.
-
-    Example:
-        >>> scored_weights({"model": {"w": 1.0}, "ema": None})
-        {'w': 1.0}
-    """
-    model = tree["model"]
-    average = _average(tree)
-    if average is None:
-        return dict(model)
-    return {name: _like(model[name], value) for name, value in average["shadow"].items()}
-
-
-def _average(tree: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    averages: Mapping[str, Any] = tree["ema"] or {}
-    return averages.get("ema")
-
-
-def _like(live: Any, value: Any) -> Any:
-    return value.to(live.dtype) if isinstance(value, Tensor) else value

@@ -53,7 +53,9 @@ class TesterConfig:
         if fixed is not None and not (
             isinstance(fixed, Tensor) and fixed.dtype == torch.bool and fixed.dim() in (1, 2)
         ):
-            raise ConfigError("TesterConfig.fixed_visible: must be a bool tensor (L,) or (B, L), True where it is seen")
+            raise ConfigError(
+                "must be a bool tensor (L,) or (B, L), True where it is seen", argument="TesterConfig.fixed_visible"
+            )
         check_allowed("TesterConfig", "amp_dtype", self.amp_dtype, ("bf16", "fp16"))
         check_allowed("TesterConfig", "loss_type", self.loss_type, ("mse", "sse"))
         check_allowed("TesterConfig", "reduction", self.reduction, ("sum", "mean", "batch_mean"))
@@ -132,7 +134,9 @@ class ExtractorConfig:
         check_types(self, bools=("amp", "return_numpy"), paths=("save_path",), may_be_none=("save_path",))
         check_allowed("ExtractorConfig", "amp_dtype", self.amp_dtype, ("bf16", "fp16"))
         if self.save_path is not None and Path(self.save_path).suffix not in (".npy", ".pt", ".pth"):
-            raise ConfigError(f"ExtractorConfig.save_path={os.fspath(self.save_path)!r}: must end in .npy, .pt or .pth")
+            raise ConfigError(
+                "must end in .npy, .pt or .pth", argument="ExtractorConfig.save_path", value=os.fspath(self.save_path)
+            )
 
 
 class Extractor:

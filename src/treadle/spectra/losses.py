@@ -10,6 +10,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from treadle.errors import ConfigError
+
 Reduction = Literal["mean", "batch_mean", "sum"]
 
 
@@ -62,7 +64,7 @@ def masked_sse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "ba
 
 def _masked_squared_error(x_recon: Tensor, x: Tensor, mask: Tensor, reduction: str) -> Tensor:
     if reduction not in get_args(Reduction):
-        raise ValueError(f"reduction={reduction!r} must be one of {', '.join(get_args(Reduction))}")
+        raise ConfigError(f" must be one of {', '.join(get_args(Reduction))}", argument="reduction", value=reduction)
     if x_recon.shape != x.shape or mask.shape != x.shape or x.dim() == 0:
         raise ValueError(
             f"x_recon, x and mask must have one shape (B, L), got {tuple(x_recon.shape)}, "

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from treadle.errors import ConfigError
+
 
 def make_block_mask(
     batch_size: int,
@@ -43,7 +45,7 @@ def make_block_mask(
         (torch.Size([2, 12]), [3, 3])
     """
     if batch_size < 0:
-        raise ValueError(f"batch_size={batch_size} must be 0 or more; pass the number of rows")
+        raise ConfigError(f"={batch_size} must be 0 or more; pass the number of rows", argument="batch_size")
     check_blocks(seq_len, n_blocks)
     check_mask_count(n_mask, n_blocks)
     if generator is not None and generator.device.type != "cpu":
@@ -64,20 +66,24 @@ def make_block_mask(
 def check_blocks(seq_len: int, n_blocks: int) -> None:
     """Raise ValueError unless ``seq_len`` channels can be cut into ``n_blocks`` equal blocks."""
     if seq_len < 1:
-        raise ValueError(f"seq_len={seq_len} must be 1 or more; pass the number of channels of a spectrum")
+        raise ConfigError(
+            f"={seq_len} must be 1 or more; pass the number of channels of a spectrum", argument="seq_len"
+        )
     if n_blocks < 1:
-        raise ValueError(f"n_blocks={n_blocks} must be 1 or more; pass the number of equal blocks")
+        raise ConfigError(f"={n_blocks} must be 1 or more; pass the number of equal blocks", argument="n_blocks")
     if seq_len % n_blocks != 0:
-        raise ValueError(
-            f"seq_len={seq_len} must be a multiple of n_blocks={n_blocks}, as all blocks are equally long; "
-            f"choose n_blocks among the divisors of {seq_len}"
+        raise ConfigError(
+            f"={seq_len} must be a multiple of n_blocks={n_blocks}, as all blocks are equally long; "
+            f"choose n_blocks among the divisors of {seq_len}",
+            argument="seq_len",
         )
 
 
 def check_mask_count(n_mask: int, n_blocks: int) -> None:
     """Raise ValueError unless ``n_mask`` of ``n_blocks`` blocks can be hidden."""
     if not 0 <= n_mask <= n_blocks:
-        raise ValueError(
-            f"n_mask={n_mask} must lie between 0 and n_blocks={n_blocks}; it is a number of blocks, "
-            "not of channels or a fraction"
+        raise ConfigError(
+            f"={n_mask} must lie between 0 and n_blocks={n_blocks}; it is a number of blocks, "
+            "not of channels or a fraction",
+            argument="n_mask",
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from treadle.errors import ConfigError
 from treadle.spectra.encoder import SpectrumEncoder, check_input
 from treadle.spectra.masks import check_blocks, check_mask_count, make_block_mask
 
@@ -71,11 +72,12 @@ class ChemoMAE(nn.Module):
         sizes |= {"dim_feedforward": dim_feedforward, "latent_dim": latent_dim}
         for name, size in sizes.items():
             if size < 1:
-                raise ValueError(f"{name}={size} must be 1 or more; it is a size")
+                raise ConfigError(f"={size} must be 1 or more; it is a size", argument=name)
         if d_model % nhead != 0:
-            raise ValueError(
-                f"d_model={d_model} must be a multiple of nhead={nhead}, as every head gets an equal share; "
-                "change one of the two"
+            raise ConfigError(
+                f"={d_model} must be a multiple of nhead={nhead}, as every head gets an equal share; "
+                "change one of the two",
+                argument="d_model",
             )
         self.seq_len = seq_len
         self.latent_dim = latent_dim

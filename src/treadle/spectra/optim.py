@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from treadle.errors import ConfigError
 from treadle.optim.adamw import build_optimizer, build_warmup_cosine, split_by_decay
 
 __all__ = ["build_optimizer", "build_scheduler", "build_warmup_cosine", "split_by_decay"]
@@ -47,7 +48,9 @@ def build_scheduler(
         ("warmup_epochs", warmup_epochs, 0),
     ):
         if count < least:
-            raise ValueError(f"{name}={count} must be {least} or more; the schedule is laid out over the whole run")
+            raise ConfigError(
+                f"={count} must be {least} or more; the schedule is laid out over the whole run", argument=name
+            )
     return build_warmup_cosine(
         optimizer,
         warmup_steps=round(warmup_epochs * steps_per_epoch),

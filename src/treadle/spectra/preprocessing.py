@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from treadle.errors import ConfigError
 from treadle.spectra.arrays import Spectra, as_float64, centre, device_of, like, per_row, take, write_into
 from treadle.spectra.augment import SpectraAugmenter
 
@@ -46,7 +47,7 @@ class SNVScaler:
 
     def __init__(self, eps: float = 1e-12, copy: bool = True, transform_stats: bool = False) -> None:
         if not eps >= 0.0:
-            raise ValueError(f"eps={eps} must be 0 or more; it is added to the standard deviation")
+            raise ConfigError(f"={eps} must be 0 or more; it is added to the standard deviation", argument="eps")
         self.eps = eps
         self.copy = copy
         self.transform_stats = transform_stats
@@ -174,13 +175,15 @@ def cosine_fps_downsample(
     if not bool(torch.isfinite(work_NL).all()):
         raise ValueError("X holds NaN or infinity, which have no distance; drop or repair those rows first")
     if not 0.0 < ratio < math.inf:
-        raise ValueError(f"ratio={ratio} must be above 0 and finite; it is the share of rows to keep")
+        raise ConfigError(f"={ratio} must be above 0 and finite; it is the share of rows to keep", argument="ratio")
     n_rows = work_NL.shape[0]
     if init_index is None:
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         init_index = int(torch.randint(n_rows, (1,), generator=generator))
     elif not 0 <= init_index < n_rows:
-        raise ValueError(f"init_index={init_index} must lie between 0 and {n_rows - 1}, the last row of X")
+        raise ConfigError(
+            f"={init_index} must lie between 0 and {n_rows - 1}, the last row of X", argument="init_index"
+        )
     count = min(max(1, round(n_rows * ratio)), n_rows)
     unit_NL = work_NL / torch.linalg.vector_norm(work_NL, dim=1, keepdim=True).clamp(min=eps)
     indices_K = _farthest_points(unit_NL, count=count, first=init_index).to(device_of(X))

@@ -1,25 +1,21 @@
-"""What a run of ``treadle train spectra`` ends with: test loss, honest probes, clusters, pictures, a short table."""
+"""The results of ``treadle train spectra``: test loss, honest probes, clusters, pictures, tables."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
-from treadle.checkpoint.store import load_weights, write_text
+from treadle.checkpoint.store import load_weights
 from treadle.engine.evaluation import evaluation_mode
-from treadle.hooks.history import to_json
-from treadle.runs.tables import print_table
+from treadle.runs.pack import Results
+from treadle.runs.report import Picture, Report, Table
 from treadle.spectra.clustering import CosineKMeans, elbow_ckmeans, silhouette_score_cosine
 from treadle.spectra.inference import Extractor, ExtractorConfig, Tester, TesterConfig
 from treadle.spectra.pictures import plot_cluster_map, plot_latent_map, plot_reconstructions, plot_training_curves
@@ -34,20 +30,17 @@ _MOST_CLUSTERS = 16
 _PANELS = 8
 
 
-def evaluate_run(
+def finish_run(
     config: SpectraConfig, data: SpectraData, trainer: SpectraTrainer, untrained: nn.Module, out: Path
-) -> dict[str, Any]:
-    """Tests the best weights, probes and draws them, and writes ``metrics.json`` last of all.
+) -> Results:
+    """Tests the best weights, probes and draws them.
 
     Args:
         config: the settings of the run.
         data: the spectra and their split.
         trainer: after ``fit``; its model gets the best weights.
         untrained: the model with the weights it started from.
-        out: the run folder.
-
-    Returns:
-        What was written to ``metrics.json``.
+        out: the run folder; gets ``pictures/``.
     """
     model = trainer.model
     exported = "best_model.pt" if trainer.cfg.selection == "best" else "ema_last_model.pt"
@@ -58,7 +51,6 @@ def evaluate_run(
     baseline = _latents(untrained, data, config, trainer.device)
     cluster, clusters = _cluster(latent)
     metrics = {
-        "treadle": version("treadle"),
         "epochs": trainer.epoch,
         "best_epoch": trainer.best["epoch"],
         "weights": exported,
@@ -69,13 +61,8 @@ def evaluate_run(
         "clusters": clusters,
         "rows": {"all": len(data.x), "train": len(data.train), "val": len(data.val), "test": len(data.test)},
         "objects": data.num_groups,
-        "device": str(trainer.device),
-        "config": config.to_dict(),
     }
-    _draw(out / "pictures", data, trainer, latent, cluster)
-    # The last file of a run: where it is and has these settings, nothing is left to do.
-    write_text(json.dumps(to_json(metrics), indent=2, allow_nan=False) + "\n", out / "metrics.json")
-    return metrics
+    return Results(metrics, _draw(out / "pictures", data, trainer, latent, cluster))
 
 
 def _latents(
@@ -154,21 +141,33 @@ def _draw(
     trainer: SpectraTrainer,
     latent: npt.NDArray[np.float32],
     cluster: npt.NDArray[np.int64],
-) -> None:
+) -> list[Picture]:
     folder.mkdir(parents=True, exist_ok=True)
-    plot_training_curves(trainer.history, folder / "training_curves.png")
+    curves = plot_training_curves(trainer.history, folder / "training_curves.png")
     rows = _of_all_types(data)
     recon, visible = _reconstruct(trainer.model, data.x[rows], trainer.device)
     titles = [f"{data.name[row]}, {data.spt[row] or 'type unknown'}" for row in rows]
-    plot_reconstructions(
+    reconstructions = plot_reconstructions(
         data.wavelengths, data.x[rows], recon, visible, titles, folder / "reconstructions.png",
         wavelength_unit=data.wavelength_unit,
     )  # fmt: skip
-    plot_latent_map(latent, data.spt, folder / "latent_map.png")
-    plot_cluster_map(
+    latent_map = plot_latent_map(latent, data.spt, folder / "latent_map.png")
+    cluster_map = plot_cluster_map(
         latent, cluster, data.x, data.wavelengths, folder / "cluster_map.png",
         labels=data.spt, wavelength_unit=data.wavelength_unit,
     )  # fmt: skip
+    return [
+        Picture(
+            reconstructions, "Reconstructions",
+            "Test spectra from the earliest to the latest type. Shaded: hidden from the model, which filled it in.",
+        ),
+        Picture(
+            latent_map, "The latent", "A dot for each spectrum, by the first two principal components of the latent, "
+            "coloured by spectral type, which the model was never given.",
+        ),
+        Picture(cluster_map, "Clusters", "The latent, clustered by angle, beside the mean spectrum of each cluster."),
+        Picture(curves, "Training", "The loss by epoch; the best epoch is marked. Below, the learning rate."),
+    ]  # fmt: skip
 
 
 def _of_all_types(data: SpectraData) -> npt.NDArray[np.intp]:
@@ -191,49 +190,45 @@ def _reconstruct(
     return recon.float().cpu().numpy(), visible.cpu().numpy()
 
 
-# -- the table ----------------------------------------------------------------------------------------------------
+# -- the tables ---------------------------------------------------------------------------------------------------
 
 
-def print_results(metrics: Mapping[str, Any], out: Path, console: Console) -> None:
-    """Prints the short table of a run from what ``metrics.json`` holds."""
-    base = metrics["baselines"]
-    losses = Table(title="Masked reconstruction", title_justify="left", box=None, pad_edge=False)
-    losses.add_column("", min_width=30)
-    losses.add_column("validation", justify="right")
-    losses.add_column("test", justify="right")
-    epoch = metrics["best_epoch"]
+def results(metrics: Mapping[str, Any]) -> Report:
+    """Returns the tables of a run from the content of ``metrics.json``."""
+    base, epoch = metrics["baselines"], metrics["best_epoch"]
     name = f"ChemoMAE, epoch {epoch}" if epoch > 0 else f"ChemoMAE, epoch {metrics['epochs']}"
-    losses.add_row(name, f"{metrics['val_loss']:.4f}", f"{metrics['test_loss']:.4f}")
-    mean_val, mean_test = base["mean_spectrum_val"], base["mean_spectrum_test"]
-    losses.add_row("guess: mean training spectrum", f"{mean_val:.4f}", f"{mean_test:.4f}")
-    losses.add_row("guess: mean of the row", f"{base['row_mean']:.4f}", f"{base['row_mean']:.4f}")
-    console.print()
-    print_table(losses, console)
-    if metrics["probe"]:
-        console.print()
-        print_table(_probe_table(metrics["probe"]), console)
-    clusters = metrics["clusters"]
-    console.print(f"\n{clusters['k']} clusters of the latent, see the cluster map. Files in {out}:", soft_wrap=True)
-    for line in (
-        f"  {metrics['weights']}  metrics.json  config.json  training_history.json  checkpoints/",
-        "  pictures/  training_curves.png  reconstructions.png  latent_map.png  cluster_map.png",
-    ):
-        console.print(line, soft_wrap=True, markup=False)
+    losses = {
+        name: (metrics["val_loss"], metrics["test_loss"]),
+        "guess: mean training spectrum": (base["mean_spectrum_val"], base["mean_spectrum_test"]),
+        "guess: mean of the row": (base["row_mean"], base["row_mean"]),
+    }
+    rows = [[name, *(f"{loss:.4f}" for loss in pair)] for name, pair in losses.items()]
+    tables = [Table(["", "validation", "test"], rows, title="Masked reconstruction", width=30)]
+    return Report(
+        title="A masked autoencoder on spectra",
+        lead="Near-infrared spectra of cool dwarfs (SpeX), most of each hidden from the model, which fills it in. The "
+        "losses are those of the hidden parts, of objects kept out of training.",
+        tables=[*tables, *([_probe_table(metrics["probe"])] if metrics["probe"] else [])],
+        note=f"{metrics['clusters']['k']} clusters of the latent, see the cluster map.",
+        files=[
+            f"  page.html  {metrics['weights']}  metrics.json  run.json  config.json  training_history.json  "
+            "checkpoints/",
+            "  pictures/  training_curves.png  reconstructions.png  latent_map.png  cluster_map.png",
+        ],
+    )  # fmt: skip
 
 
 def _probe_table(probe: Mapping[str, Any]) -> Table:
     folds = next(iter(probe.values()))["num_folds"]
-    table = Table(
-        title=f"Linear probes, {folds} folds by object, ± over folds", title_justify="left", box=None, pad_edge=False
-    )
-    table.add_column("", min_width=30)
-    table.add_column("J-K, R²", justify="right")
-    table.add_column("M/L/T, balanced accuracy", justify="right")
+    rows = []
     for name, scores in probe.items():
         cells = [scores["j_minus_k_r2"], scores["spectral_class_balanced_accuracy"]]
         row = [f"{cell['mean']:.3f} ± {cell['std']:.3f}" for cell in cells]
-        table.add_row(f"{_PROBE_NAMES.get(name, 'PCA')}, {scores['num_features']} numbers", *row)
-    return table
+        rows.append([f"{_PROBE_NAMES.get(name, 'PCA')}, {scores['num_features']} numbers", *row])
+    return Table(
+        ["", "J-K, R²", "M/L/T, balanced accuracy"], rows, width=30,
+        title=f"Linear probes, {folds} folds by object, ± over folds",
+    )  # fmt: skip
 
 
 _PROBE_NAMES = {"chemomae": "ChemoMAE latent", "untrained": "untrained encoder"}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from treadle.runs.folder import explain_changes
 from treadle.runs.settings import at_least, between, check_seeds, without
 from treadle.runs.split import DataConfig
 from treadle.spectra.config import TrainerConfig
@@ -17,7 +15,7 @@ from treadle.spectra.config import TrainerConfig
 FLAGS = {"trainer.out_dir": "--out", "trainer.device": "--device", "trainer.resume_from": "--resume or --no-resume"}
 """Fields of the trainer that the command sets from its own options."""
 
-_FREE = (
+FREE = (
     "epochs", "threads", "schedule.warmup_epochs", "schedule.min_lr_scale", "trainer.amp", "trainer.amp_dtype",
     "trainer.enable_tf32", "trainer.grad_clip", "trainer.early_stop_patience", "trainer.early_stop_start_ratio",
     "trainer.early_stop_min_delta", "trainer.max_non_finite_grad_retries", "trainer.parallel", "trainer.capture",
@@ -137,8 +135,3 @@ class SpectraConfig:
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as nested plain values, without those that are options of the command."""
         return without(self, FLAGS)
-
-
-def check_changes(differences: Mapping[str, tuple[Any, Any]], folder: str) -> list[str]:
-    """Says in words what a rerun changes; see :func:`treadle.runs.folder.explain_changes`."""
-    return explain_changes(differences, folder, free=_FREE)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from treadle import distributed
-from treadle.capture.compile import check_compile, compile_model
+from treadle.capture.compile import check_compile
 from treadle.checkpoint.rank_writer import RankWriter
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks
 from treadle.checkpoint.schema import to_plain
@@ -28,16 +28,16 @@ from treadle.engine.hook import BaseHook
 from treadle.engine.settings import check_capture
 from treadle.engine.voice import speaking
 from treadle.errors import CheckpointError, ConfigError
+from treadle.faces.build import EngineCounters, place
 from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.epochs import numbers_of
 from treadle.faces.folder import say_if_other_loss, write_best_and_last
-from treadle.faces.parallel import ParallelConfig, spread
+from treadle.faces.parallel import ParallelConfig
 from treadle.hooks.background import BackgroundErrorHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.history import HistoryHook
 from treadle.hooks.trackers import TrackerChoice, with_trackers
 from treadle.optim.ema import Ema
-from treadle.optim.optimizer import check_scheduler, move_optimizer_state
 from treadle.optim.precision import PrecisionName, tf32
 from treadle.spectra.config import TrainerConfig
 from treadle.spectra.epochs import SpectraEpochs
@@ -48,7 +48,7 @@ _log = logging.getLogger("treadle.spectra")
 _epoch_log = logging.getLogger("treadle.spectra.epochs")
 
 
-class SpectraTrainer:
+class SpectraTrainer(EngineCounters):
     """Trains a model that returns ``(x_recon, z, visible_mask)`` on batches of spectra.
 
     Args:
@@ -94,12 +94,10 @@ class SpectraTrainer:
     ):
         self.cfg = TrainerConfig() if cfg is None else dataclasses.replace(cfg)
         self._device_asked = self.cfg.device if device is None else device
-        self.device = _one_device(device, self.cfg.device)
-        compiled = compile_model(model.to(self.device), check_compile(self.cfg.compile))
-        self.model = spread(compiled, parallel or self.cfg.parallel, optimizer)
-        move_optimizer_state(optimizer)
-        check_scheduler(scheduler, optimizer)
-        self.optimizer = optimizer
+        self.model, self.optimizer, self.device = place(
+            model, optimizer, device=_one_device(device, self.cfg.device), scheduler=scheduler,
+            compile=check_compile(self.cfg.compile), parallel=parallel or self.cfg.parallel,
+        )  # fmt: skip
         self.scheduler = scheduler
         self.train_loader = train_loader
         self.val_loader = val_loader
@@ -160,16 +158,6 @@ class SpectraTrainer:
     # -- what happened so far -------------------------------------------------------------------------------------
 
     @property
-    def epoch(self) -> int:
-        """Epochs completed."""
-        return self._engine.epoch
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps attempted."""
-        return self._engine.step
-
-    @property
     def history(self) -> list[dict[str, Any]]:
         """One record per epoch: ``epoch``, ``train_loss``, ``val_loss`` (None without a validation) and ``lr``."""
         return self._epochs.history
@@ -204,7 +192,9 @@ class SpectraTrainer:
             CheckpointError: another process trains in ``out_dir``, or no checkpoint of it is intact.
         """
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
-            raise ConfigError(f"epochs={epochs!r}: must be a whole number of epochs >= 0, counted from the start")
+            raise ConfigError(
+                "must be a whole number of epochs >= 0, counted from the start", argument="epochs", value=epochs
+            )
         if self._epochs.best is not None:
             self._epochs.best.start_epoch = max(1, int(epochs * self.cfg.early_stop_start_ratio))
         with speaking(self._engine), held_by_rank_0(self.out_dir), self._writer, tf32(self.cfg.enable_tf32):
@@ -304,5 +294,5 @@ class SpectraTrainer:
 
 def _one_device(argument: torch.device | str | int | None, setting: str | None) -> torch.device:
     if argument is not None and setting is not None and get_device(argument) != get_device(setting):
-        raise ConfigError(f"device={argument!r} and cfg.device={setting!r} differ; give one of them")
+        raise ConfigError(f" and cfg.device={setting!r} differ; give one of them", argument="device", value=argument)
     return get_device(setting if argument is None else argument)

@@ -6,6 +6,8 @@ import random
 import re
 from collections.abc import Mapping
 
+from treadle.errors import ConfigError
+
 _PASSAGE_END = re.compile(r"\n\s*\n")
 _STATEMENT = re.compile(r'The "\w+" statement')
 
@@ -88,7 +90,7 @@ def split_topics(topics: Mapping[str, str], *, val_fraction: float, seed: int) -
         [['a', 'c'], ['b']]
     """
     if not 0 < val_fraction < 1:
-        raise ValueError(f"val_fraction={val_fraction!r}: must lie between 0 and 1")
+        raise ConfigError("must lie between 0 and 1", argument="val_fraction", value=val_fraction)
     order = sorted(topics)
     random.Random(seed).shuffle(order)
     room = val_fraction * sum(num_bytes(text) for text in topics.values())
@@ -100,9 +102,11 @@ def split_topics(topics: Mapping[str, str], *, val_fraction: float, seed: int) -
     train = {name: text for name, text in topics.items() if name not in chosen}
     val = {name: text for name, text in topics.items() if name in chosen}
     if not train or not val:
-        raise ValueError(
-            f"val_fraction={val_fraction!r} of {len(topics)} topics leaves none to "
-            f"{'validate on; raise it' if train else 'train on; lower it'}, or take more topics"
+        raise ConfigError(
+            f" of {len(topics)} topics leaves none to "
+            f"{'validate on; raise it' if train else 'train on; lower it'}, or take more topics",
+            argument="val_fraction",
+            value=val_fraction,
         )
     return train, val
 

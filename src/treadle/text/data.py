@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from treadle.errors import ConfigError
+
 IGNORED = -100
 """The label of a position that is not counted; what torch's cross-entropy and transformers leave out."""
 
@@ -68,7 +70,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
 
     def __init__(self, tokens_N: Tensor, length: int, *, pad_id: int = 0):
         if length < 2:
-            raise ValueError(f"length={length!r}: must be at least 2, a token to read and one to predict")
+            raise ConfigError("must be at least 2, a token to read and one to predict", argument="length", value=length)
         if len(tokens_N) < 2:
             raise ValueError(
                 f"tokens_N has {len(tokens_N)} tokens: it must have at least 2, there is nothing to predict"

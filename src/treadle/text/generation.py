@@ -54,14 +54,16 @@ def sample_tokens(
         tensor([[3, 4, 5, 6]])
     """
     if prompt_BT.dim() != 2 or prompt_BT.shape[1] < 1:
-        raise ConfigError(f"prompt_BT: shape {tuple(prompt_BT.shape)}, must be (rows, tokens) with at least one token")
+        raise ConfigError(
+            f"shape {tuple(prompt_BT.shape)}, must be (rows, tokens) with at least one token", argument="prompt_BT"
+        )
     if not 0 <= temperature < math.inf:
-        raise ConfigError(f"temperature={temperature!r}: must be finite and at least 0")
+        raise ConfigError("must be finite and at least 0", argument="temperature", value=temperature)
     for name, value, least in (("num_tokens", num_tokens, 0), ("context", context, 1)):
         if value < least:
-            raise ConfigError(f"{name}={value!r}: must be at least {least}")
+            raise ConfigError(f"must be at least {least}", argument=name, value=value)
     if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k={top_k!r}: must be at least 1, or None for all tokens")
+        raise ConfigError("must be at least 1, or None for all tokens", argument="top_k", value=top_k)
     device = next((parameter.device for parameter in model.parameters()), prompt_BT.device)
     tokens_BT = prompt_BT.cpu()
     with evaluation_mode(model):

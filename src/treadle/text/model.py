@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from treadle.errors import ConfigError
 from treadle.text.extras import import_extra
 from treadle.text.packing import skip_packing_check
 
@@ -44,11 +45,11 @@ def build_gpt2(
     }  # fmt: skip
     for name, value in sizes.items():
         if value < 1:
-            raise ValueError(f"{name}={value!r}: must be at least 1")
+            raise ConfigError("must be at least 1", argument=name, value=value)
     if n_embd % n_head:
-        raise ValueError(f"n_embd={n_embd!r}: must be a multiple of n_head={n_head!r}")
+        raise ConfigError(f"must be a multiple of n_head={n_head!r}", argument="n_embd", value=n_embd)
     if not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout!r}: must be at least 0 and below 1")
+        raise ConfigError("must be at least 0 and below 1", argument="dropout", value=dropout)
     transformers = import_extra("transformers")
     config = transformers.GPT2Config(
         **sizes,
@@ -86,9 +87,9 @@ def add_lora(model: Any, *, r: int = 8, alpha: float = 16, dropout: float = 0.05
         >>> # add_lora(model, r=4).print_trainable_parameters()
     """
     if r < 1:
-        raise ValueError(f"r={r!r}: must be at least 1")
+        raise ConfigError("must be at least 1", argument="r", value=r)
     if not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout!r}: must be at least 0 and below 1")
+        raise ConfigError("must be at least 0 and below 1", argument="dropout", value=dropout)
     peft = import_extra("peft")
     config = peft.LoraConfig(
         r=r,

@@ -1,27 +1,21 @@
-"""What ``treadle train text`` shows and leaves: decisions at the start, scores with baselines, texts, a picture."""
+"""The results of ``treadle train text``: decisions at the start, scores with baselines, texts, a picture, tables."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from treadle.checkpoint.store import write_text
 from treadle.data import steps_per_epoch
 from treadle.functional import Trainer
-from treadle.hooks.files import to_json
-from treadle.runs.ranks import ranks_line
-from treadle.runs.start_block import device_line, precision_line, print_block
-from treadle.runs.tables import print_table
+from treadle.runs.pack import Results
+from treadle.runs.report import Picture, Report, Table
+from treadle.runs.start_block import precision_line
 from treadle.text.generation import sample_texts
 from treadle.text.ngrams import bits_per_byte, ngram_losses
 from treadle.text.pictures import plot_losses
@@ -42,16 +36,13 @@ class Tuned:
 # -- the block at the start ---------------------------------------------------------------------------------------
 
 
-def print_start(
-    config: TextConfig, data: TextData, trainer: Trainer, *, start: str, explicit: bool, console: Console
-) -> None:
-    """Prints what was decided and why, a line each."""
+def decisions(config: TextConfig, data: TextData, trainer: Trainer) -> dict[str, str]:
+    """Returns what was decided and why, as name -> text."""
     parts = data.parts
     topics, size = sum(len(part.topics) for part in parts.values()), sum(part.num_bytes for part in parts.values())
     steps = steps_per_epoch(data.train.loader(config.batch_size), config.training.accumulation_steps)
     weights = sum(p.numel() for p in trainer.model.parameters())
-    lines = {
-        "device": device_line(trainer.device, explicit=explicit),
+    return {
         "precision": precision_line(
             config.training.mixed_precision, trainer.device, setting="training.mixed_precision"
         ),
@@ -63,10 +54,7 @@ def print_start(
         "model": f"GPT-2, {weights:,} parameters, {config.model.n_layer} layers of width {config.model.n_embd}",
         "schedule": f"{config.epochs} epochs of {steps} steps, batches of {config.batch_size}, learning rate "
         f"{config.optimizer.lr:g}; then LoRA of rank {config.lora.r}, {config.lora.epochs} epochs, {config.lora.lr:g}",
-        **ranks_line(config.training.parallel),
-        "start": start,
     }  # fmt: skip
-    print_block(lines, console)
 
 
 # -- scores and texts ---------------------------------------------------------------------------------------------
@@ -115,8 +103,8 @@ def finish_run(
     scores: Mapping[str, dict[str, Any]],
     samples: Mapping[str, list[str]],
     out: Path,
-) -> dict[str, Any]:
-    """Writes samples, picture, and ``metrics.json`` last of all.
+) -> Results:
+    """Writes samples and draws.
 
     Args:
         config: the settings of the run.
@@ -126,12 +114,8 @@ def finish_run(
         scores: ``val`` and ``before`` of the base, ``val_after`` and ``after`` of the fine-tuned model.
         samples: texts of the base and of the fine-tuned model.
         out: the run folder.
-
-    Returns:
-        What was written to ``metrics.json``.
     """
     metrics = {
-        "treadle": version("treadle"),
         "epochs": trainer.epoch,
         "best_epoch": trainer.best_epoch,
         "val": scores["val"],
@@ -147,15 +131,14 @@ def finish_run(
         },
         "excerpts": {name: texts[0] for name, texts in samples.items()},
         "topics": {name: list(part.topics) for name, part in data.parts.items()},
-        "device": str(trainer.device),
-        "corpus": data.fingerprint,
-        "config": config.to_dict(),
     }
     write_text(_samples_file(config, samples), out / "samples.txt")
-    plot_losses(trainer.history, tuned.trainer.history, metrics=metrics, path=out / "pictures" / "loss.png")
-    # The last file of a run: where it is and has these settings, nothing is left to do.
-    write_text(json.dumps(to_json(metrics), indent=2, allow_nan=False) + "\n", out / "metrics.json")
-    return metrics
+    path = plot_losses(trainer.history, tuned.trainer.history, metrics=metrics, path=out / "pictures" / "loss.png")
+    caption = (
+        "Training and validation loss by epoch, of the first training and of the fine-tuning; the lines are what "
+        "counting alone reaches."
+    )
+    return Results(metrics, [Picture(path, "Training", caption)])
 
 
 def _samples_file(config: TextConfig, samples: Mapping[str, list[str]]) -> str:
@@ -168,40 +151,43 @@ def _samples_file(config: TextConfig, samples: Mapping[str, list[str]]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-# -- the table ----------------------------------------------------------------------------------------------------
+# -- the tables ---------------------------------------------------------------------------------------------------
 
 
-def print_results(metrics: Mapping[str, Any], out: Path, console: Console) -> None:
-    """Prints the short tables of a run and an excerpt of its texts from what ``metrics.json`` holds."""
+def results(metrics: Mapping[str, Any]) -> Report:
+    """Returns the tables of a run and excerpts of its texts from the content of ``metrics.json``."""
     lora = metrics["lora"]
-    console.print()
-    rows = {f"GPT-2, epoch {metrics['best_epoch']}": metrics["val"], **_named(metrics["baselines"])}
-    print_table(_table("Topics kept out of training", rows), console)
-    console.print()
-    rows = {"before LoRA": lora["before"], "after LoRA": lora["after"], **_named(lora["baselines"])}
-    print_table(_table("Topics about statements, kept out too", rows), console)
-    for name, text in metrics["excerpts"].items():
-        console.print(f"\n[bold]drawn, {name}[/bold]")
-        lines = text.strip().splitlines()
-        for line in [*lines[:_EXCERPT_LINES], *(["…"] if len(lines) > _EXCERPT_LINES else [])]:
-            console.print(Text(f"  {line}".rstrip()), soft_wrap=True)
-    console.print(f"\nFiles in {out}:", soft_wrap=True)
-    for line in (
-        "  samples.txt  pretrained/  best_model.pt  metrics.json  config.json  tokenizer.json  history.json",
-        "  checkpoints/  lora/ (adapters and files of the fine-tuning)  pictures/loss.png",
-    ):
-        console.print(line, soft_wrap=True, markup=False)
+    base = {f"GPT-2, epoch {metrics['best_epoch']}": metrics["val"], **_named(metrics["baselines"])}
+    tuned = {"before LoRA": lora["before"], "after LoRA": lora["after"], **_named(lora["baselines"])}
+    return Report(
+        title="A small GPT-2 on Python's manual, then LoRA",
+        lead="Scores of topics that were kept out of training, beside those of models that count. Bits per byte do not "
+        "depend on the tokenizer.",
+        tables=[
+            _table("Topics kept out of training", base),
+            _table("Topics about statements, kept out too", tuned),
+        ],
+        texts={f"drawn, {name}": _excerpt(text) for name, text in metrics["excerpts"].items()},
+        files=[
+            "  samples.txt  pretrained/  best_model.pt  metrics.json  run.json  config.json  tokenizer.json  "
+            "history.json",
+            "  checkpoints/  lora/ (adapters and files of the fine-tuning)  page.html  pictures/loss.png",
+        ],
+    )  # fmt: skip
+
+
+def _excerpt(text: str) -> str:
+    lines = text.strip().splitlines()
+    return "\n".join([*lines[:_EXCERPT_LINES], *(["…"] if len(lines) > _EXCERPT_LINES else [])])
 
 
 def _named(scores: Mapping[str, Any]) -> dict[str, Any]:
     return {f"counting: {name}": scores[name] for name in reversed(list(scores))}
 
 
-def _table(title: str, rows: Mapping[str, Mapping[str, float]]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("", min_width=24)
-    for name in ("nats per token", "perplexity", "bits per byte"):
-        table.add_column(name, justify="right")
-    for name, row in rows.items():
-        table.add_row(name, f"{row['loss']:.3f}", f"{row['perplexity']:,.1f}", f"{row['bits_per_byte']:.3f}")
-    return table
+def _table(title: str, scores: Mapping[str, Mapping[str, float]]) -> Table:
+    rows = [
+        [name, f"{row['loss']:.3f}", f"{row['perplexity']:,.1f}", f"{row['bits_per_byte']:.3f}"]
+        for name, row in scores.items()
+    ]
+    return Table(["", "nats per token", "perplexity", "bits per byte"], rows, title=title, width=24, about_first=False)

@@ -130,7 +130,9 @@ class TrainingConfig:
         check_compile(self.compile, name="training.compile")
         check_capture(self.capture)
         if self.mixed_precision not in (None, "bf16", "fp16"):
-            raise ConfigError(f"training.mixed_precision={self.mixed_precision!r}: must be none, bf16 or fp16")
+            raise ConfigError(
+                "must be none, bf16 or fp16", argument="training.mixed_precision", value=self.mixed_precision
+            )
         at_least(0, training__grad_clip=self.grad_clip)
         at_least(
             1, training__accumulation_steps=self.accumulation_steps,
@@ -159,7 +161,7 @@ class LoraConfig:
         at_least(1, lora__epochs=self.epochs, lora__r=self.r)
         at_least(0, lora__lr=self.lr, lora__alpha=self.alpha)
         if not 0 <= self.dropout < 1:
-            raise ConfigError(f"lora.dropout={self.dropout!r}: must be at least 0 and below 1")
+            raise ConfigError("must be at least 0 and below 1", argument="lora.dropout", value=self.dropout)
 
 
 @dataclass

@@ -1,152 +1,298 @@
-"""The steps of ``treadle train text``: settings, data, training, fine-tuning; what is shown is in ``text_report``."""
+"""The runs of ``treadle train text``: data, training, fine-tuning; what is scored is in :mod:`treadle.text.report`."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from rich.console import Console
 
 from treadle.capture.compile import check_compile, compile_model
+from treadle.checkpoint.base_fingerprints import FrozenBase
 from treadle.checkpoint.ranks import held_by_rank_0
-from treadle.checkpoint.store import load_weights
+from treadle.checkpoint.store import load_weights, scored_weights
 from treadle.data import steps_per_epoch
-from treadle.device import get_device
 from treadle.distributed.state_names import load_model_state, model_state
 from treadle.engine.settings import Capture, check_capture
+from treadle.errors import ConfigError
 from treadle.functional import Trainer
-from treadle.hooks import CheckpointingHook, StepLogHook
-from treadle.hooks.bar import ProgressBarHook
+from treadle.hooks import CheckpointingHook
+from treadle.hooks.files import to_json
 from treadle.optim.adamw import build_optimizer, build_warmup_cosine
-from treadle.runs.folder import finished_metrics, refuse_other_run
-from treadle.runs.overrides import apply_overrides, leaves
-from treadle.runs.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of
-from treadle.runs.setting_names import as_settings, settings_named
-from treadle.runs.start_block import cpu_threads, print_settings
+from treadle.runs.folder import read_record, stored_json, write_changed
+from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run
+from treadle.runs.report import Report
+from treadle.runs.setting_names import as_settings
 from treadle.seed import set_seed
+from treadle.text import report
 from treadle.text.extras import without_progress_bars
-from treadle.text.folder import BEST, open_folder, start_line
 from treadle.text.model import add_lora, build_gpt2
-from treadle.text.report import Tuned, draw_samples, finish_run, print_results, print_start, score
-from treadle.text.run_config import TextConfig
-from treadle.text.run_data import Part, TextData, check_same_on_ranks, prepare_data
+from treadle.text.run_config import FREE, TextConfig, needs_new_lora
+from treadle.text.run_data import Part, TextData, check_same_on_ranks, check_same_text, prepare_data
 from treadle.text.tokenizer import as_transformers
 
 _log = logging.getLogger("treadle.cli")
+LORA = "lora"
+_BEST = "best_model.pt"
+_IN_REPORT = {
+    ("base", "val"): ("val",),
+    ("base", "lora_val"): ("lora", "before"),
+    ("lora", "val"): ("lora", "val_after"),
+    ("lora", "lora_val"): ("lora", "after"),
+}
+"""Stage and split -> where ``metrics.json`` has their scores."""
+
+TextRun = Run[TextConfig]
+TextOpened = Opened[TextConfig, TextData, Trainer]
 
 
-@dataclass(frozen=True)
-class TextRun:
-    """What both parts of a run share."""
+class TextPack(Pack[TextConfig, TextData, Trainer]):
+    """The pack of ``treadle train text``, a training and its fine-tuning."""
 
-    config: TextConfig
-    data: TextData
-    out: Path
-    device: torch.device
-    messages: Console
+    name = "text"
+    summary = "A small GPT-2 on Python's manual, then LoRA."
+    help = """
+    Train a small GPT-2 on Python's own manual, fine-tune it with LoRA on the pages about statements, draw text.
 
+    Weights, tokenizer and text are made on this machine; nothing is downloaded. A run that was stopped, at any moment
+    and by anything, goes on when the same command is given again; one that is finished shows its results. Ctrl-C saves
+    before it leaves.
 
-def run_text(
-    settings: Sequence[str], *, out: Path, device: str | None, resume: bool, results: Console, messages: Console
-) -> dict[str, Any] | None:
-    """Trains and fine-tunes, or goes on with it, and writes the run folder; a finished run shows its results.
+    The run folder holds config.json, tokenizer.json, history.json, steps.jsonl, checkpoints/, best_model.pt,
+    pretrained/ (for from_pretrained), lora/ with the same of the fine-tuning, samples.txt, metrics.json and
+    pictures/loss.png.
 
-    Args:
-        settings: texts ``key=value``.
-        out: the run folder.
-        device: None takes CUDA, then MPS, then the CPU.
-        resume: go on from the folder's checkpoints.
-        results: where the summary goes.
-        messages: where progress goes.
-
-    Returns:
-        What ``metrics.json`` holds; None on other ranks than the first.
-
-    Raises:
-        ConfigError: a setting is wrong, or not that of the run in this folder.
-        CheckpointError: no checkpoint of the folder is intact, or a file cannot be written.
-        NonFiniteError: training diverged.
-        ImportError: a package of the extra ``hf`` is missing.
+    \b
+    Examples:
+      treadle train text
+      treadle train text epochs=4 lora.epochs=2 --out runs/short
+      treadle train text samples.prompt='The "with" statement' samples.temperature=0.5
+      treadle train text model.n_embd=256 model.n_layer=6 data.block_length=256 --device cuda --out runs/large
+      torchrun --nproc_per_node 2 -m treadle train text
+      treadle train text --show-settings
     """
-    where = device_of_rank(device)
-    config = read_settings(settings, device)
-    finished = by_rank_0(lambda: finished_metrics(out, config.to_dict()) if resume else None)
-    if finished is not None:
-        print_results(finished, out, results)
-        return finished
-    with cpu_threads(config.threads), without_progress_bars(), settings_named(dict(leaves(config))):
-        run = TextRun(config, prepare_data(config), out, where, messages)
-        metrics = _run(run, resume=resume, explicit=device is not None)
-    if metrics is not None:
-        print_results(metrics, out, results)
-    return metrics
+    config = TextConfig
+    example = "epochs=20 model.n_layer=4"
+    free = FREE
+    made = ("checkpoints", _BEST, "pretrained", LORA)
+    parts = (LORA,)
+    splits = ("train", "val", "lora_train", "lora_val")
+    takes = ("prompt", "count", "num_tokens", "seed", "greedy")
+    without = "has no rows of a split; give --prompt"
+    afterwards = "the fine-tuning"
+    warm = ("transformers.models.gpt2.modeling_gpt2", "peft")
+
+    def defaults(self, device: torch.device) -> TextConfig:
+        """Returns the settings for a device before any is given."""
+        return TextConfig.for_device(device)
+
+    def parallel(self, config: TextConfig) -> str | None:
+        """Returns the setting that spreads the model over ranks in the first training."""
+        return config.training.parallel
+
+    @contextmanager
+    def environment(self, config: TextConfig) -> Iterator[None]:
+        """Has errors name the settings, and hides the bars of transformers."""
+        with super().environment(config), without_progress_bars():
+            yield
+
+    # -- the two trainings ----------------------------------------------------------------------------------------
+
+    def prepare(self, run: TextRun) -> TextData:
+        """Reads the manual, which must be the same on all ranks, and the one that a resumed run began with.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        data = prepare_data(run.config)
+        check_same_on_ranks(data)
+        record = None if run.home is None else read_record(run.home)
+        if record is not None:
+            check_same_text(record.identity, data, folder=str(run.home))
+        return data
+
+    def build(self, run: TextRun, data: TextData) -> Trainer:
+        """Returns the trainer of the first training, or of the fine-tuning on its best weights."""
+        trainer = build_base(run, data)
+        if run.part != LORA:
+            return trainer
+        assert run.home is not None
+        load_model_state(trainer.model, load_weights(run.home / _BEST))
+        return build_lora(trainer.model, run, data)
+
+    def fit(self, run: TextRun, data: TextData, trainer: Trainer) -> None:
+        """Trains to the number of epochs, from where the checkpoints in the folder are."""
+        train, val, epochs = data.train, data.val, run.config.epochs
+        if run.part == LORA:
+            train, val, epochs = data.lora_train, data.lora_val, run.config.lora.epochs
+        batches = train.loader(run.config.batch_size, seed=run.config.seed)
+        trainer.train(batches, epochs, val.loader(), run.folder, save_freq=None)
+
+    def finish(self, run: TextRun, data: TextData, trainer: Trainer) -> Results:
+        """Scores the best weights, fine-tunes them, scores them again, and draws texts of both."""
+        load_model_state(trainer.model, load_weights(run.out / _BEST))
+        _add_tokenizer(data, run.out)
+        scores = {"val": report.score(trainer, data.val), "before": report.score(trainer, data.lora_val)}
+        samples = {"base": report.draw_samples(trainer.model, data.tokenizer, run.config)}
+        tuned = self._fine_tune(trainer.model, run, data)
+        scores["after"] = report.score(tuned.trainer, data.lora_val)
+        scores["val_after"] = report.score(tuned.trainer, data.val)
+        samples["fine-tuned"] = report.draw_samples(tuned.trainer.model, data.tokenizer, run.config)
+        return report.finish_run(
+            run.config, data, trainer=trainer, tuned=tuned, scores=scores, samples=samples, out=run.out
+        )
+
+    def _fine_tune(self, model: Any, run: TextRun, data: TextData) -> report.Tuned:
+        run = dataclasses.replace(run, part=LORA)
+        trainer = build_lora(model, run, data)
+        trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+        part = data.lora_train
+        _log.info(
+            "fine-tuning %s adapter weights by LoRA on %d topics about statements, %s tokens",
+            f"{trained:,}", len(part.topics), f"{part.blocks.num_targets:,}",
+        )  # fmt: skip
+        self.fit_logged(run, data, trainer)
+        # The file holds what was trained; the base is in the model already.
+        load_model_state(trainer.model, load_weights(run.folder / _BEST), kept=model_state(trainer.model))
+        _add_tokenizer(data, run.folder)
+        return report.Tuned(trainer, trained)
+
+    # -- the run folder -------------------------------------------------------------------------------------------
+
+    def held(self, run: TextRun) -> AbstractContextManager[None]:
+        """Holds the folder from the start of the first training to the end of the fine-tuning."""
+        return held_by_rank_0(run.out)
+
+    def identity(self, data: TextData) -> dict[str, Any]:
+        """Returns the fingerprint of texts and tokenizer."""
+        return {"corpus": data.fingerprint}
+
+    def keep(self, run: TextRun, data: TextData) -> None:
+        """Writes the tokenizer beside the settings."""
+        super().keep(run, data)
+        write_changed(data.tokenizer.to_str(pretty=True) + "\n", run.out / "tokenizer.json")
+
+    def outdated(self, run: TextRun, differences: Mapping[str, tuple[Any, Any]]) -> Sequence[str]:
+        """Returns the folder of the fine-tuning where a change gives it another start.
+
+        Raises:
+            ConfigError: a training has gone beyond its new end.
+        """
+        names = [LORA] if needs_new_lora(differences) else []
+        _refuse_fewer_epochs("epochs", run.config.epochs, folder=run.out)
+        if not names:
+            _refuse_fewer_epochs("lora.epochs", run.config.lora.epochs, folder=run.out / LORA)
+        return names
+
+    def describe(self, run: TextRun, data: TextData, trainer: Trainer) -> dict[str, str]:
+        """Returns what was decided about precision, data, tokens, model and schedule."""
+        return report.decisions(run.config, data, trainer)
+
+    def report(self, metrics: Mapping[str, Any], out: Path) -> Report:
+        """Returns the scores before and after the fine-tuning, and excerpts of the texts."""
+        return report.results(metrics)
+
+    # -- stored runs ----------------------------------------------------------------------------------------------
+
+    def default_split(self, part: str) -> str:
+        """Returns the topics that the training was kept from."""
+        return "lora_val" if part == LORA else "val"
+
+    def load(self, run: TextRun, trainer: Trainer, path: Path, tree: Mapping[str, Any]) -> None:
+        """Loads the weights that count; adapters only on the base that they were trained on.
+
+        Raises:
+            CheckpointError: the base is another one.
+        """
+        kept = FrozenBase(trainer.model).check(trainer.model, tree.get("base")) if run.part == LORA else ()
+        load_model_state(trainer.model, scored_weights(tree), kept=kept)
+
+    def evaluate(self, opened: TextOpened, split: str, *, batch_size: int | None, num_workers: int) -> Evaluation:
+        """Returns nats per token, perplexity and bits per byte of a split."""
+        scored = to_json(report.score(opened.trainer, opened.data.parts[split], batch_size=batch_size))
+        sizes = {name: scored[name] for name in ("tokens", "bytes")}
+        stage = opened.run.part or "base"
+        file, compared = opened.home / "metrics.json", None
+        stored = stored_json(file)
+        if stored is not None and (stage, split) in _IN_REPORT:
+            of_stage = stored["lora"] if stage == LORA else stored
+            if of_stage["best_epoch"] == opened.tree["epoch"]:
+                for key in _IN_REPORT[stage, split]:
+                    stored = stored[key]
+                compared = (file, stored == scored)
+        return Evaluation(
+            {name: value for name, value in scored.items() if name not in sizes},
+            counts=sizes,
+            about={"stage": stage},
+            device=str(opened.trainer.device),
+            compared=compared,
+        )
+
+    def predictions_file(self, split: str) -> str:
+        """Returns the name of the file of texts."""
+        return "continuations.csv"
+
+    def predict(
+        self,
+        opened: TextOpened,
+        split: str,
+        *,
+        batch_size: int | None = None,
+        prompt: Sequence[str] | None = None,
+        count: int | None = None,
+        num_tokens: int | None = None,
+        seed: int | None = None,
+        greedy: bool = False,
+        **options: Any,
+    ) -> Predictions:
+        """Returns continuations of prompts as two arrays of texts, ``prompt`` and ``text``, which begins with it.
+
+        A text depends on its own prompt and the settings only, not on the other prompts.
+
+        Args:
+            opened: the run.
+            split: has no effect.
+            batch_size: has no effect.
+            prompt: one or several; None or none takes that of the run's samples, as for what else is None.
+            count: texts for each prompt.
+            num_tokens: at most so many tokens are added.
+            seed: of the generator that draws.
+            greedy: take the likeliest token each time, which gives one text for each prompt.
+            options: none.
+
+        Raises:
+            ConfigError: an option has no effect beside ``greedy``.
+        """
+        if greedy and (seed is not None or count is not None):
+            raise ConfigError(
+                "--greedy: draws nothing, so there is one text for each prompt; leave out --seed and --count"
+            )
+        asked = {"count": 1 if greedy else count, "num_tokens": num_tokens, "seed": seed}
+        given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+        samples = dataclasses.replace(opened.run.config.samples, **given)
+        if greedy:
+            samples = dataclasses.replace(samples, temperature=0.0)
+        rows: list[tuple[str, str]] = []
+        for begin in prompt or [samples.prompt]:
+            config = dataclasses.replace(opened.run.config, samples=dataclasses.replace(samples, prompt=begin))
+            rows += [(begin, text) for text in report.draw_samples(opened.trainer.model, opened.data.tokenizer, config)]
+        arrays = {"prompt": np.array([begin for begin, _ in rows]), "text": np.array([text for _, text in rows])}
+        return Predictions(arrays, texts=[{"prompt": begin, "text": text} for begin, text in rows])
 
 
-def read_settings(settings: Sequence[str], device: str | None) -> TextConfig:
-    """Returns the defaults of a device with texts ``key=value`` applied.
-
-    Raises:
-        ConfigError: a key is unknown, or a value is wrong.
-    """
-    return apply_overrides(TextConfig.for_device(get_device(device)), settings)
-
-
-def show_settings(settings: Sequence[str], device: str | None, console: Console) -> None:
-    """Prints every setting with its value, one ``key=value`` a line."""
-    print_settings(read_settings(settings, device), console)
-
-
-def _run(run: TextRun, *, resume: bool, explicit: bool) -> dict[str, Any] | None:
-    by_rank_0(lambda: refuse_other_run(run.out, "text"))
-    check_same_on_ranks(run.data)
-    model, trainer = build_base(run, parallel=parallel_of(run.config.training.parallel))
-    by_rank_0(lambda: open_folder(run.config, run.data, run.out, resume=resume))
-    with held_by_rank_0(run.out):
-        print_start(run.config, run.data, trainer, start=start_line(run.out), explicit=explicit, console=run.messages)
-        _fit_base(trainer, run)
-        alone = after_ranks((model, trainer), lambda: _reopen(run))
-        return None if alone is None else _tune_and_report(*alone, run)
-
-
-def _reopen(run: TextRun) -> tuple[Any, Trainer]:
-    """Returns model and trainer of a first training that has ended on several ranks, in one process."""
-    model, trainer = build_base(run)
-    _fit_base(trainer, run)  # it has no epoch left to train
-    return model, trainer
-
-
-def _tune_and_report(model: Any, trainer: Trainer, run: TextRun) -> dict[str, Any]:
-    load_model_state(model, load_weights(run.out / BEST))
-    _add_tokenizer(run, run.out)
-    scores = {"val": score(trainer, run.data.val), "before": score(trainer, run.data.lora_val)}
-    samples = {"base": draw_samples(model, run.data.tokenizer, run.config)}
-    tuned = _fine_tune(model, run)
-    scores["after"] = score(tuned.trainer, run.data.lora_val)
-    scores["val_after"] = score(tuned.trainer, run.data.val)
-    samples["fine-tuned"] = draw_samples(tuned.trainer.model, run.data.tokenizer, run.config)
-    return finish_run(run.config, run.data, trainer=trainer, tuned=tuned, scores=scores, samples=samples, out=run.out)
-
-
-# -- the two trainings --------------------------------------------------------------------------------------------
-
-
-def build_base(run: TextRun, *, parallel: str | None = None) -> tuple[Any, Trainer]:
-    """Returns a GPT-2 with its initial weights and the trainer of its first training.
-
-    Args:
-        run: what to build.
-        parallel: how the model is spread over ranks.
-    """
+def build_base(run: TextRun, data: TextData) -> Trainer:
+    """Seeds, and returns the trainer of the first training with a new GPT-2."""
     config = run.config
     set_seed(config.seed)
     with as_settings("model", vars(config.model)):
         model = build_gpt2(config.data.vocab_size, n_positions=config.data.block_length, **vars(config.model))
-    steps = config.epochs * _steps_per_epoch(run.data.train, config)
+    steps = config.epochs * _steps_per_epoch(data.train, config)
     with as_settings("optimizer", vars(config.optimizer)):
         optimizer = build_optimizer(model.to(run.device), **vars(config.optimizer))
     schedule = config.schedule
@@ -155,36 +301,33 @@ def build_base(run: TextRun, *, parallel: str | None = None) -> tuple[Any, Train
             optimizer, warmup_steps=schedule.warmup_steps, total_steps=steps, min_lr_scale=schedule.min_lr_scale
         )
     compile_model(model, check_compile(config.training.compile))
-    capture = check_capture(config.training.capture)
-    return model, _build_trainer(model, optimizer, scheduler=scheduler, run=run, parallel=parallel, capture=capture)
+    return _build_trainer(model, optimizer, scheduler, run, check_capture(config.training.capture))
 
 
-def build_lora(model: Any, run: TextRun) -> Trainer:
+def build_lora(model: Any, run: TextRun, data: TextData) -> Trainer:
     """Returns the trainer of the fine-tuning; the model gets adapters in place, and only they are trained.
 
-    It starts from seeds of its own: whether the first training ran in this process or an earlier one changes nothing.
+    It is seeded again: whether the first training ran in this process or an earlier one changes nothing.
     """
     config = run.config
     set_seed(config.seed)
     with as_settings("lora", vars(config.lora)):
         adapted = add_lora(model, r=config.lora.r, alpha=config.lora.alpha, dropout=config.lora.dropout)
         optimizer = build_optimizer(adapted.to(run.device), lr=config.lora.lr, weight_decay=0.0)
-    steps = config.lora.epochs * _steps_per_epoch(run.data.lora_train, config)
+    steps = config.lora.epochs * _steps_per_epoch(data.lora_train, config)
     # Updates that start at 0 need no warm-up.
     scheduler = build_warmup_cosine(
         optimizer, warmup_steps=0, total_steps=steps, min_lr_scale=config.schedule.min_lr_scale
     )
-    capture: Capture = "auto" if config.training.capture else False  # a refusal here would come after the training
-    return _build_trainer(adapted, optimizer, scheduler=scheduler, run=run, capture=capture)
+    # A refusal to capture would come after the first training.
+    return _build_trainer(adapted, optimizer, scheduler, run, "auto" if config.training.capture else False)
 
 
 def _steps_per_epoch(part: Part, config: TextConfig) -> int:
     return steps_per_epoch(part.loader(config.batch_size), config.training.accumulation_steps)
 
 
-def _build_trainer(
-    model: Any, optimizer: Any, *, scheduler: Any, run: TextRun, capture: Capture, parallel: str | None = None
-) -> Trainer:
+def _build_trainer(model: Any, optimizer: Any, scheduler: Any, run: TextRun, capture: Capture) -> Trainer:
     training = run.config.training
     trainer = Trainer(
         model,
@@ -201,12 +344,11 @@ def _build_trainer(
         run.device,
         scheduler,
         hooks=[
-            StepLogHook("steps.jsonl"),
-            ProgressBarHook(status=lambda: _status(trainer), console=run.messages),
+            *run.hooks(status=lambda: _status(trainer)),
             CheckpointingHook(training.checkpoint_interval, exit_signals=(signal.SIGTERM, signal.SIGINT)),
         ],
-        parallel=parallel,
-        capture=capture,
+        parallel=None if run.part == LORA else run.parallel,
+        capture=capture if run.trains else False,
     )
     return trainer
 
@@ -218,36 +360,20 @@ def _status(trainer: Trainer) -> str:
     return f"val {losses[-1]:.3f} (best {trainer.best_metric:.3f})"
 
 
-def _fit_base(trainer: Trainer, run: TextRun) -> None:
-    fit(trainer, run, train=run.data.train, val=run.data.val, epochs=run.config.epochs, folder=run.out)
-
-
-def fit(trainer: Trainer, run: TextRun, *, train: Part, val: Part, epochs: int, folder: Path) -> None:
-    """Trains to the number of epochs, from where the checkpoints in the folder are; at the end it does nothing."""
-    try:
-        batches = train.loader(run.config.batch_size, seed=run.config.seed)
-        trainer.train(batches, epochs, val.loader(), folder, save_freq=None)
-    except SystemExit:
-        _log.info("saved at step %d; the same command goes on from here", trainer.step)
-        raise
-
-
-def _fine_tune(model: Any, run: TextRun) -> Tuned:
-    trainer = build_lora(model, run)
-    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    part = run.data.lora_train
-    _log.info(
-        "fine-tuning %s adapter weights by LoRA on %d topics about statements, %s tokens",
-        f"{trained:,}", len(part.topics), f"{part.blocks.num_targets:,}",
-    )  # fmt: skip
-    folder = run.out / "lora"
-    fit(trainer, run, train=part, val=run.data.lora_val, epochs=run.config.lora.epochs, folder=folder)
-    # The file holds what was trained; the base is in the model already.
-    load_model_state(trainer.model, load_weights(folder / BEST), kept=model_state(trainer.model))
-    _add_tokenizer(run, folder)
-    return Tuned(trainer, trained)
-
-
-def _add_tokenizer(run: TextRun, folder: Path) -> None:
+def _add_tokenizer(data: TextData, folder: Path) -> None:
     """Puts the tokenizer beside the weights that the trainer wrote for ``from_pretrained``."""
-    as_transformers(run.data.tokenizer).save_pretrained(folder / "pretrained")
+    as_transformers(data.tokenizer).save_pretrained(folder / "pretrained")
+
+
+def _refuse_fewer_epochs(name: str, epochs: int, *, folder: Path) -> None:
+    """Raises where a run has gone beyond its new end: its best epoch may be one that must not have happened."""
+    done = len((stored_json(folder / "history.json") or {}).get("epoch", ()))
+    if epochs < done:
+        raise ConfigError(
+            f"={epochs}: the run in {folder} has completed {done} epochs already; give as many or more, another "
+            "folder with --out, or --no-resume to start afresh in this one",
+            argument=name,
+        )
+
+
+PACK = TextPack()

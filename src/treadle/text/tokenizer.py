@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from treadle.errors import ConfigError
 from treadle.text.extras import import_extra
 
 END = "<|endoftext|>"
@@ -34,7 +35,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         'compass'
     """
     if vocab_size < _LEAST:
-        raise ValueError(f"vocab_size={vocab_size!r}: must be at least {_LEAST}, every byte and {END}")
+        raise ConfigError(f"must be at least {_LEAST}, every byte and {END}", argument="vocab_size", value=vocab_size)
     tokenizers = import_extra("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -37,7 +37,7 @@ def parameters():
 
     def below(command, name):
         yield from ((name, parameter) for parameter in command.params)
-        for part, inner in getattr(command, "commands", {}).items():
+        for part, inner in help_kit.commands_of(command, None):
             yield from below(inner, f"{name} {part}")
 
     return list(below(typer.main.get_command(app), "treadle"))

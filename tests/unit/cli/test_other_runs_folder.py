@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from types import SimpleNamespace
-
 import pytest
+from rich.console import Console
 
 from treadle.errors import ConfigError
 from treadle.runs.folder import refuse_other_run
+from treadle.runs.packs import PACKS, find_pack
 
 # torch_geometric compiles functions with torch.jit.script when it is imported, which torch calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -21,17 +20,9 @@ HOLDS = {
     "of 'treadle train astro'": ("config.json", '{"face": "astro"}', "astro"),
     "of 'treadle train text'": ("config.json", '{"face": "text"}', "text"),
 }
-OPENS = {
-    "spectra": lambda command, out: command._look_into(out, {}, resume=False),
-    "graphs": lambda command, out: command._stored_states(SimpleNamespace(out=out, checkpoints=out / "checkpoints")),
-    "astro": lambda command, out: command._goes_on(
-        SimpleNamespace(out=out, checkpoints=out / "checkpoints"), resume=False
-    ),
-    "text": lambda command, out: command._run(SimpleNamespace(out=out), resume=False, explicit=False),
-}
 
 
-@pytest.mark.parametrize("face", OPENS)
+@pytest.mark.parametrize("face", PACKS)
 @pytest.mark.parametrize("what", HOLDS)
 def test_a_folder_of_another_run_is_refused(tmp_path, what, face):
     name, content, own = HOLDS[what]
@@ -40,11 +31,11 @@ def test_a_folder_of_another_run_is_refused(tmp_path, what, face):
         refuse_other_run(tmp_path, face)
         return
     with pytest.raises(ConfigError, match=f"holds a run {what}; give another folder with --out"):
-        OPENS[face](importlib.import_module(f"treadle.{face}.runs"), tmp_path)
+        find_pack(face).train([], out=tmp_path, device="cpu", resume=False, messages=Console(quiet=True))
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_a_file_of_another_program_is_no_run(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    for face in OPENS:
+    for face in PACKS:
         refuse_other_run(tmp_path, face)

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from treadle.config.sections import from_nested
 from treadle.errors import ConfigError
 from treadle.runs.overrides import apply_overrides, leaves
+from treadle.runs.settings import with_values
 from treadle.spectra.run_config import FLAGS, SpectraConfig
 
 
@@ -91,3 +93,34 @@ def test_every_setting_has_a_text_that_sets_it() -> None:
     config = SpectraConfig()
     texts = [f"{key}={value}" for key, value in leaves(config) if key not in FLAGS]
     assert apply_overrides(config, texts, elsewhere=FLAGS) == config
+
+
+@pytest.mark.parametrize("text", ["+inner.width=16", "++inner.width=16", "inner.width = 16"])
+def test_a_plus_changes_nothing_where_no_field_can_be_added(text: str) -> None:
+    assert apply_overrides(Outer(), [text]).inner.width == 16
+
+
+@pytest.mark.parametrize("text", ["inner.name+=b", "inner.name-=b", "inner.name!="])
+def test_forms_that_change_a_part_are_refused_for_a_field(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"replaced as a whole, for example inner\.name=a"):
+        apply_overrides(Outer(), [text])
+
+
+def test_stored_values_are_of_their_fields_types() -> None:
+    assert with_values(Outer(), {"inner": {"rate": 1, "name": "b"}}) == Outer(inner=Inner(rate=1.0, name="b"))
+    with pytest.raises(ConfigError, match=r"inner\.width='x': must be int"):
+        with_values(Outer(), {"inner": {"width": "x"}})
+    with pytest.raises(ConfigError, match=r"inner: unknown key 'widht'; did you mean 'width'"):
+        with_values(Outer(), {"inner": {"widht": 1}})
+    with pytest.raises(ConfigError, match=r"inner\.name=None: must be str, but this is None"):
+        with_values(Outer(), {"inner": {"name": None}})
+
+
+@dataclass
+class Betas:
+    betas: tuple[float, float] = (0.9, 0.99)
+
+
+def test_a_list_stands_for_a_tuple() -> None:
+    assert from_nested(Betas, {"betas": [0.5, 0.6]}) == Betas((0.5, 0.6))
+    assert apply_overrides(Betas(), ["betas=[0.5, 0.6]"]) == Betas((0.5, 0.6))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.runs.page import Picture, write_page
+from treadle.runs.report import Picture, Report, Table, write_page
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 NASTY = '<script>alert("1")</script> & a $title'
@@ -53,10 +53,9 @@ def png(tmp_path: Path) -> Path:
 
 
 def page(tmp_path: Path, text: str, *pictures: Picture) -> str:
-    path = write_page(
-        tmp_path / "new" / "page.html", title=text, lead=text, columns=["", text], rows=[[text, text], ["b", "2"]],
-        pictures=pictures, facts={text: text},
-    )  # fmt: skip
+    table = Table(["", text], [[text, text], ["b", "2"]])
+    report = Report(text, text, [table], pictures=pictures, facts={text: text})
+    path = write_page(tmp_path / "new" / "page.html", report)
     return path.read_text(encoding="utf-8")
 
 

@@ -42,7 +42,7 @@ def run(tmp_path_factory):
     out, fake = tmp_path_factory.mktemp("run") / "spectra", FakeWandb()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "wandb", fake)
-        patch.setattr(spectra_report, "_draw", lambda *args: None)
+        patch.setattr(spectra_report, "_draw", lambda *args: [])
         assert treadle("train", "spectra", *SMALL, "--out", out, "--trackers", "wandb,jsonl") == 0
     return out, fake
 

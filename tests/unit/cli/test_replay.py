@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from command_kit import leave_the_report_out
 from treadle.cli.main import main
-from treadle.cli.replay_report import differences, likely_causes, same
 from treadle.hooks.steplog import read_steps
+from treadle.runs.compare import differences, likely_causes, same
 from treadle.runs.replay import Replayed
+from treadle.spectra.runs import PACK
 
 TINY = [
     "epochs=2", "data.max_rows=420", "model.d_model=8", "model.nhead=2", "model.num_layers=1",
@@ -92,12 +94,9 @@ def _logging_is_left_alone():
 
 @pytest.fixture(scope="module")
 def spectra_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from treadle.spectra import runs as spectra_run
-
     out = tmp_path_factory.mktemp("run") / "spectra"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spectra_run, "evaluate_run", lambda *args: {})  # what follows the training is not replayed
-        patch.setattr(spectra_run, "print_results", lambda *args: None)
+        leave_the_report_out(patch, PACK)  # what follows the training is not replayed
         assert treadle("train", "spectra", *TINY, "--out", out, "--device", "cpu") == 0
     return out
 
@@ -148,11 +147,9 @@ def test_every_step_of_a_spectra_run_is_equal_to_the_bit(spectra_run: Path, caps
 
 
 def test_a_step_after_a_checkpoint_starts_there(spectra_run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    from treadle.spectra import runs as command
     from treadle.spectra.trainer import SpectraTrainer
 
-    monkeypatch.setattr(command, "evaluate_run", lambda *args: {})
-    monkeypatch.setattr(command, "print_results", lambda *args: None)
+    leave_the_report_out(monkeypatch, PACK)
     original = SpectraTrainer._write_epoch
 
     def only_the_first(self, record):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 
 from command_kit import treadle
 from treadle.errors import ConfigError
-from treadle.runs.setting_names import settings_named, whole_name
+from treadle.runs.packs import find_pack
+from treadle.runs.setting_names import setting_of, settings_named
 from treadle.runs.setting_places import entries, settings_placed
 
 # torch_geometric compiles functions with torch.jit.script when it is imported.
@@ -51,7 +50,7 @@ WRONG = {
         ("training.optimizer.lr=-1", "training.optimizer.lr=-1.0: must be at least 0"),
         ("training.optimizer.betas=[2,3]", "training.optimizer.betas=[2, 3]: must be two numbers"),
         ("training.early_stopping=0", "training.early_stopping=0: must be at least 1"),
-        ("model.hidden_dim=abc", "model.hidden_dim='abc' must be a whole number"),
+        ("model.hidden_dim=abc", "override 'model.hidden_dim=abc': model.hidden_dim is 64, a number"),
         ("model.dropout=x", "model.dropout=x: must be float"),
         ("model.use_local=3", "model.use_local=3: must be bool"),
         ("model.mpnn_type=foo", "model.mpnn_type='foo' is unknown; known: gat"),
@@ -65,24 +64,24 @@ WRONG = {
     ("pack", "setting", "words"), [(pack, *case) for pack, cases in WRONG.items() for case in cases]
 )
 def test_a_wrong_value_is_refused_by_the_settings_alone(pack, setting, words):
-    read = importlib.import_module(f"treadle.{pack}.runs").read_settings
+    read = find_pack(pack).read_settings
     with pytest.raises(ConfigError) as caught:
         read([setting], "cpu")
     assert str(caught.value).startswith(words)
 
 
 def test_settings_of_a_section_are_checked_together():
-    from treadle.spectra.runs import read_settings
+    from treadle.spectra.runs import PACK
 
     # One after the other, the first would leave nothing to train on beside the default of the second.
-    data = read_settings(["data.val_fraction=0.94", "data.test_fraction=0.05"], "cpu").data
+    data = PACK.read_settings(["data.val_fraction=0.94", "data.test_fraction=0.05"], "cpu").data
     assert (data.val_fraction, data.test_fraction) == (0.94, 0.05)
 
 
 @pytest.mark.parametrize("setting", ["type=foo", "warmup_epochs=-1", "min_lr=-1"])
 def test_a_schedule_is_refused_before_the_data_are_loaded(setting, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("treadle.graphs.runs.prepare_data", lambda *_: pytest.fail("the data were loaded"))
+    monkeypatch.setattr("treadle.graphs.run_build.prepare_data", lambda *_: pytest.fail("the data were loaded"))
     assert treadle("train", "graphs", f"training.scheduler.{setting}", "--device", "cpu") == 2
     assert f"error: training.scheduler.{setting.partition('=')[0]}=" in capsys.readouterr().err
 
@@ -133,20 +132,20 @@ def test_entries_of_lists_and_functions_have_lines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "whole"),
+    ("argument", "setting"),
     [
-        ("dim=0: must be", "dim=0: must be"),  # two settings end with it
-        ("TrainerConfig.clip=-1: must be", "trainer.clip=-1: must be"),
-        ("k=0: must be", "pe.lap.k=0: must be"),
-        ("[0].every='x': takes", "hooks[0].every='x': takes"),
-        ("pe.dim=0: must be", "pe.dim=0: must be"),
-        ("patience=0: must be", "trainer.stop=0: must be"),
-        ("the folder is not empty", "the folder is not empty"),
+        ("dim", "dim"),  # two settings end with it
+        ("TrainerConfig.clip", "trainer.clip"),
+        ("k", "pe.lap.k"),
+        ("[0].every", "hooks[0].every"),
+        ("pe.dim", "pe.dim"),
+        ("patience", "trainer.stop"),
+        (None, None),
     ],
 )
-def test_a_message_begins_with_the_whole_name(text, whole):
+def test_an_argument_is_found_among_the_settings(argument, setting):
     known = ["pe.dim", "model.dim", "pe.lap.k", "trainer.clip", "trainer.stop", "hooks[0].every"]
-    assert whole_name(text, known, {"patience": "trainer.stop"}) == whole
+    assert setting_of(argument, known, {"patience": "trainer.stop"}) == setting
 
 
 def test_an_error_that_names_no_setting_leaves_as_it_is():
@@ -169,5 +168,5 @@ def test_of_several_types_the_one_with_the_wrong_value_is_named(tmp_path, wrong,
     file = tmp_path / "run.yaml"
     file.write_text("model: {type: app.Net}\noptimizer: {type: torch.optim.Adm}\nhooks: [{type: app.Net}]\n")
     with pytest.raises(ConfigError) as caught, settings_placed(file, overrides):
-        raise ConfigError(f"type: '{wrong}' is unknown")
+        raise ConfigError(f"'{wrong}' is unknown", argument="type").about("type", wrong)
     assert str(caught.value) == said.format(file=file)

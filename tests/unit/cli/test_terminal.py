@@ -11,9 +11,9 @@ from rich.table import Table
 
 from command_kit import treadle
 from run_page_kit import make_run
+from treadle.cli.console import print_table, show_report
 from treadle.cli.encodings import write_in_any_locale
-from treadle.runs.tables import print_table
-from treadle.spectra.report import print_results
+from treadle.spectra.report import results
 
 SCORE = {"mean": 0.723, "std": 0.122}
 PROBE = {"num_folds": 5, "num_features": 64, "j_minus_k_r2": SCORE, "spectral_class_balanced_accuracy": SCORE}
@@ -28,7 +28,7 @@ def printed(width, *, encoding="utf-8"):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
         write_in_any_locale()
-    print_results(METRICS, "runs/a", Console(file=stream, width=width))
+    show_report(results(METRICS), "runs/a", Console(file=stream, width=width))
     stream.flush()
     return stream.buffer.getvalue().decode(encoding)
 

@@ -51,7 +51,7 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the slow pictures out, which the full run draws."""
-    monkeypatch.setattr(astro_report, "draw_and_write", lambda *args: None)
+    monkeypatch.setattr(astro_report, "draw", lambda *args: [])
 
 
 # -- what a run leaves --------------------------------------------------------------------------------------------
@@ -281,9 +281,9 @@ def test_an_evaluation_says_when_it_is_not_what_the_report_has(
 
 
 def test_a_run_of_several_ranks_is_asked_in_one_process(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = read(copied, "config.json")
-    config["training"]["parallel"] = "fsdp"
-    (copied / "config.json").write_text(json.dumps(config))
+    record = read(copied, "run.json")
+    record["config"]["training"]["parallel"] = "fsdp"
+    (copied / "run.json").write_text(json.dumps(record))
     assert treadle("evaluate", copied, "--split", "val", "--device", "cpu", "--json") == 0
     assert json.loads(capsys.readouterr().out)["equal_to_metrics"] is True
     assert treadle("predict", copied, "--split", "val", "--device", "cpu") == 0

@@ -23,8 +23,9 @@ from treadle.cli.main import main
 from treadle.config import load_config, save_config
 from treadle.errors import ConfigError
 from treadle.hooks.steplog import read_steps
-from treadle.runs.target import PACKS, PackRun, is_config_file, pack_commands, read_target
-from treadle.spectra import runs as spectra_run
+from treadle.runs.packs import PACKS, find_pack
+from treadle.runs.target import PackRun, is_config_file, read_target
+from treadle.spectra.runs import PACK as SPECTRA
 
 
 @pytest.fixture(autouse=True)
@@ -199,13 +200,13 @@ def pack_file(folder, text):
 
 def test_a_face_runs_the_command_of_its_pack_with_the_settings_of_the_file(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr(spectra_run, "run_spectra", lambda settings, **options: calls.append((settings, options)))
+    monkeypatch.setattr(SPECTRA, "train", lambda settings, **options: calls.append((settings, options)))
     file = pack_file(
         tmp_path, "face: spectra\nepochs: 3\nmodel: {d_model: 32}\ntrainer: {amp: false, grad_clip: null}\ndevice: cpu"
     )
     treadle("train", file, "epochs=5", "+optimizer.lr=1e-2")
     ((settings, options),) = calls
-    made = spectra_run.read_settings(settings, "cpu")
+    made = SPECTRA.read_settings(settings, "cpu")
     assert (made.epochs, made.model.d_model, made.optimizer.lr) == (5, 32, 0.01)
     assert (made.trainer.amp, made.trainer.grad_clip) == (False, None)
     assert (options["out"], options["device"], options["resume"]) == (Path("runs/short"), "cpu", True)
@@ -226,7 +227,7 @@ def test_the_options_of_a_packs_command_are_keys_of_the_file_and_settings(tmp_pa
 def test_every_pack_can_be_the_face_of_a_file(tmp_path, face):
     run = read_target(pack_file(tmp_path, f"face: {face}"), ["nonsense=1"])
     with pytest.raises(ConfigError, match="nonsense"):
-        pack_commands(run.face).check(run.settings, "cpu")
+        find_pack(run.face).read_settings(run.settings, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -287,10 +288,14 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_command_to_the_bit(tmp_path
     assert "checkpoint_step_" in said  # it went on from one
     assert differences(state(tmp_path / "run", 12), state(straight, 12)) == []
     assert (tmp_path / "run" / "steps.jsonl").read_text() == (straight / "steps.jsonl").read_text()
-    assert len(json.loads((tmp_path / "run" / "run.json").read_text())) == 1
+    assert len(entries(tmp_path / "run")) == 1
 
 
 # the record of a run, and its replay
+
+
+def entries(run):
+    return json.loads((run / "run.json").read_text())["entries"]
 
 
 def replayed(capsys, *arguments, code=0):
@@ -326,7 +331,7 @@ def test_each_step_is_replayed_with_the_settings_it_was_made_with(config, capsys
     said = capsys.readouterr().err
     assert f"the run in {run} was started with other settings: trainer.grad_clip was 1.0 and is now 0.01" in said
     assert "trainer.max_steps was 4 and is now 8" in said
-    assert [entry["from_step"] for entry in json.loads((run / "run.json").read_text())] == [0, 4]
+    assert [entry["from_step"] for entry in entries(run)] == [0, 4]
     capsys.readouterr()
     treadle("replay", run, "--step", 9, code=2)
     assert "--step=9: the run has no such step: it ended at step 8" in capsys.readouterr().err
@@ -334,7 +339,7 @@ def test_each_step_is_replayed_with_the_settings_it_was_made_with(config, capsys
         assert replayed(capsys, run, "--step", step)["equal"] is True
     treadle("train", config, "trainer.max_steps=8", "trainer.grad_clip=0.01")
     assert "other settings" not in capsys.readouterr().err
-    assert len(json.loads((run / "run.json").read_text())) == 2
+    assert len(entries(run)) == 2
 
 
 def test_a_run_that_starts_anew_has_a_new_record(config):
@@ -342,7 +347,7 @@ def test_a_run_that_starts_anew_has_a_new_record(config):
     treadle("train", config, "trainer.max_steps=4")
     shutil.rmtree(run / "checkpoints")
     treadle("train", config, "trainer.max_steps=4", "model.width=5")
-    (entry,) = json.loads((run / "run.json").read_text())
+    (entry,) = entries(run)
     assert entry["from_step"] == 0
     assert "'width': 5" in "".join(entry["config"])
 
@@ -352,7 +357,7 @@ def test_a_project_that_moved_is_replayed_by_naming_its_file(config, capsys, tmp
     shutil.move(tmp_path / "run", tmp_path / "elsewhere")
     run = tmp_path / "elsewhere"
     record = json.loads((run / "run.json").read_text())
-    record[0]["file"] = str(tmp_path / "gone" / "fit.yaml")
+    record["entries"][0]["file"] = str(tmp_path / "gone" / "fit.yaml")
     (run / "run.json").write_text(json.dumps(record))
     treadle("replay", run, "--step", 3, code=2)
     assert "whose folder is gone" in capsys.readouterr().err
@@ -368,6 +373,6 @@ def test_a_configuration_that_holds_objects_is_loaded_again_for_a_replay(config,
     file = tmp_path / "objects.py"
     file.write_text("parents = 'fit.yaml'\nconfig = {'trainer': {'logger': __import__('logging').getLogger('mine')}}")
     treadle("train", file, "trainer.max_steps=4")
-    (entry,) = json.loads((tmp_path / "run" / "run.json").read_text())
+    (entry,) = entries(tmp_path / "run")
     assert entry["config"] is None
     assert replayed(capsys, tmp_path / "run", "--step", 3)["equal"] is True

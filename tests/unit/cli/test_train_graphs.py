@@ -70,7 +70,7 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the page and its slow pictures out, which the full run draws."""
-    monkeypatch.setattr(graphs_report, "write_run_page", lambda *args, **kwargs: None)
+    monkeypatch.setattr(graphs_report, "draw", lambda *args: [])
 
 
 # -- what a run leaves --------------------------------------------------------------------------------------------

@@ -20,10 +20,11 @@ from processes import Forked
 from treadle import load_weights
 from treadle.cli.main import main
 from treadle.errors import ConfigError
+from treadle.runs.folder import explain_changes
 from treadle.runs.settings import changes
 from treadle.spectra import report as spectra_report
 from treadle.spectra import runs as spectra_run
-from treadle.spectra.run_config import SpectraConfig, check_changes
+from treadle.spectra.run_config import FREE, SpectraConfig
 
 TINY = [
     "epochs=2", "data.max_rows=420", "model.d_model=8", "model.nhead=2", "model.num_layers=1",
@@ -246,12 +247,12 @@ def _environment(**more: str) -> dict[str, str]:
 def test_what_may_change_on_the_way() -> None:
     old, new = SpectraConfig(), SpectraConfig(epochs=7)
     new.schedule.min_lr_scale = 0.5
-    sentences = check_changes(changes(old.to_dict(), new.to_dict()), "runs/x")
+    sentences = explain_changes(changes(old.to_dict(), new.to_dict()), "runs/x", free=FREE)
     assert len(sentences) == 2
     assert all("new schedule" in sentence for sentence in sentences)
     new.data.split_seed = 1
     with pytest.raises(ConfigError, match=r"data\.split_seed was 0 and is now 1"):
-        check_changes(changes(old.to_dict(), new.to_dict()), "runs/x")
+        explain_changes(changes(old.to_dict(), new.to_dict()), "runs/x", free=FREE)
     assert changes(old.to_dict(), json.loads(json.dumps(old.to_dict()))) == {}
 
 

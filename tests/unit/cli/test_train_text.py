@@ -19,7 +19,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from command_kit import treadle
+from command_kit import draw_nothing, treadle
 from fault_points import in_child, killed
 from helpers import differences
 from treadle import ConfigError, TensorLoader, load_weights
@@ -29,6 +29,7 @@ from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.engine.observers import observing
 from treadle.errors import MissingExtraError
+from treadle.runs.pack import Run
 from treadle.text import report as text_report
 from treadle.text import run_data as text_data
 from treadle.text import runs as text_run
@@ -69,7 +70,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the slow picture out, which the full run draws."""
-    monkeypatch.setattr(text_report, "plot_losses", lambda *args, **kwargs: None)
+    monkeypatch.setattr(text_report, "plot_losses", draw_nothing)
 
 
 @pytest.fixture
@@ -386,9 +387,9 @@ def test_a_wrong_question_is_one_line(
 def test_a_run_of_several_ranks_that_captured_its_steps_is_asked_in_one_process(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = read(copied, "config.json")
-    config["training"] |= {"parallel": "fsdp", "capture": True}
-    (copied / "config.json").write_text(json.dumps(config))
+    record = read(copied, "run.json")
+    record["config"]["training"] |= {"parallel": "fsdp", "capture": True}
+    (copied / "run.json").write_text(json.dumps(record))
     assert command("evaluate", copied / "lora", "--json") == 0
     assert shown_values(capsys)["equal_to_metrics"] is True
     assert command("predict", copied, "--greedy") == 0
@@ -561,7 +562,7 @@ def test_help_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verify_takes_it_as_a_target_and_refuses_a_wrong_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    from treadle.cli.verify.command import check_arguments
+    from treadle.runs.exact import check_arguments
 
     assert check_arguments("text", ["epochs=3"], None, 3) == 120
     with pytest.raises(SystemExit) as left:
@@ -590,14 +591,14 @@ def test_verify_says_exact(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("setting", "first", "second"), [("true", True, "auto"), ("auto", "auto", "auto")])
 def test_capture_reaches_both_trainings(tmp_path: Path, setting: str, first: object, second: object) -> None:
-    config = text_run.read_settings([*TINY, f"training.capture={setting}"], "cpu")
+    config = text_run.PACK.read_settings([*TINY, f"training.capture={setting}"], "cpu")
     no_data = SimpleNamespace(train=Rows(), lora_train=Rows())
-    base = text_run.TextRun(config, no_data, tmp_path, torch.device("cpu"), Console(quiet=True))
-    model, trainer = text_run.build_base(base)
+    run = Run(config, tmp_path, torch.device("cpu"), Console(quiet=True))
+    trainer = text_run.build_base(run, no_data)
     assert trainer._engine.capture == first
-    assert text_run.build_lora(model, base)._engine.capture == second
+    assert text_run.build_lora(trainer.model, run, no_data)._engine.capture == second
     with pytest.raises(ConfigError, match="capture='often'"):
-        text_run.read_settings(["training.capture=often"], "cpu")
+        text_run.PACK.read_settings(["training.capture=often"], "cpu")
 
 
 class Rows:

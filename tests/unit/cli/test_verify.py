@@ -11,10 +11,10 @@ import sys
 import pytest
 
 from treadle.cli.main import main
-from treadle.cli.verify.jobs import read_records
-from treadle.cli.verify.report import as_json, describe_difference, verdict_reason
-from treadle.cli.verify.runs import Verifier, plan_kills, two_servers
 from treadle.errors import ConfigError, TreadleError
+from treadle.runs.verify.describe import as_json, describe_difference, verdict_reason
+from treadle.runs.verify.jobs import read_records
+from treadle.runs.verify.runs import Verifier, plan_kills, two_servers
 from verify_kit import write_script
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from config_kit import write_project
 from treadle.cli.main import main
-from treadle.cli.verify.report import describe_difference
-from treadle.cli.verify.runs import Verifier, two_servers
 from treadle.errors import ConfigError
+from treadle.runs.verify.describe import describe_difference
+from treadle.runs.verify.runs import Verifier, two_servers
 
 
 @pytest.fixture(scope="module")

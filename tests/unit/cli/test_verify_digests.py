@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from treadle.cli.verify.digests import leaf_text, leaves_of, without_durations
+from treadle.runs.verify.digests import leaf_text, leaves_of, without_durations
 
 NAN = float("nan")
 DIFFERENT = [

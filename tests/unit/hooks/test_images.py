@@ -35,14 +35,14 @@ def test_keys_that_become_the_same_name_do_not_replace_each_other(tmp_path):
 @pytest.mark.parametrize(("limit", "count"), [(None, 5), (2, 2), (0, 0), (9, 5)])
 def test_max_images_counts_per_call(tmp_path, limit, count):
     hook, engine = ImageFileLoggerHook(max_images=limit), bare_engine(tmp_path, step=1)
-    for engine.step in (1, 2):
+    for engine.progress.step in (1, 2):
         hook.on_log_images(engine, {"a": {str(i): picture() for i in range(5)}})
     assert len(files(tmp_path)) == 2 * count
 
 
 def test_only_steps_of_the_interval_are_written(tmp_path):
     hook, engine = ImageFileLoggerHook(interval=3), bare_engine(tmp_path)
-    for engine.step in range(1, 8):
+    for engine.progress.step in range(1, 8):
         hook.on_log_images(engine, {"a": picture()})
     assert files(tmp_path) == ["images/3/a.png", "images/6/a.png"]
 

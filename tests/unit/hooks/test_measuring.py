@@ -141,9 +141,9 @@ def test_the_peak_reaches_the_log_wherever_the_hook_stands(tmp_path, monkeypatch
     looks_for_cuda = CudaMaxMemoryHook.on_before_train
 
     def on_a_cuda_device(self, trainer):
-        trainer.device, cpu = torch.device("cuda", 0), trainer.device
+        trainer.precision.device, cpu = torch.device("cuda", 0), trainer.device
         looks_for_cuda(self, trainer)
-        trainer.device = cpu
+        trainer.precision.device = cpu
 
     monkeypatch.setattr(CudaMaxMemoryHook, "on_before_train", on_a_cuda_device)
     trainer.train()
@@ -155,7 +155,7 @@ def test_the_peak_reaches_the_log_wherever_the_hook_stands(tmp_path, monkeypatch
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_peak_of_a_step_on_cuda_is_that_of_the_allocator():
     hook, engine = CudaMaxMemoryHook(), bare_engine(None)
-    engine.device = torch.device("cuda", 0)
+    engine.precision.device = torch.device("cuda", 0)
     hook.on_before_train(engine)
     engine.attempt.info = {}
     hook.on_before_step(engine)

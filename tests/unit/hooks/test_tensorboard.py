@@ -49,7 +49,7 @@ def test_a_run_from_nothing_hides_the_curve_of_an_older_one(tmp_path):
     for last in (5, 2):
         hook, engine = TensorBoardHook(), bare_engine(tmp_path)
         hook.on_before_train(engine)
-        for engine.step in range(last + 1):
+        for engine.progress.step in range(last + 1):
             hook.on_log(engine, {"a": last})
         hook.on_close(engine)
         wait_for_the_next_second()

@@ -302,8 +302,8 @@ def test_notes_are_read_back_and_those_of_another_run_do_not_count(tmp_path):
 def test_verify_leaves_out_what_would_send_its_runs_away(tmp_path):
     from types import SimpleNamespace
 
-    from treadle.cli.verify.child import Arrangement
-    from treadle.cli.verify.jobs import Job
+    from treadle.runs.verify.child import Arrangement
+    from treadle.runs.verify.jobs import Job
 
     notes = []
     file = SimpleNamespace(write=lambda kind, text: notes.append(text))

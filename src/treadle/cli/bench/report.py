@@ -8,7 +8,7 @@ from rich.text import Text
 
 from treadle.cli.bench.advice import in_words
 from treadle.cli.bench.result import BenchResult
-from treadle.runs.tables import print_table
+from treadle.cli.console import print_table
 
 _STYLES = {"switch on": "green", "look at": "yellow", "no gain": "dim", "not tried": "dim"}
 _TITLES = {"switch on": "switch on", "look at": "look at", "no gain": "tried, no gain", "not tried": "not tried"}

@@ -86,8 +86,9 @@ class BenchHook(BaseHook):
             left = total - trainer.step - _BESIDE
             if left < _LEAST:
                 raise ConfigError(
-                    f"TARGET={self.result.target}: trains {total - trainer.step} steps; to be measured it needs at "
-                    f"least {_BESIDE + _LEAST}, for example by a larger max_steps"
+                    f"={self.result.target}: trains {total - trainer.step} steps; to be measured it needs at "
+                    f"least {_BESIDE + _LEAST}, for example by a larger max_steps",
+                    argument="TARGET",
                 )
             self.steps = min(self.steps, left)
         self._line = Timeline(self._clock_for(trainer.device))

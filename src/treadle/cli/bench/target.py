@@ -15,8 +15,9 @@ from treadle.cli.bench.session import Arrived, BenchHook
 from treadle.engine import Engine
 from treadle.engine.observers import observing
 from treadle.errors import ConfigError
-from treadle.runs.script import MovedRuns, run_as_main
-from treadle.runs.target import PackRun, checked_target, pack_commands, resolve, train_from
+from treadle.runs.packs import find_pack
+from treadle.runs.script import MovedRuns, run_as_main, train_from
+from treadle.runs.target import PackRun, checked_target, resolve
 
 
 class Stage(MovedRuns):
@@ -68,19 +69,21 @@ def run_bench(target: str, arguments: Sequence[str], *, steps: int, compiles: bo
             _start(target, arguments, found, workspace=Path(scratch))
     if not stage.met:
         raise ConfigError(
-            f"TARGET={target}: ended without training; it must make a BaseTrainer (or an Engine) and call train(), as "
-            f"a script does with `python {target}`"
+            f"={target}: ended without training; it must make a BaseTrainer (or an Engine) and call train(), as "
+            f"a script does with `python {target}`",
+            argument="TARGET",
         )
     if not hook.result.parts:
-        raise ConfigError(f"TARGET={target}: its run ended before {steps} steps were measured; use fewer --steps")
+        raise ConfigError(
+            f"={target}: its run ended before {steps} steps were measured; use fewer --steps", argument="TARGET"
+        )
     return hook.result
 
 
 def _start(target: str, arguments: Sequence[str], found: object, *, workspace: Path) -> None:
     if isinstance(found, PackRun):
-        nowhere = Console(quiet=True)
-        pack_commands(found.face).run(
-            found.settings, out=workspace / "run", device=found.device, resume=False, results=nowhere, messages=nowhere
+        find_pack(found.face).train(
+            found.settings, out=workspace / "run", device=found.device, resume=False, messages=Console(quiet=True)
         )
     elif isinstance(found, dict):
         train_from(found, Path(target).parent)

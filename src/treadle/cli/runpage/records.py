@@ -84,12 +84,14 @@ def read_run(folder: Path, name: str | None = None, *, brief: bool = False) -> R
         ConfigError: there is no such folder, or it holds no record of a run.
     """
     if not folder.is_dir():
-        raise ConfigError(f"RUN={str(folder)!r}: no such folder")
+        raise ConfigError("no such folder", argument="RUN", value=str(folder))
     if not is_run(folder):
         raise ConfigError(
-            f"RUN={str(folder)!r}: holds no record of a run: no steps.jsonl, sessions.jsonl, metrics.jsonl, history or "
+            "holds no record of a run: no steps.jsonl, sessions.jsonl, metrics.jsonl, history or "
             "checkpoint. Give a run's own folder ('treadle runs' lists those below one); a trainer with a workspace or "
-            "a save_dir writes them"
+            "a save_dir writes them",
+            argument="RUN",
+            value=str(folder),
         )
     steps = find(folder, STEPS)
     checkpoints = read_checkpoints(folder, newest_only=brief)

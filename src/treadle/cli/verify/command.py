@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated, Optional
 
 import typer
 
 from treadle.cli.console import errors_as_one_line, message_console, result_console
 from treadle.cli.pack_options import AsJson, Target, TargetArguments
-from treadle.errors import ConfigError
-
-if TYPE_CHECKING:
-    from treadle.cli.verify.runs import Verification
-
-_STEPS_OF_PACKS = 120  # more than two epochs, since their faces save after each; other targets are given a saving hook
-_STEPS = 24
 
 
 def verify(
@@ -55,60 +44,18 @@ def verify(
       treadle verify text --steps 60
     """
     with errors_as_one_line(message_console()):
-        default = check_arguments(target, arguments or [], steps, kills)
-        result = run_verification(target, arguments or [], steps=steps or default, kills=kills, seed=seed)
-    from treadle.cli.verify.report import as_json as to_json
+        from treadle.runs.exact import run_verification
+
+        messages = message_console()
+        result = run_verification(
+            target, arguments or [], steps=steps, kills=kills, seed=seed,
+            report=lambda text: messages.print(text, markup=False, soft_wrap=True),
+        )  # fmt: skip
     from treadle.cli.verify.report import print_report
+    from treadle.runs.verify.describe import as_json as to_json
 
     if as_json:
         typer.echo(json.dumps(to_json(result), indent=2))
     else:
         print_report(result, result_console())
     raise typer.Exit({"EXACT": 0, "NOT EXACT": 3, "NOT CHECKED": 2}[result.verdict])
-
-
-def run_verification(target: str, arguments: list[str], *, steps: int, kills: int, seed: int) -> Verification:
-    """Runs the target in a new temporary folder; of an exact one the checkpoints are removed, the records stay."""
-    from treadle.cli.verify.runs import Verifier, two_servers
-
-    folder = Path(tempfile.mkdtemp(prefix="treadle-verify-"))
-    messages = message_console()
-    verifier = Verifier(
-        target,
-        arguments,
-        steps=steps,
-        kills=kills,
-        seed=seed,
-        folder=folder,
-        say=lambda text: messages.print(text, markup=False, soft_wrap=True),
-    )
-    with two_servers(target, seed, folder / "server.log") as servers:
-        result = verifier.run(servers)
-    if result.verdict == "EXACT":
-        for workspace in folder.glob("*/workspace"):
-            shutil.rmtree(workspace, ignore_errors=True)
-    return result
-
-
-def check_arguments(target: str, arguments: list[str], steps: int | None, kills: int) -> int:
-    """Refuses what cannot work before anything is started.
-
-    Returns:
-        How many steps to run if nobody says.
-
-    Raises:
-        ConfigError: a value is out of range, there is no such script, or a setting is wrong.
-
-    Example:
-        >>> check_arguments("spectra", ["epochs=3"], 24, 3)
-        120
-    """
-    if not hasattr(os, "fork"):
-        raise ConfigError("treadle verify: needs a system with fork and signals (Linux or macOS)")
-    if steps is not None and steps < 2:
-        raise ConfigError(f"--steps {steps}: must be at least 2, so that the run can be killed in between")
-    if kills < 1:
-        raise ConfigError(f"--kills {kills}: must be at least 1")
-    from treadle.runs.target import PackRun, checked_target
-
-    return _STEPS_OF_PACKS if isinstance(checked_target(target, arguments), PackRun) else _STEPS

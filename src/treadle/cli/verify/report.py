@@ -1,19 +1,15 @@
-"""The result of a verification, for people and for programs."""
+"""The result of a verification on a terminal."""
 
 from __future__ import annotations
-
-import dataclasses
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from treadle.cli.verify.compare import STEPS, Difference
-from treadle.cli.verify.jobs import Kill
-from treadle.cli.verify.recorder import PARTS
-from treadle.cli.verify.runs import Verification
-from treadle.runs.tables import print_table
+from treadle.cli.console import print_table
+from treadle.runs.verify.describe import describe_difference, verdict_reason
+from treadle.runs.verify.recorder import PARTS
+from treadle.runs.verify.runs import Verification
 
 _STYLES = {"EXACT": "bold green", "NOT EXACT": "bold red", "NOT CHECKED": "bold yellow"}
 
@@ -51,82 +47,3 @@ def _table(result: Verification) -> Table:
 
 def _line(console: Console, name: str, text: str) -> None:
     console.print(Text(f"{name}: ", style="bold").append(Text(text, style="not bold")), soft_wrap=True)
-
-
-def verdict_reason(result: Verification) -> str:
-    """Returns the sentence after the verdict."""
-    steps = f"{result.last_step - result.first_step} steps"
-    if result.verdict == "EXACT":
-        kills = f"{len(result.kills)} kills ({'; '.join(describe_kill(kill) for kill in result.kills)})"
-        return (
-            f"{steps}, {kills}: {result.records} records and the end state equal the straight run's to the bit "
-            f"({result.seconds:.0f} s)"
-        )
-    difference = result.difference
-    if difference is None:
-        return result.reason
-    what = "the number of steps" if difference.part == STEPS else difference.part
-    if difference.straight:
-        return f"two straight runs already differ, first in the {what} of step {difference.step}"
-    return f"step {difference.step} differs in the {what}, {_since(difference)}"
-
-
-def _since(difference: Difference) -> str:
-    if difference.resumed_at == 0:
-        return "though the run had not been resumed"
-    if difference.after_resume == 1:
-        return f"in the first step after the resume at step {difference.resumed_at}"
-    return f"{difference.after_resume} steps after the resume at step {difference.resumed_at}"
-
-
-def describe_difference(difference: Difference) -> str:
-    """Returns one sentence that says where two runs differ first, with both values.
-
-    Example:
-        >>> describe_difference(Difference(False, "step", 7, 6, "loss", "0.0", "0.5", "0.25"))
-        'step 7, loss (0.0): 0.5 in the straight run and 0.25 in the first step after the resume at step 6'
-    """
-    where = {"step": "step", "epoch": "the epoch's end at step", "end": "the end, at step"}[difference.kind]
-    leaf = f" ({difference.leaf})" if difference.leaf else ""
-    if difference.part == "sample ids":
-        leaf = f" (micro-batch {int(difference.leaf.split(' ')[0]) + 1})"
-    other = "in the second" if difference.straight else _since(difference)
-    run = "first straight run" if difference.straight else "straight run"
-    return (
-        f"{where} {difference.step}, {difference.part}{leaf}: {difference.expected} in the {run} and "
-        f"{difference.found} {other}"
-    )
-
-
-def describe_kill(kill: Kill) -> str:
-    """Returns where a kill came.
-
-    Example:
-        >>> describe_kill(Kill(5, "SIGKILL", "before"))
-        'SIGKILL before the checkpoint of step 5'
-    """
-    place = "inside step" if kill.place == "inside" else f"{kill.place} the checkpoint of step"
-    return f"{kill.signal} {place} {kill.step}"
-
-
-def as_json(result: Verification) -> dict[str, Any]:
-    """Returns the result as plain values."""
-    difference = None
-    if result.difference is not None:
-        difference = dataclasses.asdict(result.difference)
-        difference["parts"] = [part for part in PARTS if part in result.difference.parts]
-        difference["sentence"] = describe_difference(result.difference)
-    plain = {
-        field.name: getattr(result, field.name)
-        for field in dataclasses.fields(result)
-        if field.name not in ("difference", "cause", "parts", "kills", "folder", "reason")
-    }
-    return {
-        **plain,
-        "reason": verdict_reason(result),
-        "folder": str(result.folder),
-        "kills": [dataclasses.asdict(kill) for kill in result.kills],
-        "parts": {part: dataclasses.asdict(counted) for part, counted in result.parts.items()},
-        "difference": difference,
-        "cause": None if result.cause is None else dataclasses.asdict(result.cause),
-    }

@@ -47,7 +47,9 @@ def load_qm9(name: str, root: Path, *, num_workers: int | None, target: int = 4)
     ``target`` is a column of torch_geometric's table of 19 properties; 4 is the gap between HOMO and LUMO in eV.
     """
     if isinstance(target, bool) or not isinstance(target, int) or not 0 <= target < 19:
-        raise ConfigError(f"target={target!r} must be a whole number from 0 to 18, a property of torch_geometric's QM9")
+        raise ConfigError(
+            " must be a whole number from 0 to 18, a property of torch_geometric's QM9", argument="target", value=target
+        )
     raw = ["raw/gdb9.sdf", "raw/gdb9.sdf.csv", "raw/uncharacterized.txt"]
 
     def graph(data: Data) -> Data:

@@ -42,8 +42,9 @@ def check_codes(what: str, codes: Tensor, sizes: Sequence[int]) -> None:
     for column, size in enumerate(sizes):
         if low[column] < 0 or high[column] >= size:
             raise ConfigError(
-                f"{what}: property {column} has codes from {low[column]} to {high[column]}, but it has the values 0 to "
-                f"{size - 1}; the file is damaged or of another version"
+                f"property {column} has codes from {low[column]} to {high[column]}, but it has the values 0 to "
+                f"{size - 1}; the file is damaged or of another version",
+                argument=what,
             )
 
 

@@ -102,10 +102,10 @@ def check_graph_params(family: str, params: Mapping[str, Any]) -> None:
     for name, value in params.items():
         if name in ("p", "p_in", "p_out", "radius"):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-                raise ConfigError(f"graph_params.{name}={value!r} must be a number from 0 to 1")
+                raise ConfigError(" must be a number from 0 to 1", argument=f"graph_params.{name}", value=value)
         elif name in ("m", "k", "degree"):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"graph_params.{name}={value!r} must be a whole number of at least 1")
+                raise ConfigError(" must be a whole number of at least 1", argument=f"graph_params.{name}", value=value)
         else:
             _check_size(name, value)
 
@@ -115,8 +115,9 @@ def _check_size(name: str, value: Any) -> None:
     whole = len(ends) == 2 and all(isinstance(end, int) and not isinstance(end, bool) for end in ends)
     if not whole or not 1 <= ends[0] <= ends[1]:
         raise ConfigError(
-            f"graph_params.{name}={value!r} must be a whole number of at least 1, or the lowest and the highest of a "
-            "range"
+            " must be a whole number of at least 1, or the lowest and the highest of a range",
+            argument=f"graph_params.{name}",
+            value=value,
         )
 
 
@@ -142,7 +143,9 @@ def draw_graph(family: str, params: Mapping[str, Any], rng: np.random.Generator)
     try:
         graph = FAMILIES[family](rng, **params)
     except nx.NetworkXException as error:
-        raise ConfigError(f"graph_params={dict(params)} give no graph of the family {family}: {error}") from error
+        raise ConfigError(
+            f"={dict(params)} give no graph of the family {family}: {error}", argument="graph_params"
+        ) from error
     number = {node: index for index, node in enumerate(graph)}
     ends = [(number[a], number[b]) for a, b in graph.edges if a != b]
     one_way = torch.tensor(ends, dtype=torch.int64).view(-1, 2).t()

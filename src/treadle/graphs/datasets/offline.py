@@ -78,7 +78,7 @@ def load_zinc_clean_leads(
     sizes = {"num_train": num_train, "num_val": num_val, "num_test": num_test}
     for argument, size in sizes.items():
         if size < 1:
-            raise ConfigError(f"{argument}={size} must be at least 1")
+            raise ConfigError(f"={size} must be at least 1", argument=argument)
     train_file, test_file = _moses_files(name)
 
     def build() -> dict[str, Any]:

@@ -39,7 +39,9 @@ def count_workers(num_workers: int | None) -> int:
         0
     """
     if num_workers is not None and num_workers < 0:
-        raise ConfigError(f"num_workers={num_workers} must be 0 (this process) or more, or None for one per core")
+        raise ConfigError(
+            f"={num_workers} must be 0 (this process) or more, or None for one per core", argument="num_workers"
+        )
     if multiprocessing.current_process().daemon:
         return 0
     if num_workers is not None:

@@ -110,7 +110,7 @@ def get_dataset(
     """
     known = name.lower().replace("-", "_")
     if known not in _SOURCES:
-        raise ConfigError(f"get_dataset: there is no data set {name!r}; {nearest(known, _SOURCES)}")
+        raise ConfigError(f"there is no data set {name!r}; {nearest(known, _SOURCES)}", argument="get_dataset")
     settings = parse_pe_config(pe_config)
     source, chosen = _split_source(known, Path(root), splits, num_workers=num_workers, options=kwargs)
     if settings.node is not None or settings.relative is not None:
@@ -129,14 +129,16 @@ def _split_source(
     """Reads a source and chooses its splits, after every option has been checked."""
     if splits not in ("official", "random"):
         raise ConfigError(
-            f"splits={splits!r} must be 'official' or 'random'; {nearest(splits, ('official', 'random'))}"
+            f" must be 'official' or 'random'; {nearest(splits, ('official', 'random'))}",
+            argument="splits",
+            value=splits,
         )
     load = _loader(name)
     its_own = inspect.signature(load).parameters.keys() - {"name", "root", "num_workers"}
     refuse_unknown(f"get_dataset({name!r})", options, its_own | ({"seed"} if splits == "random" else set()))
     seed = options.get("seed")
     if splits == "random" and (not isinstance(seed, int) or isinstance(seed, bool)):
-        raise ConfigError(f"splits='random' needs seed=<int>, and got seed={seed!r}")
+        raise ConfigError(f"='random' needs seed=<int>, and got seed={seed!r}", argument="splits")
     source = load(name, root, num_workers=num_workers, **{key: options[key] for key in options if key in its_own})
     return source, source.official if seed is None or splits == "official" else source.redrawn(seed)
 

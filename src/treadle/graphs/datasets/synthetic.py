@@ -40,9 +40,11 @@ def load_synthetic(
 ) -> Source:
     """Generates the graphs of one family with one task; the first 80 % are for training. Nothing is written."""
     if isinstance(num_graphs, bool) or not isinstance(num_graphs, int) or num_graphs < 10:
-        raise ConfigError(f"num_graphs={num_graphs!r} must be a whole number of at least 10: a tenth is the test set")
+        raise ConfigError(
+            " must be a whole number of at least 10: a tenth is the test set", argument="num_graphs", value=num_graphs
+        )
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ConfigError(f"seed={seed!r} must be a whole number of at least 0")
+        raise ConfigError(" must be a whole number of at least 0", argument="seed", value=seed)
     family = name.removeprefix("synthetic_")
     params = dict(graph_params or {})
     check_graph_params(family, params)

@@ -125,7 +125,9 @@ class LocalVsGlobal(SyntheticTask):
 
     def __post_init__(self) -> None:
         if self.scope not in ("local", "global"):
-            raise ConfigError(f"task_params.scope={self.scope!r}: {nearest(str(self.scope), ('local', 'global'))}")
+            raise ConfigError(
+                f"{nearest(str(self.scope), ('local', 'global'))}", argument="task_params.scope", value=self.scope
+            )
 
     def label(self, edge_index: Tensor, num_nodes: int, rng: np.random.Generator) -> Fields | None:
         """Returns ``y`` (1,), 0 or 1, and ``x`` (N, 2): the signal and the mark."""
@@ -188,16 +190,18 @@ def make_task(name: str, params: Mapping[str, Any]) -> SyntheticTask:
         3
     """
     if name not in TASKS:
-        raise ConfigError(f"task={name!r}: {nearest(str(name), TASKS)}")
+        raise ConfigError(nearest(str(name), TASKS), argument="task", value=name)
     kind: Any = TASKS[name]
     refuse_unknown(f"task_params of {name}", params, [field.name for field in dataclasses.fields(kind)])
     least = {"num_classes": 2, "max_distance": 2, "diffusion_steps": 0, "local_threshold": 0}
     for key, value in params.items():
         if key == "rate":
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-                raise ConfigError(f"task_params.rate={value!r} must be a number above 0, at most 1")
+                raise ConfigError(" must be a number above 0, at most 1", argument="task_params.rate", value=value)
         elif key != "scope" and (isinstance(value, bool) or not isinstance(value, int) or value < least.get(key, 1)):
-            raise ConfigError(f"task_params.{key}={value!r} must be a whole number of at least {least.get(key, 1)}")
+            raise ConfigError(
+                f" must be a whole number of at least {least.get(key, 1)}", argument=f"task_params.{key}", value=value
+            )
     task: SyntheticTask = kind(**params)
     return task
 

@@ -197,7 +197,7 @@ class RandomSignFlip:
 
     def __init__(self, columns: int):
         if columns < 0:
-            raise ConfigError(f"columns={columns}: must be 0 or more; pass flip_columns of the settings")
+            raise ConfigError(f"={columns}: must be 0 or more; pass flip_columns of the settings", argument="columns")
         self.columns = columns
 
     def __call__(self, data: Any) -> Any:

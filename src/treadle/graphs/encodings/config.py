@@ -96,8 +96,9 @@ class NodePEConfig:
         if self.columns > self.dim:
             parts = " + ".join(f"{name} {width}" for name, width in self.blocks.items())
             raise ConfigError(
-                f"node.dim={self.dim}: type {self.type!r} gives {self.columns} columns ({parts}); set dim to at least "
-                f"{self.columns} or ask for fewer"
+                f"={self.dim}: type {self.type!r} gives {self.columns} columns ({parts}); set dim to at least "
+                f"{self.columns} or ask for fewer",
+                argument="node.dim",
             )
 
     @property
@@ -230,7 +231,7 @@ def parse_pe_config(config: PEConfigLike) -> PEConfig:
         return PEConfig()
     if isinstance(config, str):
         if config not in PE_PRESETS:
-            raise ConfigError(f"pe_config={config!r}: no such preset; {nearest(config, PE_PRESETS)}")
+            raise ConfigError(f"no such preset; {nearest(config, PE_PRESETS)}", argument="pe_config", value=config)
         config = PE_PRESETS[config]
     values = _mapping("pe_config", config)
     refuse_unknown("pe_config", values, ("node", "relative"))
@@ -262,10 +263,10 @@ def _parse_section(
 
     enabled = values.pop("enabled", True)
     if not isinstance(enabled, bool):
-        raise ConfigError(f"{where}.enabled={enabled!r}: must be true or false")
+        raise ConfigError("must be true or false", argument=f"{where}.enabled", value=enabled)
     chosen = values.get("type", kind().type)
     if chosen not in types:
-        raise ConfigError(f"{where}.type={chosen!r}: {nearest(str(chosen), types)}")
+        raise ConfigError(nearest(str(chosen), types), argument=f"{where}.type", value=chosen)
     values["type"] = _NODE_ALIASES.get(chosen, chosen)
 
     for part in values.keys() & _PARTS.keys():
@@ -279,7 +280,7 @@ def _parse_section(
 def _mapping(where: str, value: Any) -> dict[str, Any]:
     """Returns a copy of a section, with tuples for lists: settings are shared between graphs and never change."""
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}={value!r}: must be a mapping of settings, not a {type(value).__name__}")
+        raise ConfigError(f"must be a mapping of settings, not a {type(value).__name__}", argument=where, value=value)
     return {
         key: tuple(entry) if isinstance(entry, Sequence) and not isinstance(entry, str) else entry
         for key, entry in value.items()
@@ -296,19 +297,19 @@ def _check_whole(name: str, value: Any, *, at_least: int, at_most: int | None = 
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < at_least or (at_most is not None and value > at_most):
         limit = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise ConfigError(f"{name}={value!r}: must be a whole number {limit}")
+        raise ConfigError(f"must be a whole number {limit}", argument=name, value=value)
 
 
 def _check_word(name: str, value: Any, allowed: Iterable[str]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name}={value!r}: {nearest(str(value), allowed)}")
+        raise ConfigError(nearest(str(value), allowed), argument=name, value=value)
 
 
 def _check_list(name: str, values: Any) -> None:
     if isinstance(values, str) or not isinstance(values, Sequence) or len(values) == 0:
-        raise ConfigError(f"{name}={values!r}: must be a list of at least one entry")
+        raise ConfigError("must be a list of at least one entry", argument=name, value=values)
     if len({repr(value) for value in values}) != len(values):
-        raise ConfigError(f"{name}={list(values)!r}: has an entry twice; each would give the same column")
+        raise ConfigError("has an entry twice; each would give the same column", argument=name, value=list(values))
 
 
 def _check_words(name: str, values: Any, allowed: Sequence[str]) -> None:
@@ -322,7 +323,7 @@ def _check_times(name: str, values: Any) -> None:
     for value in values:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not (0 < value < math.inf):
-            raise ConfigError(f"{name}={value!r}: must be a number above 0")
+            raise ConfigError("must be a number above 0", argument=name, value=value)
 
 
 PE_PRESETS: Mapping[str, Mapping[str, Any]] = {

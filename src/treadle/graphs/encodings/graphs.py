@@ -163,7 +163,7 @@ def check_graph(edge_index: Tensor, num_nodes: int, *, where: str = "") -> None:
         2; correct the edge or num_nodes
     """
     if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
-        raise ConfigError(f"{where}num_nodes={num_nodes!r}: must be a whole number of at least 1")
+        raise ConfigError(f"{where}num_nodes={num_nodes!r}: must be a whole number of at least 1").about("num_nodes")
     whole = not (edge_index.is_floating_point() or edge_index.is_complex() or edge_index.dtype is torch.bool)
     if edge_index.dim() != 2 or edge_index.shape[0] != 2 or not whole:
         raise ConfigError(

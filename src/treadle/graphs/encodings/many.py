@@ -91,7 +91,7 @@ def encode_graphs(
     """
     settings = parse_pe_config(config)
     if num_workers < 0:
-        raise ConfigError(f"num_workers={num_workers}: must be 0 or more")
+        raise ConfigError(f"={num_workers}: must be 0 or more", argument="num_workers")
     for number, (edge_index, num_nodes) in enumerate(graphs):
         check_graph(edge_index, num_nodes, where=f"graph {number}: ")
     sizes = torch.tensor([num_nodes for _, num_nodes in graphs], dtype=torch.long)

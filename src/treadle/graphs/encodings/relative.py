@@ -157,7 +157,9 @@ def landmark_pe(
     if landmarks is None:
         return _on(edge_index, *listed(pair_encoding(graphs, config)[0], config))
     if len(landmarks) == 0 or not all(0 <= node < num_nodes for node in landmarks):
-        raise ConfigError(f"landmarks={list(landmarks)}: must be one node or more, numbered 0 to {num_nodes - 1}")
+        raise ConfigError(
+            f"={list(landmarks)}: must be one node or more, numbered 0 to {num_nodes - 1}", argument="landmarks"
+        )
     block_BNND = _landmark(graphs, torch.tensor(list(landmarks)), reduce)
     return _on(edge_index, *listed(block_BNND[0], config))
 

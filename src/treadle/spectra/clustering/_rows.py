@@ -35,8 +35,10 @@ def resolve_device(device: DeviceLike) -> torch.device:
             names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
             names += ["mps"] if torch.backends.mps.is_available() else []
             raise ConfigError(
-                f"device={device!r} is not available here; available: {', '.join(names)}. "
-                "Pass one of these, or None to choose automatically"
+                f" is not available here; available: {', '.join(names)}. "
+                "Pass one of these, or None to choose automatically",
+                argument="device",
+                value=device,
             ) from error
         return found
     if torch.cuda.is_available():
@@ -73,7 +75,7 @@ def make_generator(random_state: int | None) -> torch.Generator:
 def check_count(name: str, value: int, *, least: int = 1) -> int:
     """Return `value` when it is an integer of at least `least`; otherwise raise ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(f"{name}={value!r} must be an integer >= {least}; pass {name}={least} or more.")
+        raise ConfigError(f" must be an integer >= {least}; pass {name}={least} or more.", argument=name, value=value)
     return int(value)
 
 
@@ -130,9 +132,10 @@ class UnitRows:
         if bool(bad_B.any()):
             index = int(bad_B.nonzero()[0, 0])
             what = "is zero" if float(scale_B1[index]) == 0.0 else "holds NaN or infinity"
-            raise ValueError(
-                f"X: row {numbers[index]} {what}, so it has no direction; every row must be finite and non-zero. "
-                "Drop such rows before clustering."
+            raise ConfigError(
+                f"row {numbers[index]} {what}, so it has no direction; every row must be finite and non-zero. "
+                "Drop such rows before clustering.",
+                argument="X",
             )
         return normalised(rows_BD / scale_B1)
 

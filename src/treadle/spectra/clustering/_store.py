@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from treadle.errors import ConfigError
+
 
 def save_atomic(payload: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write `payload` to `path` so that a reader sees the old file or the new one, never a part of it."""
@@ -30,8 +32,10 @@ def load_plain(path: str | os.PathLike[str], *, kind: str, keys: tuple[str, ...]
     payload = torch.load(Path(path), map_location="cpu", weights_only=True)
     found = payload.get("kind") if isinstance(payload, dict) else type(payload).__name__
     if not isinstance(payload, dict) or found != kind:
-        raise ValueError(f"path={os.fspath(path)!r} holds {found!r}, but must hold {kind!r}; pass such a file.")
+        raise ConfigError(
+            f" holds {found!r}, but must hold {kind!r}; pass such a file.", argument="path", value=os.fspath(path)
+        )
     missing = [key for key in keys if key not in payload]
     if missing:
-        raise ValueError(f"path={os.fspath(path)!r} lacks {missing}; write the file again with save.")
+        raise ConfigError(f" lacks {missing}; write the file again with save.", argument="path", value=os.fspath(path))
     return payload

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Literal, Protocol
 
+from treadle.errors import ConfigError
+
 from ._rows import DeviceLike, RowsLike, check_count
 from .kmeans import CosineKMeans
 from .vmf import VMFMixture
@@ -117,7 +119,7 @@ def elbow_vmf(
         3
     """
     if criterion not in ("bic", "nll"):
-        raise ValueError(f'criterion={criterion!r} must be "bic" or "nll"; pass one of them.')
+        raise ConfigError(' must be "bic" or "nll"; pass one of them.', argument="criterion", value=criterion)
 
     def measure(k: int) -> float:
         model = cluster_module(n_components=k, device=device, random_state=random_state)

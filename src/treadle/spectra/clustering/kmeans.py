@@ -11,6 +11,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from treadle.errors import ConfigError
+
 from ._rows import (
     DeviceLike,
     RowsLike,
@@ -68,7 +70,7 @@ class CosineKMeans:
     ) -> None:
         self.n_components = check_count("n_components", n_components)
         if not tol >= 0:
-            raise ValueError(f"tol={tol!r} must be >= 0; pass for example tol=1e-4.")
+            raise ConfigError(" must be >= 0; pass for example tol=1e-4.", argument="tol", value=tol)
         self.tol = float(tol)
         self.max_iter = check_count("max_iter", max_iter)
         self.device = resolve_device(device)
@@ -88,9 +90,10 @@ class CosineKMeans:
         """Find the centroids of X (N, D), with at most `chunk` rows on the device at once; returns self."""
         rows = UnitRows(X, device=self.device, chunk=chunk)
         if self.n_components > rows.n:
-            raise ValueError(
-                f"n_components={self.n_components} must be at most the number of rows, N={rows.n}; "
-                "ask for fewer clusters or pass more rows."
+            raise ConfigError(
+                f"={self.n_components} must be at most the number of rows, N={rows.n}; "
+                "ask for fewer clusters or pass more rows.",
+                argument="n_components",
             )
         centroids_KD = kmeans_plus_plus(rows, self.n_components, generator=make_generator(self.random_state))
         before = float("inf")
@@ -173,14 +176,17 @@ class CosineKMeans:
         payload = load_plain(path, kind=_KIND, keys=("centroids", "inertia"))
         centroids_KD = payload["centroids"]
         if centroids_KD.ndim != 2 or not bool(torch.isfinite(centroids_KD).all()):
-            raise ValueError(
-                f"path={os.fspath(path)!r}: centroids of shape {tuple(centroids_KD.shape)} must be a finite "
-                "(K, D) matrix; write the file again with save_centroids."
+            raise ConfigError(
+                f"centroids of shape {tuple(centroids_KD.shape)} must be a finite "
+                "(K, D) matrix; write the file again with save_centroids.",
+                argument="path",
+                value=os.fspath(path),
             )
         if strict_k and len(centroids_KD) != self.n_components:
-            raise ValueError(
-                f"n_components={self.n_components}, but {os.fspath(path)!r} holds {len(centroids_KD)} "
-                "centroids and strict_k=True asks for the same; pass strict_k=False to take over the file's."
+            raise ConfigError(
+                f"={self.n_components}, but {os.fspath(path)!r} holds {len(centroids_KD)} "
+                "centroids and strict_k=True asks for the same; pass strict_k=False to take over the file's.",
+                argument="n_components",
             )
         self.n_components = len(centroids_KD)
         if compute_dtype(self.device) == torch.float32:

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from treadle.errors import ConfigError
+
 from ._em import Parameters, Scorer, expect, maximise, start
 from ._rows import (
     DeviceLike,
@@ -78,7 +80,9 @@ def _check_kappa(kappa: float | Tensor) -> tuple[Tensor, torch.device]:
     bad = ~(torch.isfinite(kappa64) & (kappa64 >= 0))
     if bool(bad.any()):
         value = float(kappa64[bad].flatten()[0])
-        raise ValueError(f"kappa={value} must be finite and >= 0; clamp it, for example kappa.clamp(min=0).")
+        raise ConfigError(
+            f"={value} must be finite and >= 0; clamp it, for example kappa.clamp(min=0).", argument="kappa"
+        )
     return kappa64, given.device
 
 
@@ -128,9 +132,9 @@ class VMFMixture:
         self.n_components = check_count("n_components", n_components)
         self.d = None if d is None else check_count("d", d, least=2)
         if not tol >= 0:
-            raise ValueError(f"tol={tol!r} must be >= 0; pass for example tol=1e-4.")
+            raise ConfigError(" must be >= 0; pass for example tol=1e-4.", argument="tol", value=tol)
         if init not in ("kmeans++", "random"):
-            raise ValueError(f'init={init!r} must be "kmeans++" or "random"; pass one of them.')
+            raise ConfigError(' must be "kmeans++" or "random"; pass one of them.', argument="init", value=init)
         self.tol = float(tol)
         self.max_iter = check_count("max_iter", max_iter)
         self.init = init
@@ -159,9 +163,10 @@ class VMFMixture:
         """Fit the mixture to X (N, D), with at most `chunk` rows on the device at once; returns self."""
         rows = self._rows(X, chunk)
         if self.n_components > rows.n:
-            raise ValueError(
-                f"n_components={self.n_components} must be at most the number of rows, N={rows.n}; "
-                "ask for fewer components or pass more rows."
+            raise ConfigError(
+                f"={self.n_components} must be at most the number of rows, N={rows.n}; "
+                "ask for fewer components or pass more rows.",
+                argument="n_components",
             )
         check_count("X.shape[1]", rows.d, least=2)
         self.d = rows.d

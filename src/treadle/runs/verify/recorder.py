@@ -12,14 +12,14 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from treadle.cli.verify.digests import leaves_of, without_durations
-from treadle.cli.verify.evidence import SeedWatch, outside_values
-from treadle.cli.verify.jobs import Job, RecordFile
 from treadle.data.cursor import Group
 from treadle.distributed.state_names import model_state
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook, looks_only
 from treadle.hooks.flight import ids_as_plain
+from treadle.runs.verify.digests import leaves_of, without_durations
+from treadle.runs.verify.evidence import SeedWatch, outside_values
+from treadle.runs.verify.jobs import Job, RecordFile
 from treadle.seed import RngState
 
 PARTS = {

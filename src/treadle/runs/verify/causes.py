@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from treadle.cli.verify.compare import STEPS, Difference
+from treadle.runs.verify.compare import STEPS, Difference
 
 _SEED = "call treadle.set_seed(0) before the trainer is made; in a configuration, write seed: 0"
 _KEEP = (

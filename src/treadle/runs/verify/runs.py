@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treadle.cli.verify.causes import Cause, likely_cause
-from treadle.cli.verify.compare import Comparison, Difference, PartResult, same_seed_each_step
-from treadle.cli.verify.jobs import Job, Kill, read_records
 from treadle.engine.failure import NOTE
 from treadle.errors import ConfigError, TreadleError
+from treadle.runs.verify.causes import Cause, likely_cause
+from treadle.runs.verify.compare import Comparison, Difference, PartResult, same_seed_each_step
+from treadle.runs.verify.describe import describe_difference, verdict_reason
+from treadle.runs.verify.jobs import Job, Kill, read_records
 
 _INTERVAL = 3
 _APART_SECONDS = 1.1  # a seed made from whole seconds must not be the same in two runs
@@ -27,7 +28,7 @@ _LEAST_LIMIT = 120.0
 
 @dataclass
 class Verification:
-    """What a verification found.
+    """Result of a verification.
 
     Attributes:
         verdict: ``"EXACT"``, ``"NOT EXACT"`` or ``"NOT CHECKED"``.
@@ -53,16 +54,24 @@ class Verification:
     warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
+    def __str__(self) -> str:
+        lines = [f"{self.verdict}: {verdict_reason(self)}"]
+        if self.difference is not None:
+            lines.append(f"first difference: {describe_difference(self.difference)}")
+        if self.cause is not None:
+            lines += [f"likely cause: {self.cause.rule}", f"fix: {self.cause.fix}"]
+        return "\n".join([*lines, *self.notes, f"files: {self.folder}"])
+
 
 class Server:
-    """The other side of ``treadle.cli.verify.server``."""
+    """Process that starts the runs of a target; the other side of ``treadle.runs.verify.server``."""
 
     def __init__(self, target: str, hash_seed: int, log: Path):
         # Values that depend on the order of a set must come out: the two servers hash strings differently.
         environment = {"PYTHONHASHSEED": str(hash_seed), **os.environ}
         with open(log, "a", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "treadle.cli.verify.server", target],
+                [sys.executable, "-m", "treadle.runs.verify.server", target],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
                 start_new_session=True,  # Ctrl-C is for the command; the server ends when its stdin does
             )  # fmt: skip
@@ -184,15 +193,16 @@ class Verifier:
         self.say(f"{name.replace('-', ' run ')}: {count} steps in {answer['seconds']:.1f} s")
         if count < 2:
             raise ConfigError(
-                f"TARGET={job.target}: trained {count} steps; to be killed in between it needs at least 2"
+                f"={job.target}: trained {count} steps; to be killed in between it needs at least 2", argument="TARGET"
             )
         return lines, float(answer["seconds"])
 
     def _give_up(self, job: Job, answer: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> None:
         if answer["code"] == 0 and not lines:
             raise ConfigError(
-                f"TARGET={job.target}: ended without training; it must make a BaseTrainer (or an Engine) and call "
-                f"train(), as a script does with `python {job.target}`. Its output is in {job.log}"
+                f"={job.target}: ended without training; it must make a BaseTrainer (or an Engine) and call "
+                f"train(), as a script does with `python {job.target}`. Its output is in {job.log}",
+                argument="TARGET",
             )
         raise TreadleError(
             f"the target failed by itself, without a kill (exit code {answer['code']}): {_last_line(job.log)}. Its "

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from treadle.cli.verify.recorder import PARTS
+from treadle.runs.verify.recorder import PARTS
 
 COMPARED = ("step", "epoch", "end")
 STEPS = "steps"

@@ -1,4 +1,4 @@
-"""A process that has torch imported and forks one child per job: ``python -m treadle.cli.verify.server``.
+"""A process that has torch imported and forks one child per job: ``python -m treadle.runs.verify.server``.
 
 Starting an interpreter and importing torch takes seconds, a fork milliseconds. Nothing is computed here and no
 accelerator is touched, so a child is as good as a new interpreter. Two servers with different hash seeds show what
@@ -19,14 +19,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from treadle.cli.verify.child import run_job
-from treadle.cli.verify.jobs import Job
-from treadle.runs.target import PACKS
+from treadle.runs.packs import PACKS, find_pack, module_of
+from treadle.runs.verify.child import run_job
+from treadle.runs.verify.jobs import Job
 
 _POLL_SECONDS = 0.02
 # Slow to import and without effects of their own. torch._dynamo comes with the first optimizer.
 _WARM = ("torch._dynamo", "torch.optim", "torch.utils.data")
-_WARM_OF_PACKS = {"text": ("transformers.models.gpt2.modeling_gpt2", "peft")}
 _HARMLESS = ("PIL", "numpy", "pandas", "scipy", "sklearn", "torchvision")
 
 
@@ -57,7 +56,7 @@ def modules_to_warm(target: str) -> list[str]:
         ['treadle.spectra.runs']
     """
     if target in PACKS:
-        return [f"treadle.{target}.runs", *_WARM_OF_PACKS.get(target, ())]
+        return [module_of(target), *find_pack(target).warm]
     try:
         tree = ast.parse(Path(target).read_bytes())
     except (OSError, SyntaxError, ValueError):

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from treadle.cli.verify.digests import leaf_text
 from treadle.data.samplers import samplers_of
 from treadle.distributed import unwrap
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.faces.step import BaseTrainer
+from treadle.runs.verify.digests import leaf_text
 
 _LARGEST = 100_000  # elements; a whole data set is not hashed at every step
 _MOST = 300  # values in a record

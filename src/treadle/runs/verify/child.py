@@ -16,16 +16,16 @@ from typing import NoReturn
 
 import numpy as np
 
-from treadle.cli.console import message_console, result_console
-from treadle.cli.verify.evidence import SeedWatch
-from treadle.cli.verify.jobs import Job, RecordFile
-from treadle.cli.verify.recorder import Looker, Recorder
 from treadle.engine import Engine
 from treadle.engine.observers import observing
 from treadle.errors import ConfigError
 from treadle.hooks import CheckpointingHook
-from treadle.runs.script import MovedRuns, run_as_main
-from treadle.runs.target import PackRun, pack_commands, resolve, train_from
+from treadle.runs.packs import find_pack
+from treadle.runs.script import MovedRuns, run_as_main, train_from
+from treadle.runs.target import PackRun, resolve
+from treadle.runs.verify.evidence import SeedWatch
+from treadle.runs.verify.jobs import Job, RecordFile
+from treadle.runs.verify.recorder import Looker, Recorder
 
 
 class Arrangement(MovedRuns):
@@ -140,8 +140,12 @@ def _run_target(job: Job, arrangement: Arrangement) -> None:
     path = Path(job.target)
     if isinstance(found, PackRun):
         arrangement.pack = True
-        run, consoles = pack_commands(found.face).run, {"results": result_console(), "messages": message_console()}
-        run(found.settings, out=job.workspace, device=found.device, resume=True, **consoles)
+        from rich.console import Console
+
+        messages = Console(stderr=True, highlight=False)
+        find_pack(found.face).train(
+            found.settings, out=job.workspace, device=found.device, resume=True, messages=messages
+        )
     elif found is not None:
         train_from(found, path.parent)
     else:

@@ -1,0 +1,261 @@
+"""The grammar of settings on a command line, ``key=value``: its forms, and the meaning of a value."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from treadle.config.tree import join_path, same_tuple
+from treadle.errors import ConfigError
+
+FORMS = "'a.b=1' sets, 'l[0]=x' sets an entry, 'l+=x' appends, 'l-=x' removes, 'a.b!=' deletes, '+a.b=1' adds a key"
+WORDS: Mapping[str, bool | None] = {
+    "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None, "null": None,
+}  # fmt: skip
+"""Words with one meaning everywhere, in any case; in quotes they are texts."""
+
+_FORM = re.compile(r"(?P<new>\+*)(?P<path>[^=]*?)(?P<sign>!=|\+=|-=|=)(?P<value>.*)", re.DOTALL)
+_PART = re.compile(r"(?:^|(?!^)\.)(?P<name>[^.\[\]]+)|\[(?P<index>[^\[\]]+)\]")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One setting of a command line.
+
+    Attributes:
+        text: as it was written.
+        new: whether it may add a key, and change the kind of a value.
+        keys: names and indices on the way to the value.
+        sign: ``=``, ``+=``, ``-=`` or ``!=``.
+        raw: the value as it was written, without spaces around it.
+    """
+
+    text: str
+    new: bool
+    keys: tuple[Any, ...]
+    sign: str
+    raw: str
+
+    @property
+    def value(self) -> Any:
+        """The value that the text means."""
+        return read_value(self.raw)
+
+    @property
+    def key(self) -> str:
+        """The dotted key."""
+        return self.place(len(self.keys))
+
+    def place(self, depth: int) -> str:
+        """Returns the name of the place that the first ``depth`` keys lead to."""
+        place = ""
+        for key in self.keys[:depth]:
+            place = join_path(place, key)
+        return place or "the configuration"
+
+    def error(self, message: str) -> ConfigError:
+        """Returns an error about this setting."""
+        return ConfigError(f"override {self.text!r}: {message}").about(self.key)
+
+
+class Written(str):
+    """The value of a setting as it was written: it means :func:`read_value` of it, or itself where a text goes."""
+
+
+def parse(text: str) -> Assignment:
+    """Reads one setting.
+
+    Raises:
+        ConfigError: it has none of the forms.
+
+    Example:
+        >>> parse("+model.layers[2].width=64").keys
+        ('model', 'layers', 2, 'width')
+    """
+    match = _FORM.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ConfigError(f"override {text!r} has no '='; the forms are: {FORMS}")
+    found = Assignment(text, bool(match["new"]), _keys(match["path"].strip(), text), match["sign"], match["value"])
+    if found.new and found.sign != "=":
+        raise found.error(f"'+' before a path goes with '=' only; the forms are: {FORMS}")
+    if found.sign == "!=" and found.raw.strip():
+        raise found.error(f"'!=' deletes and takes no value; the forms are: {FORMS}")
+    return found
+
+
+def text_of(text: str) -> tuple[str, str]:
+    """Returns the dotted key of a setting and what it sets as text; both empty where it is no setting.
+
+    Example:
+        >>> text_of("+optimizer.lr='1e-3'")
+        ('optimizer.lr', '1e-3')
+    """
+    try:
+        found = parse(text)
+    except ConfigError:
+        return "", ""
+    return found.key, found.raw.strip().strip("'\"")
+
+
+def _keys(path: str, text: str) -> tuple[Any, ...]:
+    keys: list[Any] = []
+    at = 0
+    while at < len(path):
+        part = _PART.match(path, at)
+        if part is None:
+            raise ConfigError(f"override {text!r}: {path[at:]!r} is no path; write it like 'model.layers[2].type'")
+        index = _literal(part["index"] or "")
+        if type(index) not in (int, str):
+            raise ConfigError(f"override {text!r}: [{part['index']}] is neither an index nor a key")
+        keys.append(index if part["name"] is None else part["name"])
+        at = part.end()
+    if not keys:
+        raise ConfigError(f"override {text!r} names no key; the forms are: {FORMS}")
+    return tuple(keys)
+
+
+# -- kinds ---------------------------------------------------------------------------------------------------------
+
+
+def kind_of(value: Any) -> str | None:
+    """Returns the kind of a value in a configuration; None for None and for objects.
+
+    Example:
+        >>> kind_of(3), kind_of(True), kind_of((1, 2))
+        ('number', 'bool', 'list')
+    """
+    kinds: list[tuple[Any, str]] = [
+        (bool, "bool"), ((int, float), "number"), (str, "text"), (Mapping, "section"), ((list, tuple), "list"),
+    ]  # fmt: skip
+    return next((kind for types, kind in kinds if isinstance(value, types)), None)
+
+
+def fitted(assignment: Assignment, current: Any) -> Any:
+    """Returns the value that an assignment sets in place of another, which keeps its kind.
+
+    A number stands for a text where a text is, and a list for a tuple.
+
+    Args:
+        assignment: with the form ``+key=value`` it may change the kind.
+        current: what is there; None has no kind.
+
+    Raises:
+        ConfigError: the kinds differ.
+
+    Example:
+        >>> fitted(parse("flag=off"), True), fitted(parse("folder=2024"), "runs")
+        (False, '2024')
+    """
+    value, kind = assignment.value, kind_of(current)
+    if assignment.new or value is None or kind in (None, kind_of(value)):
+        return same_tuple(current, value) if isinstance(current, tuple) and isinstance(value, list) else value
+    if kind == "text" and kind_of(value) == "number":
+        return assignment.raw.strip()
+    key, raw = assignment.key, assignment.raw.strip()
+    ways = {
+        "bool": f"write {key}=true or {key}=false",
+        "number": f"write a number, such as {key}={current!r}",
+        "text": f"write {key}={raw!r} for the text",
+        "section": "set its keys one by one",
+        "list": f"write a list, such as {key}=[1,2], or append with {key}+=…",
+    }
+    raise assignment.error(
+        f"{key} is {current!r}, a {kind}, and {value!r} is a {kind_of(value) or type(value).__name__}; "
+        f"{ways[kind or '']}; +{key}={raw} would change the kind"
+    )
+
+
+# -- values -------------------------------------------------------------------------------------------------------
+
+
+def read_value(text: str) -> Any:
+    """Returns the value that a text means.
+
+    That is one of the :data:`WORDS`, a Python literal, a list or dict with words and bare texts in it, else the text.
+
+    Example:
+        >>> read_value("1e-3"), read_value("none"), read_value("cuda:0"), read_value("'on'")
+        (0.001, None, 'cuda:0', 'on')
+        >>> read_value("[min, max]"), read_value("{pairs: 3, exact: yes}")
+        (['min', 'max'], {'pairs': 3, 'exact': True})
+    """
+    if (word := text.strip().lower()) in WORDS:
+        return WORDS[word]
+    value = _literal(text)
+    if isinstance(value, str) and value == text and word[:1] in ("[", "{"):
+        reader = _Flow(text.strip())
+        found = reader.item("")
+        return found if reader.whole else text
+    return value
+
+
+def _literal(text: str) -> Any:
+    try:
+        with warnings.catch_warnings():  # an odd escape in a string is not the user's code
+            warnings.simplefilter("ignore")
+            return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+
+
+class _Flow:
+    """A reader of lists and dicts such as ``[min, 2]`` and ``{a: [on], b: x}``, whose texts need no quotes."""
+
+    def __init__(self, text: str):
+        self._text = text
+        self._at = 0
+        self._broken = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether the text was read to its end without a fault."""
+        return not self._broken and self._at == len(self._text)
+
+    def item(self, ends: str) -> Any:
+        """Reads one value, up to one of the characters ``ends``."""
+        self._skip_spaces()
+        opening = self._text[self._at : self._at + 1]
+        if opening == "[":
+            return self._items("]")
+        if opening == "{":
+            return dict(self._items("}"))
+        start = self._at
+        if opening and opening in "'\"":
+            end = self._text.find(opening, self._at + 1)
+            self._at = len(self._text) if end < 0 else end + 1
+            self._skip_spaces()
+        else:
+            while self._at < len(self._text) and self._text[self._at] not in f"{ends}[]{{}}":
+                self._at += 1
+        text = self._text[start : self._at].strip()
+        self._broken |= not text
+        return read_value(text) if text[:1] not in ("[", "{") else text
+
+    def _items(self, closing: str) -> list[Any]:
+        found: list[Any] = []
+        self._at += 1
+        self._skip_spaces()
+        while not self._broken and not self._take(closing):
+            value = self.item(f",{closing}" if closing == "]" else ":")
+            if closing == "}":
+                self._broken |= not isinstance(value, (str, int, float)) or not self._take(":")
+                value = (None, None) if self._broken else (value, self.item(f",{closing}"))
+            found.append(value)
+            self._skip_spaces()
+            if not self._take(",") and self._text[self._at : self._at + 1] != closing:
+                self._broken = True
+            self._skip_spaces()
+        return found
+
+    def _take(self, character: str) -> bool:
+        taken = self._text[self._at : self._at + 1] == character
+        self._at += taken
+        return taken
+
+    def _skip_spaces(self) -> None:
+        while self._at < len(self._text) and self._text[self._at].isspace():
+            self._at += 1

@@ -1,0 +1,685 @@
+"""A pack: one kind of training with its own data, settings and report; the base class runs, resumes and replays it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from treadle.checkpoint.lock import check_free
+from treadle.checkpoint.ranks import open_on_ranks
+from treadle.checkpoint.store import find_latest, load_weights, write_text
+from treadle.device import get_device
+from treadle.distributed.state_names import load_model_state
+from treadle.engine import Engine
+from treadle.engine.evaluation import for_each_batch
+from treadle.engine.hook import BaseHook
+from treadle.engine.observers import observing
+from treadle.engine.predictions import joined, kept_outputs
+from treadle.errors import ConfigError
+from treadle.faces.step import BaseTrainer
+from treadle.hooks import SignalHook, StepLogHook
+from treadle.hooks.bar import ProgressBarHook
+from treadle.hooks.files import to_json
+from treadle.runs import folder as folders
+from treadle.runs.overrides import apply_overrides, leaves
+from treadle.runs.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of, ranks_line
+from treadle.runs.replay import Replayed, Stage, Witness, checkpoints_of, run_to_step
+from treadle.runs.report import Picture, Report, Table, write_page
+from treadle.runs.setting_names import settings_named
+from treadle.runs.settings import changes, with_values, without
+from treadle.runs.start_block import cpu_threads, device_line, print_block, without_epoch_lines
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Config = TypeVar("Config")
+Data = TypeVar("Data")
+Trainer = TypeVar("Trainer")
+Show = Callable[[Report, Path], None]
+
+_log = logging.getLogger("treadle.cli")
+
+
+class Watch(BaseHook):
+    """The last hook of a run: the engine, and the epoch at which this process began to train."""
+
+    engine: Engine | None = None
+    first_epoch = 0
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Keeps the engine after it resumed."""
+        self.engine, self.first_epoch = trainer, trainer.epoch
+
+
+@dataclass(frozen=True)
+class Run(Generic[Config]):
+    """A run of a pack: its settings, and where it computes, reads and writes.
+
+    Attributes:
+        config: the settings.
+        out: the folder that is written to; a temporary one while a run is replayed or evaluated.
+        device: where it computes.
+        messages: the console of progress.
+        home: the folder of the run that is resumed, replayed or evaluated; None for a fresh start.
+        part: the training inside of the run that is meant, a name of :attr:`Pack.parts`; empty for its first one.
+        resume: load the newest checkpoint of ``out``.
+        parallel: how the model is spread over ranks: ``"ddp"``, ``"fsdp"`` or None.
+        trains: whether steps are made; False for a run that is evaluated.
+        given: the settings that were set by hand, texts ``key=value``.
+        explicit: whether the user named the device.
+        weights: a checkpoint whose weights a fresh start begins with.
+        watch: the hook by which the base class sees the training.
+    """
+
+    config: Config
+    out: Path
+    device: torch.device
+    messages: Console
+    home: Path | None = None
+    part: str = ""
+    resume: bool = False
+    parallel: str | None = None
+    trains: bool = True
+    given: Sequence[str] = ()
+    explicit: bool = False
+    weights: Path | None = None
+    watch: Watch = field(default_factory=Watch)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the part that is meant."""
+        return self.out / self.part
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder ``checkpoints`` of that part."""
+        return self.folder / "checkpoints"
+
+    def hooks(
+        self, *, status: Callable[[], str] | None = None, save: Callable[[], Any] | None = None
+    ) -> list[BaseHook]:
+        """Returns the hooks that a trainer of a pack has: the log of steps, the bar, and saving on a signal.
+
+        Args:
+            status: returns a short text for the end of the bar.
+            save: saves a checkpoint on SIGINT and SIGTERM; None where a CheckpointingHook does.
+        """
+        made = [
+            StepLogHook((self.folder / "steps.jsonl").absolute()),  # what `treadle replay` compares with
+            ProgressBarHook(status=status, console=self.messages),
+        ]
+        return [*made, *([] if save is None else [SignalHook(save)]), self.watch]
+
+
+@dataclass(frozen=True)
+class Opened(Generic[Config, Data, Trainer]):
+    """A run that is evaluated: built again from its folder, with the weights of one checkpoint.
+
+    Attributes:
+        run: with ``home``, the run's folder.
+        data: from :meth:`Pack.prepare`.
+        trainer: from :meth:`Pack.build`; its model has the weights.
+        path: the checkpoint.
+        tree: what it holds.
+    """
+
+    run: Run[Config]
+    data: Data
+    trainer: Trainer
+    path: Path
+    tree: Mapping[str, Any]
+
+    @property
+    def home(self) -> Path:
+        """The folder of the run."""
+        assert self.run.home is not None
+        return self.run.home
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metrics of a split.
+
+    Attributes:
+        metrics: by name.
+        counts: how many of what were evaluated, such as ``{"graphs": 12}``.
+        about: texts that come before the split's name, such as the data set.
+        more: further values for ``eval_results_SPLIT.json``.
+        device: where it was computed.
+        tables: further tables.
+        compared: a file with the run's own results of this split, and whether these are equal to the bit; None where
+            there are none.
+    """
+
+    metrics: Mapping[str, Any]
+    counts: Mapping[str, int] = field(default_factory=dict)
+    about: Mapping[str, str] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+    device: str | None = None
+    tables: Sequence[Table] = ()
+    compared: tuple[Path, bool] | None = None
+
+    def as_values(self) -> dict[str, Any]:
+        """Returns it as plain values, ``compared`` as ``equal_to_<name of the file>``."""
+        equal = {} if self.compared is None else {f"equal_to_{self.compared[0].stem}": self.compared[1]}
+        where = {} if self.device is None else {"device": self.device}
+        return {**self.about, "metrics": self.metrics, **self.more, **self.counts, **where, **equal}
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Arrays by name, with texts that are shown where there are some.
+
+    Attributes:
+        arrays: by name; of the samples of a split, in its order.
+        texts: records of texts, such as a prompt and its continuation.
+    """
+
+    arrays: Mapping[str, Any]
+    texts: Sequence[Mapping[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Results:
+    """The outcome of a training.
+
+    Attributes:
+        metrics: plain values for ``metrics.json``; the version, the device and the settings are added.
+        pictures: for the page.
+    """
+
+    metrics: Mapping[str, Any]
+    pictures: Sequence[Picture] = ()
+
+
+class Pack(Generic[Config, Data, Trainer]):
+    """One kind of training: how its data, trainer and results are made.
+
+    A subclass gives :attr:`name` and :attr:`config`, and overrides :meth:`prepare`, :meth:`build`, :meth:`fit` and
+    :meth:`finish`; everything else has a default. It is found by the entry point ``treadle.packs``, whose name is the
+    command: ``treadle train NAME``.
+
+    Attributes:
+        name: of the command, and in ``run.json``.
+        summary: one line for the list of commands.
+        help: the help of the command.
+        config: the dataclass of the settings; sections are dataclasses too. A field ``threads`` sets torch's threads.
+        example: settings for the help.
+        flags: settings that are no settings of the command -> what to use instead.
+        free: settings that a run may change when it resumes.
+        needed: files that a finished run must have beside ``metrics.json``.
+        made: folders and files of a training, set aside by a fresh start.
+        results: files that are deleted when a run starts afresh.
+        parts: folders inside of a run that hold further trainings of it.
+        splits: parts of the data that can be evaluated.
+        takes: options of ``treadle predict`` that have an effect.
+        without: why the others have none.
+        loads_in_processes: whether ``--num-workers`` has an effect on evaluations.
+        afterwards: what comes after the training, for the log.
+        warm: modules that a process may import once for many runs.
+
+    Example:
+        >>> class Waves(Pack):
+        ...     name = "waves"
+        >>> Waves().default_split("")
+        'test'
+    """
+
+    name: str
+    summary: str = ""
+    help: str = ""
+    config: type[Config]
+    example: str = "epochs=3"
+    flags: Mapping[str, str] = {}
+    free: Collection[str] = ()
+    needed: Sequence[str] = ()
+    made: Sequence[str] = ("checkpoints",)
+    results: Sequence[str] = ("metrics.json",)
+    parts: Sequence[str] = ()
+    splits: Sequence[str] = folders.SPLITS
+    takes: Collection[str] = ("split", "batch_size")
+    without: str = "draws no texts"
+    loads_in_processes: bool = False
+    afterwards: str = "the test"
+    warm: Sequence[str] = ()
+
+    # -- settings -------------------------------------------------------------------------------------------------
+
+    def defaults(self, device: torch.device) -> Config:
+        """Returns the settings for a device before any is given."""
+        return self.config()
+
+    def read_settings(self, settings: Sequence[str], device: str | None = None) -> Config:
+        """Returns the defaults of a device with texts ``key=value`` applied.
+
+        Raises:
+            ConfigError: a key is unknown, or a value is wrong.
+        """
+        return apply_overrides(self.defaults(get_device(device)), settings, elsewhere=self.flags)
+
+    def values(self, config: Config) -> dict[str, Any]:
+        """Returns settings as nested plain values, without :attr:`flags`."""
+        return without(config, self.flags)
+
+    def from_values(self, values: Mapping[str, Any]) -> Config:
+        """Returns settings from nested plain values, as a run folder has them."""
+        return with_values(self.config(), values)
+
+    def shown(self, config: Config) -> Iterable[tuple[str, Any]]:
+        """Yields every setting with its value, under dotted keys."""
+        return ((key, value) for key, value in leaves(config) if key not in self.flags)
+
+    def parallel(self, config: Config) -> str | None:
+        """Returns the setting that spreads the model over ranks."""
+        return None
+
+    # -- a run, by subclasses ---------------------------------------------------------------------------------------
+
+    def prepare(self, run: Run[Config]) -> Data:
+        """Returns the data; ``run.home`` holds what a resumed run must read, such as fitted tokenizers."""
+        raise NotImplementedError
+
+    def build(self, run: Run[Config], data: Data) -> Trainer:
+        """Seeds, and returns a new trainer that writes to ``run.folder`` and has ``run.hooks()``."""
+        raise NotImplementedError
+
+    def fit(self, run: Run[Config], data: Data, trainer: Trainer) -> None:
+        """Trains to the end; does nothing where a run is at its end."""
+        raise NotImplementedError
+
+    def finish(self, run: Run[Config], data: Data, trainer: Trainer) -> Results:
+        """Tests a trained model, draws, and writes what else a run leaves; in one process, after all ranks trained."""
+        raise NotImplementedError
+
+    def resume(self, run: Run[Config], trainer: Trainer) -> str:
+        """Loads the newest checkpoint, unless :meth:`fit` does; returns where the run starts, for the start block."""
+        return newest_checkpoint(run.out, ("", *self.parts))
+
+    def describe(self, run: Run[Config], data: Data, trainer: Trainer) -> dict[str, str]:
+        """Returns what was decided, as name -> text, for the start block and the page."""
+        return {}
+
+    def identity(self, data: Data) -> dict[str, Any]:
+        """Returns plain values of the data that a resumed run must share; kept in ``run.json``."""
+        return {}
+
+    def keep(self, run: Run[Config], data: Data) -> None:
+        """Writes what a later process needs beside the settings, such as fitted tokenizers, into ``run.out``."""
+        text = json.dumps({"face": self.name, **self.values(run.config), **self.identity(data)}, indent=2) + "\n"
+        folders.write_changed(text, run.out / "config.json")
+
+    def outdated(self, run: Run[Config], differences: Mapping[str, tuple[Any, Any]]) -> Sequence[str]:
+        """Returns what a resumed run must set aside since its settings changed, names in its folder.
+
+        Raises:
+            ConfigError: it cannot resume with these settings.
+        """
+        return ()
+
+    def environment(self, config: Config) -> contextlib.AbstractContextManager[None]:
+        """Has errors name the settings, and sets what belongs to a process while a run is built and trained."""
+        return settings_named(dict(leaves(config)))
+
+    def held(self, run: Run[Config]) -> contextlib.AbstractContextManager[None]:
+        """Holds the run folder beyond the time that the trainer holds it."""
+        return contextlib.nullcontext()
+
+    def report(self, metrics: Mapping[str, Any], out: Path) -> Report:
+        """Returns the results as plain data.
+
+        Args:
+            metrics: the content of ``metrics.json``.
+            out: the run folder.
+        """
+        numbers = {key: value for key, value in metrics.items() if isinstance(value, float | int)}
+        rows = [[key, f"{value:,}" if isinstance(value, int) else f"{value:.6g}"] for key, value in numbers.items()]
+        table = Table(["", "value"], rows, width=24, about_first=False)
+        names = sorted(path.name + "/" * path.is_dir() for path in out.glob("[!.]*"))
+        return Report(f"A run of {self.name}", tables=[table], files=[f"  {'  '.join(names)}"])
+
+    # -- stored runs, by subclasses ---------------------------------------------------------------------------------
+
+    def default_split(self, part: str) -> str:
+        """Returns the split that a run's own report is about."""
+        return "test"
+
+    def stored(self, home: Path, path: Path | None, tree: Mapping[str, Any] | None) -> tuple[Config, int | None]:
+        """Returns the settings of a run and the threads it had.
+
+        Args:
+            home: its folder, only read.
+            path: the checkpoint that is meant, or None.
+            tree: what it holds.
+
+        Raises:
+            ConfigError: there are none, or they are of another version.
+        """
+        record = folders.read_record(home)
+        if not home.is_dir():
+            raise ConfigError("no such folder; give the folder of a run", argument="RUN", value=str(home))
+        name = folders.RUN_FILE if record is None else record.file
+        try:
+            if record is None:
+                raise ValueError("it holds no settings of a run")
+            config = self.from_values(record.config)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{name} cannot be used ({type(error).__name__}: {error}); give the folder of a run "
+                "of 'treadle train', or your own script with --script",
+                argument="RUN",
+                value=str(home),
+            ) from error
+        return config, _threads(config)
+
+    def load(self, run: Run[Config], trainer: Trainer, path: Path, tree: Mapping[str, Any]) -> None:
+        """Loads the weights that count of a checkpoint into a new trainer's model."""
+        model: Any = trainer
+        if isinstance(trainer, BaseTrainer):
+            trainer.workspace = None
+            trainer.prepare()
+        load_model_state(model.unwrapped_model if isinstance(trainer, BaseTrainer) else model.model, load_weights(path))
+
+    def loader(self, run: Run[Config], data: Data, split: str, *, batch_size: int | None, num_workers: int) -> Any:
+        """Returns the batches of a split in its order, for the default :meth:`evaluate` and :meth:`predict`."""
+        raise ConfigError(f"the pack {self.name!r} has no loader(): its runs cannot be evaluated")
+
+    def evaluate(
+        self, opened: Opened[Config, Data, Trainer], split: str, *, batch_size: int | None, num_workers: int
+    ) -> Evaluation:
+        """Returns the metrics of a split; by default those of the trainer's ``evaluate``."""
+        trainer: Any = opened.trainer
+        batches = self.loader(opened.run, opened.data, split, batch_size=batch_size, num_workers=num_workers)
+        return Evaluation(trainer.evaluate(batches))
+
+    def predict(
+        self, opened: Opened[Config, Data, Trainer], split: str, *, batch_size: int | None, **options: Any
+    ) -> Predictions:
+        """Returns arrays by name; by default what the trainer's ``predict_step(batch)`` returns, joined."""
+        trainer: Any = opened.trainer
+        if not hasattr(trainer, "predict_step"):
+            raise ConfigError(f"{type(trainer).__name__}: has no predict_step(); add it to the trainer")
+        batches = self.loader(opened.run, opened.data, split, batch_size=batch_size, num_workers=0)
+        return Predictions(predicted_arrays(trainer, batches))
+
+    def predictions_file(self, split: str) -> str:
+        """Returns the name of the file that ``treadle predict`` writes without ``--out``."""
+        return f"predictions_{split}.npz"
+
+    # -- what a subclass gets ---------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        settings: Sequence[str],
+        *,
+        out: Path,
+        device: str | None,
+        resume: bool,
+        messages: Console,
+        show: Show = lambda report, out: None,
+    ) -> dict[str, Any] | None:
+        """Trains, or resumes training, evaluates and writes the run folder; a finished run shows its results.
+
+        Args:
+            settings: texts ``key=value``.
+            out: the run folder.
+            device: None takes CUDA, then MPS, then the CPU.
+            resume: resume from the folder's newest checkpoint; else the files of an earlier run are set aside.
+            messages: the console of progress.
+            show: prints the results.
+
+        Returns:
+            The content of ``metrics.json``; None on other ranks than the first.
+
+        Raises:
+            ConfigError: a setting is wrong, or not that of the run in this folder.
+            CheckpointError: no checkpoint of the folder is intact, or a file cannot be written.
+            NonFiniteError: training diverged.
+            ImportError: a package is missing; the message names what to install.
+        """
+        where = device_of_rank(device)
+        config = self.read_settings(settings, device)
+        explicit = device is not None
+        return self.run(Run(config, out, where, messages, resume=resume, given=settings, explicit=explicit), show)
+
+    def run(self, run: Run[Config], show: Show) -> dict[str, Any] | None:
+        """Does what :meth:`train` does, for settings that are read already."""
+        values = self.values(run.config)
+        finished = by_rank_0(
+            lambda: folders.finished_metrics(run.out, values, needed=self.needed) if run.resume else None
+        )
+        if finished is not None:
+            show(self.report(finished, run.out), run.out)
+            return finished
+        with self._environment(run.config):
+            metrics = self._train(dataclasses.replace(run, parallel=parallel_of(self.parallel(run.config))))
+        if metrics is not None:
+            show(self.report(metrics, run.out), run.out)
+        return metrics
+
+    def _train(self, run: Run[Config]) -> dict[str, Any] | None:
+        resumes, outdated = by_rank_0(lambda: self._look_into(run))
+        run = dataclasses.replace(run, home=run.out if resumes else None)
+        data = self.prepare(run)
+        trainer = self.build(run, data)
+        by_rank_0(lambda: self._ready(run, data, outdated))
+        start = self.resume(run, trainer) if resumes else f"fresh{_with_weights(run)}"
+        with self.held(run):
+            decided = self.describe(run, data, trainer)
+            ranks = ranks_line(self.parallel(run.config))
+            device = device_line(run.device, explicit=run.explicit)
+            print_block({"device": device, **decided, **ranks, "start": start}, run.messages)
+            self.fit_logged(run, data, trainer)
+            alone = dataclasses.replace(run, parallel=None, home=run.out, resume=True, watch=Watch())
+            trained = after_ranks(trainer, lambda: self._reopen(alone, data))
+            return None if trained is None else self._conclude(alone, data, trained, decided)
+
+    def _reopen(self, run: Run[Config], data: Data) -> Trainer:
+        """Returns the trainer of a run that has ended on several ranks, in one process; nothing is left to train."""
+        trainer = self.build(run, data)
+        self.resume(run, trainer)
+        self.fit(run, data, trainer)
+        return trainer
+
+    def _conclude(self, run: Run[Config], data: Data, trainer: Trainer, decided: dict[str, str]) -> dict[str, Any]:
+        results = self.finish(run, data, trainer)
+        values = {"device": str(run.device), **self.identity(data), "config": self.values(run.config)}
+        metrics: dict[str, Any] = to_json({"treadle": version("treadle"), **results.metrics, **values})
+        facts = {**decided, "all settings": f"{folders.RUN_FILE} in the run folder", "treadle": metrics["treadle"]}
+        report = self.report(metrics, run.out)
+        if report.title:
+            write_page(run.out / "page.html", dataclasses.replace(report, pictures=results.pictures, facts=facts))
+        # The last file of a run: where it is and has these settings, nothing is left to do.
+        write_text(json.dumps(metrics, indent=2, allow_nan=False) + "\n", run.out / "metrics.json")
+        return metrics
+
+    def fit_logged(self, run: Run[Config], data: Data, trainer: Trainer) -> None:
+        """Trains, and logs how long it took, or that it was saved before a signal ended it."""
+        started = time.perf_counter()
+        try:
+            with without_epoch_lines(self.name):
+                self.fit(run, data, trainer)
+        except SystemExit:
+            if run.watch.engine is not None:
+                _log.info("saved at step %d; the same command goes on from here", run.watch.engine.step)
+            raise
+        done = 0 if run.watch.engine is None else run.watch.engine.epoch - run.watch.first_epoch
+        if done > 0 and not run.part:
+            seconds = timedelta(seconds=round(time.perf_counter() - started))
+            _log.info("trained %d epochs in %s; now %s", done, seconds, self.afterwards)
+
+    def replay(self, run: Path, step: int, *, device: str | None, debug: bool, messages: Console) -> Replayed:
+        """Runs a step again from what a run folder holds; the folder is only read.
+
+        Args:
+            run: the run folder, or that of one of its :attr:`parts`.
+            step: 1-based.
+            device: None takes CUDA, then MPS, then the CPU.
+            debug: stop inside the step.
+            messages: the console of progress.
+
+        Raises:
+            ConfigError: the folder is none of such a run, or the run has no such step.
+            CheckpointError: a file that the step needs is missing or damaged.
+        """
+        home, part = self.home_of(run)
+        config, threads = self.stored(home, None, None)
+        witness = Witness(checkpoints_of(run), step, debug=debug)
+        with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch, self._environment(config, threads):
+            again = Run(config, Path(scratch), get_device(device), messages, home=home, part=part)
+            data = self.prepare(again)
+            with observing(Stage(witness, Path(scratch), only_mini=False)), without_epoch_lines(self.name):
+                trainer = self.build(again, data)
+                run_to_step(lambda: self.fit(again, data, trainer), witness)
+        return witness.seen
+
+    @contextlib.contextmanager
+    def open(
+        self, path: Path, tree: Mapping[str, Any], *, device: str | None, messages: Console
+    ) -> Iterator[Opened[Config, Data, Trainer]]:
+        """Gives a run built again from its folder, with the weights of a checkpoint; the folder is only read.
+
+        Args:
+            path: the checkpoint.
+            tree: what it holds.
+            device: None takes CUDA, then MPS, then the CPU.
+            messages: the console of progress.
+
+        Raises:
+            ConfigError: the folder is none of such a run.
+            CheckpointError: a file that the weights need is missing or damaged.
+        """
+        home, part = self.home_of(folders.run_folder_of(path))
+        config, threads = self.stored(home, path, tree)
+        with tempfile.TemporaryDirectory(prefix="treadle-stored-") as scratch, self._environment(config, threads):
+            where = get_device(device)
+            run = Run(config, Path(scratch), where, messages, home=home, part=part, trains=False)
+            data = self.prepare(run)
+            trainer = self.build(run, data)
+            self.load(run, trainer, path, tree)
+            yield Opened(run, data, trainer, path, tree)
+
+    def home_of(self, run: Path) -> tuple[Path, str]:
+        """Returns the folder of a whole run, and the part that a folder inside of it holds.
+
+        Example:
+            >>> Pack().home_of(Path("runs/waves"))[1]
+            ''
+        """
+        run_path = run.absolute()
+        if run_path.name in self.parts and folders.read_record(run) is None:
+            return run_path.parent, run_path.name
+        return run, ""
+
+    @contextlib.contextmanager
+    def _environment(self, config: Config, threads: int | None = None) -> Iterator[None]:
+        with cpu_threads(_threads(config) if threads is None else threads), self.environment(config):
+            yield
+
+    # -- the run folder ---------------------------------------------------------------------------------------------
+
+    def _look_into(self, run: Run[Config]) -> tuple[bool, Sequence[str]]:
+        """Returns whether the run of the folder resumes, and what is set aside; warns of changes, writes nothing."""
+        out = run.out
+        folders.refuse_other_run(out, self.name)
+        for place in (out, out / "checkpoints"):
+            check_free(place)  # before run.json is written: it may be that of a run that another process trains
+        with folders.readable(out):
+            record = folders.read_record(out)
+            begun = any(not name.startswith(".") for name in _names(out / "checkpoints"))
+        if not (run.resume and begun):
+            return False, self.made
+        if record is None:
+            return True, ()
+        differences = changes(record.config, self.values(run.config))
+        for sentence in folders.explain_changes(differences, str(out), free=self.free):
+            _log.warning("%s", sentence)
+        return True, self.outdated(run, differences)
+
+    def _ready(self, run: Run[Config], data: Data, outdated: Sequence[str]) -> None:
+        """Writes the settings, and sets aside what an earlier run left."""
+        with folders.writable(run.out):
+            run.out.mkdir(parents=True, exist_ok=True)
+            if outdated:
+                # Else a killed fresh start would be taken for the finished run that was here before.
+                for name in self.results:
+                    (run.out / name).unlink(missing_ok=True)
+            for name in outdated:
+                folders.set_aside(run.out / name)
+            record = {"face": self.name, "config": self.values(run.config), **self.identity(data)}
+            folders.write_record(run.out, record)
+            self.keep(run, data)
+
+
+def _with_weights(run: Run[Any]) -> str:
+    return "" if run.weights is None else f", with the weights of {run.weights}"
+
+
+def _threads(config: Any) -> int | None:
+    return next((value for key, value in leaves(config) if key == "threads"), None)
+
+
+def _names(folder: Path) -> list[str]:
+    return os.listdir(folder) if folder.is_dir() else []
+
+
+def load_newest(run: Run[Any], trainer: Any, *, epochs: int, step: Callable[[], int]) -> str:
+    """Loads ``last.pt`` of a run, or if it is damaged ``best.pt``, and returns where the run starts.
+
+    Args:
+        run: the run that resumes.
+        trainer: with ``load_checkpoint``.
+        epochs: of the whole run.
+        step: returns the step of the trainer.
+
+    Raises:
+        CheckpointError: neither is intact.
+    """
+    last = run.checkpoints / "last.pt"
+    candidates = by_rank_0(lambda: [path for path in (last, last.with_name("best.pt")) if os.path.lexists(path)])
+    found = find_latest(candidates, prefer=last, load=open_on_ranks)
+    if found is None:
+        return "fresh"
+    trainer.load_checkpoint(found[0])
+    return f"goes on from {found[0]}: epoch {trainer.epoch} of {epochs}, step {step():,}"
+
+
+def newest_checkpoint(out: Path, parts: Sequence[str]) -> str:
+    """Returns where a run starts, by the newest checkpoint of its folder, of the last part that has one.
+
+    Example:
+        >>> newest_checkpoint(Path("no_such_run"), [""])
+        'fresh'
+    """
+    for part in reversed(parts):
+        for name in ("checkpoint_latest.pt", "checkpoint_latest"):  # a file, or a folder of shards
+            latest = out / part / "checkpoints" / name
+            if os.path.lexists(latest):
+                return f"goes on from {latest.with_name(Path(os.path.realpath(latest)).name)}"
+    return "fresh"
+
+
+def predicted_arrays(trainer: Any, batches: Iterable[Any]) -> dict[str, Any]:
+    """Returns what a BaseTrainer's ``predict_step`` gives for batches, joined, by name."""
+    outputs: list[Any] = []
+    for_each_batch(
+        trainer.model, batches, lambda batch: outputs.append(kept_outputs(trainer.predict_step(batch))),
+        precision=trainer.precision, eval_seed=trainer.eval_seed,
+    )  # fmt: skip
+    found = joined(outputs)
+    named = found if isinstance(found, dict) else {"prediction": found}
+    return {
+        name: value.float().numpy() if value.is_floating_point() else value.numpy() for name, value in named.items()
+    }

@@ -1,0 +1,58 @@
+"""Fixture for test suites of users: ``treadle_exact`` fails a test whose training does not resume to the bit.
+
+Installed with treadle by the entry point group ``pytest11``; nothing is imported before the fixture is used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+
+if TYPE_CHECKING:
+    from treadle.runs.verify.runs import Verification
+
+
+class ExactCheck(Protocol):
+    """Function that the fixture ``treadle_exact`` gives."""
+
+    def __call__(
+        self,
+        target: str | os.PathLike[str] | Callable[[], Any],
+        arguments: Sequence[str] = ...,
+        *,
+        steps: int | None = ...,
+        kills: int = ...,
+        seed: int = ...,
+    ) -> Verification:
+        """Verifies a target as :func:`treadle.verify` does; fails the test unless it is exact."""
+        ...
+
+
+@pytest.fixture
+def treadle_exact() -> ExactCheck:
+    """Gives a function that fails the test unless a training resumes to the bit after kills.
+
+    Example:
+        >>> # def test_my_training_resumes_exactly(treadle_exact):
+        >>> #     treadle_exact("train.py", steps=12)
+    """
+
+    def check(
+        target: str | os.PathLike[str] | Callable[[], Any],
+        arguments: Sequence[str] = (),
+        *,
+        steps: int | None = None,
+        kills: int = 3,
+        seed: int = 0,
+    ) -> Verification:
+        from treadle.runs.exact import verify
+
+        result = verify(target, arguments, steps=steps, kills=kills, seed=seed)
+        if result.verdict != "EXACT":
+            pytest.fail(str(result), pytrace=False)
+        return result
+
+    return check
