@@ -207,8 +207,8 @@ def check_before_training(engine: Engine) -> None:
     """Raises or warns about what would train a wrong model in silence.
 
     Raises:
-        ConfigError: a lazy parameter is not initialised, the optimizer wants a closure, or the scheduler moves another
-            optimizer's learning rate.
+        ConfigError: a lazy parameter is not initialised, the optimizer wants a closure or holds no parameter of the
+            model, or the scheduler moves another optimizer's learning rate.
     """
     lazy = [name for name, parameter in engine.model.named_parameters() if is_lazy(parameter)]
     if lazy:
@@ -227,6 +227,12 @@ def check_before_training(engine: Engine) -> None:
         )
     engine.stray_parameters = [parameter for _, parameter in uncovered_parameters(engine.model, engine.optimizer)]
     names = [name for name, _ in uncovered_parameters(engine.model, engine.optimizer)]
+    if names and len(names) == sum(parameter.requires_grad for parameter in engine.model.parameters()):
+        raise ConfigError(
+            f"none of the {len(names)} trainable parameters of the model is in it, so nothing would be trained; build "
+            "it over model.parameters() of the model that you pass, after the model was moved, wrapped or loaded",
+            argument="optimizer",
+        )
     if names:
         engine.logger.warning(
             "%d parameters require gradients but are in no optimizer group and will not be trained: %s",

@@ -30,6 +30,7 @@ from treadle.functional.batches import split_batch
 from treadle.functional.checks import (
     check_call,
     check_loss_fn,
+    eval_losses,
     known_keys,
     optimizer_for,
     rule_for,
@@ -65,6 +66,7 @@ class Trainer(EngineCounters):
         scheduler: stepped per epoch, or per applied step with ``training.scheduler_step_per_batch``.
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
+        settings: any of :class:`TrainingSettings` by its name, such as ``max_grad_norm=1.0``; they win over ``config``.
         progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
         eval_seed: seeds the random numbers of every evaluation.
         metrics: torchmetrics objects, a collection or a dict of them; reported as ``eval_<name>``.
@@ -101,9 +103,10 @@ class Trainer(EngineCounters):
         capture: Capture = False,
         compile: Compile = False,
         progress: bool = True,
+        **settings: Any,
     ):
         self.config = config
-        self.settings = read_settings(config)
+        self.settings = read_settings(config, settings)
         self.model, self.optimizer, self.device = place(
             model, partial(optimizer_for, optimizer=optimizer, settings=self.settings), device=device,
             scheduler=scheduler, compile=compile, parallel=parallel,
@@ -255,7 +258,7 @@ class Trainer(EngineCounters):
         self,
         train_dataloader: Iterable[Any],
         num_epochs: int,
-        eval_dataloader: Iterable[Any] | None = None,
+        eval_dataloader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
         save_dir: str | Path | None = None,
         save_freq: int | None = 1,
         best_model_metric: str | None = "eval_loss",
@@ -270,7 +273,8 @@ class Trainer(EngineCounters):
         Args:
             train_dataloader: micro-batches; re-iterated for each epoch.
             num_epochs: absolute target; a run that has reached it returns its history at once.
-            eval_dataloader: evaluated after each epoch.
+            eval_dataloader: evaluated after each epoch; of a dict each loader, as ``eval_<name>_loss`` and so on, and
+                ``"eval_loss"`` then means the loss of the first.
             save_dir: folder of ``checkpoint_epoch_{n}.pt``, ``best_model.pt``, ``history.json``, and ``pretrained``
                 with the best weights of a model with ``save_pretrained``; None writes nothing.
             save_freq: epochs between checkpoints; None or 0 writes none.
@@ -289,13 +293,16 @@ class Trainer(EngineCounters):
             ConfigError: an argument is out of range, or the metric is not in the record.
             CheckpointError: another process trains in ``save_dir``, or no checkpoint is intact.
         """
-        check_call(num_epochs, save_freq, callbacks=callbacks, eval_loader=eval_dataloader)
-        if best_model_metric in ("eval_loss", "loss") and eval_dataloader is None:
-            best_model_metric = "train_loss"
-        evaluated, has_metrics = eval_dataloader is not None, bool(self._eval_task.metrics)
+        check_call(
+            num_epochs, save_freq, callbacks=callbacks, train_loader=train_dataloader, eval_loader=eval_dataloader
+        )
+        losses = eval_losses(eval_dataloader)
+        if best_model_metric in ("eval_loss", "loss"):
+            best_model_metric = losses[0] if losses else "train_loss"
+        has_metrics = bool(self._eval_task.metrics)
         make_rule = rule_for(
             best_model_metric, best_mode, patience=early_stopping_patience, min_delta=self.settings.min_delta,
-            known=known_keys(self._overrides, evaluated=evaluated, has_metrics=has_metrics),
+            known=known_keys(self._overrides, losses=losses, has_metrics=has_metrics),
         )  # fmt: skip
         self._folder.use(save_dir, save_freq)
         after_epoch = partial(self._end_epoch, callbacks or ())
