@@ -65,6 +65,7 @@ if _typing.TYPE_CHECKING:
         ThroughputHook,
         Tracker,
         TrackioHook,
+        ValidationHook,
         WandbHook,
     )
     from treadle.hooks.trackers import with_trackers
@@ -121,6 +122,7 @@ __all__ = [
     "Trainer",
     "TransferLoader",
     "TreadleError",
+    "ValidationHook",
     "WandbHook",
     "Weighted",
     "__version__",
@@ -195,6 +197,7 @@ _HOMES = {
         "ThroughputHook",
         "Tracker",
         "TrackioHook",
+        "ValidationHook",
         "WandbHook",
     ],
     "hooks.trackers": ["with_trackers"],

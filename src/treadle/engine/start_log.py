@@ -51,8 +51,8 @@ def end_line(engine: Engine, first_step: int, seconds: float) -> str:
     speed = f"{_duration(seconds)} for {engine.progress.step - first_step} steps"
     parts = [f"{_why_ended(engine)} at {place}", speed]
     parts += [
-        f"best {rule.metric} {rule.best:.4g} at epoch {rule.best_epoch}"
-        for rule in best_rules(engine)
+        f"best {rule.metric} {rule.best:.4g} at {place} {rule.best_epoch}"
+        for rule, place in best_rules(engine)
         if rule.best_epoch is not None
     ]
     if engine.state.saved is not None:
@@ -60,17 +60,18 @@ def end_line(engine: Engine, first_step: int, seconds: float) -> str:
     return "; ".join(parts)
 
 
-def best_rules(engine: Engine) -> list[BestRule]:
-    """Returns the rules in force that select an epoch."""
-    rules = (getattr(driver, "best", None) for driver in engine.state.drivers)
-    return [rule for rule in rules if isinstance(rule, BestRule)]
+def best_rules(engine: Engine) -> list[tuple[BestRule, str]]:
+    """Returns the rules in force that select a state, each with what it counts in, ``"epoch"`` or ``"step"``."""
+    rules = [(getattr(driver, "best", None), "epoch") for driver in engine.state.drivers]
+    rules += [(getattr(hook, "best_rule", None), "step") for hook in engine.hooks]
+    return [(rule, place) for rule, place in rules if isinstance(rule, BestRule)]
 
 
 def _why_ended(engine: Engine) -> str:
-    for rule in best_rules(engine):
+    for rule, place in best_rules(engine):
         if rule.should_stop:
-            epochs = f"{rule.count} epoch{'s' if rule.count > 1 else ''}"
-            return f"stopped early, {epochs} without a better {rule.metric},"
+            what = "epoch" if place == "epoch" else "evaluation"
+            return f"stopped early, {rule.count} {what}{'s' if rule.count > 1 else ''} without a better {rule.metric},"
     if engine.target.reached(engine):
         return "done"
     return f"stopped before {engine.target}, as should_stop was set,"

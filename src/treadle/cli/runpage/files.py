@@ -16,7 +16,7 @@ from treadle.runs.record import CHECKPOINTS, SESSIONS
 
 Row = dict[str, Any]
 EXPORTS = "export"
-STEPS, POINTS = "steps.jsonl", "metrics.jsonl"
+STEPS, POINTS, VALIDATIONS = "steps.jsonl", "metrics.jsonl", "validation.jsonl"
 HISTORIES = ("training_history.json", "history.json")
 _RECORDS = (STEPS, SESSIONS, POINTS, *HISTORIES, "run.json", LOCK_NAME)
 _WEIGHTS = (".pt", ".pth", ".ckpt", ".safetensors")
