@@ -161,16 +161,14 @@ class AstroTrainer(EngineCounters):
             self.device, vocab, codebooks=codebooks, config=loss_config, use_ce=use_ce, draw_seed=self._draw_seed,
             own_loss=self.compute_loss if overridden else None, compiled=compiled is True,
         )  # fmt: skip
-        every = [*self._own_hooks(output_dir, hooks), *with_trackers(hooks, trackers)]
-        all_hooks = with_default_hooks(every, given=hooks, progress=progress)
         described = {
             **layout_of(vocab), "loss_config": dataclasses.asdict(loss_config),
             "training": dataclasses.asdict(self.config), "use_ce": use_ce, "precision": precision,
             "compile_model": compiled, "scheduler_interval": scheduler_interval, "eval_seed": eval_seed,
         }  # fmt: skip
         self._engine = self._build_engine(
-            device, precision, interval=scheduler_interval, hooks=all_hooks, eval_seed=eval_seed, capture=capture,
-            config=described, progress=progress,
+            device, precision, interval=scheduler_interval, eval_seed=eval_seed, capture=capture, config=described,
+            hooks=self._all_hooks(output_dir, with_trackers(hooks, trackers), progress), progress=progress,
         )  # fmt: skip
         self._epochs = AstroEpochs(self._engine, None if overridden else self._task.term_weights)
         self._folder = AstroFolder(self._engine, vocab)
@@ -225,7 +223,7 @@ class AstroTrainer(EngineCounters):
             min_lr_ratio=settings.min_lr_ratio,
         )
 
-    def _own_hooks(self, output_dir: str | Path | None, given: Sequence[BaseHook]) -> list[BaseHook]:
+    def _all_hooks(self, output_dir: str | Path | None, given: Sequence[BaseHook], progress: bool) -> list[BaseHook]:
         own: list[BaseHook] = []
         if output_dir is not None:
             own.append(HistoryHook(Path(output_dir) / "training_history.json", lambda: self.history))
@@ -233,7 +231,7 @@ class AstroTrainer(EngineCounters):
                 own.append(StepCheckpoints(lambda: self._folder.write_step(), self.config.save_every_steps))
         if self.config.log_every and not any(isinstance(hook, (ProgressHook, ProgressBarHook)) for hook in given):
             own.append(ProgressHook(self.config.log_every))
-        return own
+        return with_default_hooks([*own, *given], given=given, progress=progress)
 
     def _draw_seed(self) -> int:
         """Returns the seed of the positions of the present micro-batch: the same in a resumed run."""

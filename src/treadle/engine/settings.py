@@ -65,7 +65,7 @@ class EngineSettings:
             raise ConfigError("must be None or >= 0", argument="max_non_finite_grad_retries", value=retries)
         check_capture(self.capture)
         if not isinstance(self.progress, bool):
-            raise ConfigError(f"progress={self.progress!r}: must be True or False")
+            raise ConfigError("must be True or False", argument="progress", value=self.progress)
         object.__setattr__(self, "grad_clip", grad_clip or None)
         object.__setattr__(self, "max_non_finite_grad_retries", retries or 0)
         object.__setattr__(self, "eval_seed", as_seed("eval_seed", self.eval_seed))

@@ -19,7 +19,6 @@ from treadle.hooks.files import to_json
 from treadle.hooks.sessionlog import SessionLogHook
 from treadle.hooks.steplog import StepLogHook
 from treadle.hooks.tracking import Guard
-from treadle.runs.record import RUN_SETTINGS
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -58,7 +57,7 @@ class RunFilesHook(BaseHook):
             self._sessions = SessionLogHook()
             self._sessions.on_before_train(trainer)
         if distributed.rank() == 0:
-            self._settings = trainer.workspace / RUN_SETTINGS
+            self._settings = trainer.workspace / "settings.json"
 
     def on_after_step(self, trainer: Engine) -> None:
         """Logs the step; after the first one, whose loader is known, writes the settings."""

@@ -113,10 +113,10 @@ def check_call(
     save_freq: Any,
     *,
     callbacks: Sequence[Callable[..., Any]] | None,
-    train_loader: Iterable[Any],
-    eval_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None,
+    loaders: tuple[Iterable[Any], Iterable[Any] | Mapping[str, Iterable[Any]] | None],
 ) -> None:
-    """Raises ConfigError for an argument of ``train`` that is out of range."""
+    """Raises ConfigError for an argument of ``train`` that is out of range; the loaders are those of both kinds."""
+    train_loader, eval_loader = loaders
     check_loader(train_loader, "train_dataloader")
     if isinstance(train_loader, Mapping):
         raise ConfigError(

@@ -293,16 +293,13 @@ class Trainer(EngineCounters):
             ConfigError: an argument is out of range, or the metric is not in the record.
             CheckpointError: another process trains in ``save_dir``, or no checkpoint is intact.
         """
-        check_call(
-            num_epochs, save_freq, callbacks=callbacks, train_loader=train_dataloader, eval_loader=eval_dataloader
-        )
+        check_call(num_epochs, save_freq, callbacks=callbacks, loaders=(train_dataloader, eval_dataloader))
         losses = eval_losses(eval_dataloader)
         if best_model_metric in ("eval_loss", "loss"):
             best_model_metric = losses[0] if losses else "train_loss"
-        has_metrics = bool(self._eval_task.metrics)
         make_rule = rule_for(
             best_model_metric, best_mode, patience=early_stopping_patience, min_delta=self.settings.min_delta,
-            known=known_keys(self._overrides, losses=losses, has_metrics=has_metrics),
+            known=known_keys(self._overrides, losses=losses, has_metrics=bool(self._eval_task.metrics)),
         )  # fmt: skip
         self._folder.use(save_dir, save_freq)
         after_epoch = partial(self._end_epoch, callbacks or ())

@@ -15,7 +15,6 @@ from treadle.runs.folder import RUN_FILE
 _log = logging.getLogger("treadle.cli")
 CHECKPOINTS = "checkpoints"
 SESSIONS = "sessions.jsonl"
-RUN_SETTINGS = "settings.json"  # of every face, see treadle.faces.run_files
 
 
 def from_literal(lines: Sequence[str]) -> Any:

@@ -13,6 +13,7 @@ from treadle.cli.runpage.checkpoints import Checkpoint, epochs_of, read_checkpoi
 from treadle.cli.runpage.files import (
     HISTORIES,
     POINTS,
+    SETTINGS,
     STEPS,
     VALIDATIONS,
     Row,
@@ -26,7 +27,7 @@ from treadle.cli.runpage.files import (
     read_yaml,
 )
 from treadle.errors import ConfigError
-from treadle.runs.record import RUN_SETTINGS, SESSIONS, last_config
+from treadle.runs.record import SESSIONS, last_config
 from treadle.runs.settings import flat
 
 _SETTING = "config."
@@ -130,7 +131,7 @@ def _config(folder: Path) -> dict[str, Any]:
         read_json(find(folder, "config.json"))
         or read_yaml(find(folder, "config.yaml"))
         or last_config(folder)
-        or read_json(find(folder, RUN_SETTINGS))
+        or read_json(find(folder, SETTINGS))
     )
     return flat(found) if isinstance(found, Mapping) else {}
 
