@@ -292,7 +292,8 @@ class AstroTrainer(EngineCounters):
         Args:
             num_epochs: absolute target; None takes ``config.epochs``. A run that has reached it returns at once.
             val_loader: batches to evaluate after each epoch; ``val_loss_total`` then selects ``best.pt``.
-            resume_from: None, ``"auto"`` (the newest intact checkpoint of ``output_dir``), or a path, also in it.
+            resume_from: None, ``"auto"`` (the furthest intact checkpoint of ``output_dir`` and of the folders of hooks
+                that load the latest), or a path, also in ``output_dir``.
 
         Returns:
             A record for each epoch: ``epoch`` (1-based), ``train_loss_total``, ``train_loss_ce``, …, ``train_n_ce``,
@@ -310,7 +311,9 @@ class AstroTrainer(EngineCounters):
             self._epochs.select_by(None if val_loader is None else partial(BestRule, "val_loss_total", "min"))
             if isinstance(self.scheduler, WarmupCosine) and self.epoch < epochs:
                 self.scheduler.use_total(schedule_length(self.config, self.train_loader, epochs))
-            return self._epochs.fit(self.train_loader, val_loader, epochs, after_epoch=self._end_epoch)
+            records = self._epochs.fit(self.train_loader, val_loader, epochs, after_epoch=self._end_epoch)
+            self._folder.write_end()
+        return records
 
     def _end_epoch(self, record: Mapping[str, Any]) -> None:
         self._folder.write_epoch(improved=self._epochs.improved)

@@ -48,6 +48,12 @@ KEYS: dict[str, str] = {
     "versions": "{treadle, python, torch, numpy}",
 }
 
+OPTIONAL_KEYS: dict[str, str] = {
+    "objects": "{path: state} of the user's own objects on the trainer and the task, where there are any",
+    "modules": "what no state dict of the model holds and has changed: trainable flags, modes, buffers, attributes",
+}
+"""Keys that a checkpoint has only where there is something to keep."""
+
 
 _PLAIN = (bool, int, float, str)
 
@@ -95,7 +101,9 @@ def to_plain(
     """
     copies = {} if copies is None else copies
     below: dict[str, Any] = {"copies": copies, "buffers": buffers, "parts": parts}
-    if tree is None or type(tree) in _PLAIN:  # subclasses, such as an Enum of strings, would be pickled by class
+    if (
+        tree is None or type(tree) in _PLAIN or isinstance(tree, torch.dtype)
+    ):  # subclasses, such as an Enum of strings, would be pickled by class
         return tree
     if isinstance(tree, Tensor):
         return _clone_part(tree, **below) if is_dtensor(tree) else _clone(tree, path, copies, buffers)

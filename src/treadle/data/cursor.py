@@ -14,9 +14,11 @@ import torch
 
 from treadle import distributed
 from treadle.data.agreement import Lengths, lengths_of_ranks
+from treadle.data.duplicates import fingerprint, repeated_by_ranks, repeated_by_workers
 from treadle.data.elastic import Place, find_place, mismatches, refuse_other_workers
 from treadle.data.order import in_global_order
-from treadle.data.samplers import generators_of, samplers_of
+from treadle.data.own_state import LoaderState, set_epoch
+from treadle.data.samplers import generators_of
 from treadle.data.sources import Source, open_source
 from treadle.errors import ConfigError
 from treadle.seed import RngState, mix_seed
@@ -99,6 +101,9 @@ class Cursor:
         self._loaded: dict[str, Any] | None = None  # a checkpoint's data entry that waits for its loader
         self._pending_rng: RngState | None = None  # the checkpoint's RNG, set after the epoch is reopened
         self._pending_generators: list[torch.Tensor] = []
+        self._objects = LoaderState(None)
+        self._pending_objects: dict[str, Any] | None = None
+        self._epoch_of_workers: int | None = None  # the epoch that the data sets were told before workers began
         self._warned: set[str] = set()
 
     def attach(self, loader: Any) -> None:
@@ -110,9 +115,10 @@ class Cursor:
                     "loader": None,
                 }  # what is left is found in any loader
             self._source = open_source(loader)
+            self._objects = LoaderState(loader)
             self._loader = loader
             self._iterator = None
-            self.warn(self._source.warnings(resuming=False))
+            self.warn(self._source.warnings(resuming=False) + repeated_by_workers(loader))
 
     def open(self, loader: Any) -> None:
         """Opens the running epoch: afresh, where it stands, or at the position of a loaded checkpoint."""
@@ -120,7 +126,9 @@ class Cursor:
         if self._iterator is not None or self.ended:
             self._restore_pending()
             return
-        _set_epoch(loader, self.epoch)
+        if set_epoch(loader, self.epoch) and self._epoch_of_workers not in (None, self.epoch):
+            self._the_source().close()  # workers that persist have copies that were told another epoch
+        self._epoch_of_workers = self.epoch
         self._ask_ranks()
         if self._opening is None:
             self._open_fresh()
@@ -135,9 +143,12 @@ class Cursor:
         source, ordered = self._the_source(), in_global_order(self._loader)
         certain = source.exact or isinstance(self._loader, (list, tuple, range))
         order = None if ordered is None else ordered.order
-        self.lengths = lengths_of_ranks(source.length, certain=certain, order=order)
-        if self.ranks == "together":
+        trains = self.ranks == "together"
+        data = fingerprint(self._loader) if trains else 0
+        self.lengths = lengths_of_ranks(source.length, certain=certain, order=order, data=data)
+        if trains:
             self.lengths.check_equal()
+            self.warn(repeated_by_ranks(self._loader, same_data=self.lengths.same_data))
 
     @property
     def _asks_at_each_step(self) -> bool:
@@ -149,6 +160,7 @@ class Cursor:
         self._opening = {
             "rng": RngState.capture().to_plain(),
             "generators": [generator.get_state() for generator in generators_of(self._loader)],
+            "objects": self._objects.collect(),
         }
         self._loaded = None  # a checkpoint of the epoch's very start: from here on the place is another
         self._iterator = self._iterate(skip=0, state=None)
@@ -163,7 +175,12 @@ class Cursor:
             refuse_other_workers(loaded, now, loader=type(self._loader).__name__)
         self.warn(self._place.warnings, topic="resumed position")
         self.warn(mismatches(loaded, now, self._place) + source.warnings(resuming=True))
+        unknown = self._objects.unknown(opening.get("objects") or {})
+        self.warn(
+            [f"the checkpoint's state of {path} is ignored: this run's loader has no such object" for path in unknown]
+        )
         _set_generators(self._loader, opening["generators"])
+        self._objects.restore(opening.get("objects") or {})
         RngState.from_plain(opening["rng"]).restore()
         keeps_state = self._place.keeps_state and loaded.get("kind") == source.kind
         state = loaded.get("loader") if keeps_state else None
@@ -171,6 +188,7 @@ class Cursor:
         if not self._num_workers:
             # A generator may be shared with the dataset; without prefetching its state is known exactly.
             _set_generators(self._loader, self._pending_generators)
+        self._restore_objects()
         self._loaded, self._pending_rng, self._pending_generators = None, None, []
         present.restore()
 
@@ -197,6 +215,12 @@ class Cursor:
             self._pending_rng = None
         _set_generators(self._loader, self._pending_generators)
         self._pending_generators = []
+        self._restore_objects()
+
+    def _restore_objects(self) -> None:
+        if self._pending_objects is not None:
+            self._objects.restore(self._pending_objects)
+            self._pending_objects = None
 
     def _iterate(self, *, skip: int, state: Any) -> Iterator[Any]:
         assert self._opening is not None
@@ -254,6 +278,7 @@ class Cursor:
         if self.ended:
             self._iterator = None
             self.warn(source.warnings(resuming=False))
+            self._warn_of_lost()
         return group
 
     def _check_buffers(self, count: int) -> None:
@@ -299,6 +324,7 @@ class Cursor:
         self.position = position
         self._loaded = {**self.state_dict(), "loader": None}
         self._pending_generators = self._loaded["generators"]
+        self._pending_objects = self._loaded.get("objects", {})
         self._iterator = None
 
     def give_back(self, count: int) -> None:
@@ -329,6 +355,7 @@ class Cursor:
         if self._iterator is not None:
             self._loaded = self.state_dict()
             self._pending_generators = self._loaded["generators"]
+            self._pending_objects = self._loaded.get("objects", {})
             self._iterator = None
         self._source.close()
 
@@ -344,7 +371,7 @@ class Cursor:
             "epoch": self.epoch,
             "position": self.position,
             "ended": self.ended,
-            "opening": self._opening,
+            "opening": _without_empty(self._opening),
             "generators": self._pending_generators
             or [generator.get_state() for generator in generators_of(self._loader)],
             "kind": source.kind if source else None,
@@ -353,7 +380,23 @@ class Cursor:
             "num_workers": self._num_workers,
             "num_ranks": distributed.world_size(),
             "order": self._order_state(),
+            **self._object_states(),
         }
+
+    def _object_states(self) -> dict[str, Any]:
+        """Returns the entry ``objects``, or none where nothing is to be kept."""
+        self._warn_of_lost()
+        states = self._objects.collect() if self._pending_objects is None else self._pending_objects
+        return {"objects": states} if states else {}
+
+    def _warn_of_lost(self) -> None:
+        lost = [
+            f"{name} has changed, and no checkpoint holds it: a resume is exact only if no item depends on it. "
+            "Give its "
+            "object state_dict and load_state_dict, or make items from their index and the global random generators"
+            for name in self._objects.lost()
+        ]
+        self.warn(lost, topic="state that is lost")
 
     def _order_state(self) -> dict[str, Any] | None:
         """Returns how far the ranks together are in the global order, if the loader has one."""
@@ -383,6 +426,7 @@ class Cursor:
         self._loaded = {key: value for key, value in state_dict.items() if key != "ranks"}
         self._pending_rng = rng
         self._pending_generators = list(state_dict["generators"])
+        self._pending_objects = dict(state_dict.get("objects") or {})
 
     def warn(self, sentences: list[str], *, topic: str | None = None) -> None:
         """Logs each sentence as a warning, once; ``topic`` becomes an attribute of the record, to filter by."""
@@ -397,8 +441,8 @@ def _set_generators(loader: Any, states: list[torch.Tensor]) -> None:
         generator.set_state(state)
 
 
-def _set_epoch(loader: Any, epoch: int) -> None:
-    for owner in (*samplers_of(loader), loader):
-        set_epoch = getattr(owner, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
+def _without_empty(opening: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Returns an opening without the states of objects where there are none, as checkpoints of old have it."""
+    if opening is None:
+        return None
+    return {key: value for key, value in opening.items() if key != "objects" or value}

@@ -10,6 +10,7 @@ The loader made here runs the user's own dataset, batch sampler and collate func
 
 from __future__ import annotations
 
+import contextlib
 import random
 import weakref
 from collections import deque
@@ -30,7 +31,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from treadle.checkpoint.attributes import same
+from treadle.checkpoint.schema import to_plain
 from treadle.data.ranks import RankBatchSampler
+from treadle.errors import ConfigError
 from treadle.seed import RngState, mix_seed
 
 # These draw from the global RNG when they are opened and never again while they run, and their length is right.
@@ -46,6 +50,20 @@ _KNOWN = (
     tuple,
     range,
 )
+
+_WATCHED_READS = 3  # of a worker, after which its data set is taken to keep no state
+
+
+def has_state(owner: Any) -> bool:
+    """Returns whether an object offers ``state_dict()`` and ``load_state_dict()``; a class does not.
+
+    Example:
+        >>> has_state(torch.nn.Linear(1, 1)), has_state(torch.nn.Linear)
+        (True, False)
+    """
+    return not isinstance(owner, type) and all(
+        callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict")
+    )
 
 
 def is_known(loader: Any) -> bool:
@@ -68,15 +86,37 @@ class _SeededDataset(Dataset[Any]):
 
     def __init__(self, dataset: Any):
         self.dataset = dataset
+        self._watched = _WATCHED_READS if has_state(dataset) else 0
 
     def __getitem__(self, index: _SeededIndex) -> Any:
         _seed_worker(index.seed)
-        return self.dataset[index.index]
+        with self._watching():
+            return self.dataset[index.index]
 
     def __getitems__(self, index: _SeededIndex) -> Any:
         _seed_worker(index.seed)
         getitems = getattr(self.dataset, "__getitems__", None)
-        return getitems(index.index) if getitems else [self.dataset[i] for i in index.index]
+        with self._watching():
+            return getitems(index.index) if getitems else [self.dataset[i] for i in index.index]
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Raises where a worker's first reads change the state that its copy of the data set offers.
+
+        Raises:
+            ConfigError: they do; no checkpoint could hold it.
+        """
+        if not self._watched:
+            yield
+            return
+        self._watched -= 1
+        before = to_plain(self.dataset.state_dict(), "dataset")
+        yield
+        if not same(before, to_plain(self.dataset.state_dict(), "dataset")):
+            raise ConfigError(
+                f"the state_dict of {type(self.dataset).__name__} changes while items are read, and each worker has a "
+                "copy of it whose state no checkpoint can hold; use num_workers=0, or make items from their index",
+            )
 
     def __len__(self) -> int:
         return len(self.dataset)

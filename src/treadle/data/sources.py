@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from treadle.data.indexed import IndexedReader, Workers, draw_as_workers_do_when_they_start, is_known
+from treadle.data.indexed import IndexedReader, Workers, draw_as_workers_do_when_they_start, has_state, is_known
 from treadle.data.rows import RowLoader
-from treadle.data.samplers import changed_values, hidden_generators, kept_values
+from treadle.data.samplers import hidden_generators, samplers_of
 from treadle.data.transfer import TransferLoader, TransferredSource
 from treadle.errors import ConfigError
 
@@ -65,11 +66,9 @@ class _Indexed:
         self.reader = IndexedReader(loader)
         self.length = _length(loader)
         self.exact = self.length is not None and self.reader.known
-        self._values: dict[tuple[int, str], Any] = {}
         self.ids_at = self.reader.ids_at
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
-        self._values = {} if self.loader.num_workers else kept_values(self.loader)
         return self.reader.open(skip=skip, seed=seed)
 
     def finish(self, iterator: Iterator[Any]) -> None:
@@ -85,7 +84,7 @@ class _Indexed:
         self.reader.close()
 
     def warnings(self, *, resuming: bool) -> list[str]:
-        sentences = hidden_generators(self.loader) + changed_values(self.loader, self._values)
+        sentences = hidden_generators(self.loader)
         if not self.reader.loader.in_order:
             sentences.append("in_order=False: batches come as workers finish them, so no run can be repeated exactly")
         if self.reader.draws_while_running:
@@ -107,11 +106,14 @@ class _Stateful:
         self.exact = self.length is not None and certain
         self._ids = loader.last_ids if isinstance(loader, RowLoader) else None
         self._workers = Workers()
+        # The state of such a sampler may be that of its pass and not of its place, and the loader would load it there.
+        self._replays = isinstance(loader, DataLoader) and any(map(_is_users_with_state, samplers_of(loader)))
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
-        if skip and state is not None:
+        if skip and state is not None and not self._replays:
             self.loader.load_state_dict(state)
-            return self._workers.of(iter(self.loader))
+            with _ending_where_it_ends(self.loader):
+                return self._workers.of(iter(self.loader))
         if isinstance(self.loader, RowLoader):
             self.loader.pass_over(skip)
             return iter(self.loader)
@@ -135,6 +137,11 @@ class _Stateful:
         _end_persistent_workers(self.loader)
 
     def warnings(self, *, resuming: bool) -> list[str]:
+        if resuming and self._replays:
+            return [
+                f"the sampler of this {type(self.loader).__name__} keeps state: the epoch is replayed from its "
+                "start, and the consumed batches are read again and dropped; a plain DataLoader passes over them"
+            ]
         if resuming and getattr(self.loader, "num_workers", 0) > 0:
             return [
                 f"{type(self.loader).__name__} restores its position but not the random state of its workers: "
@@ -195,6 +202,24 @@ class _Replayed:
         return sentences
 
 
+def _is_users_with_state(sampler: Any) -> bool:
+    return has_state(sampler) and type(sampler).__module__.partition(".")[0] not in ("torch", "torchdata")
+
+
+@contextlib.contextmanager
+def _ending_where_it_ends(loader: Any) -> Iterator[None]:
+    """Keeps a loader whose state is at the end of an epoch from beginning the next one, as ``torchdata.nodes`` "
+    "would."""
+    restarts = getattr(loader, "restart_on_stop_iteration", None) is True
+    if restarts:
+        loader.restart_on_stop_iteration = False
+    try:
+        yield
+    finally:
+        if restarts:
+            loader.restart_on_stop_iteration = True
+
+
 def _keeps_workers(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and loader.persistent_workers
 
@@ -248,6 +273,19 @@ def refuse_dataset(loader: Any, argument: str = "loader") -> None:
         )
 
 
+def _is_torchs_own(loader: Any) -> bool:
+    """Returns whether a DataLoader iterates as torch's class does, so that another over the same parts gives the same.
+
+    Example:
+        >>> _is_torchs_own(DataLoader([1.0]))
+        True
+    """
+    return all(
+        getattr(type(loader), name) is getattr(DataLoader, name) and name not in vars(loader)
+        for name in ("__iter__", "_get_iterator", "_index_sampler", "_auto_collation")
+    )
+
+
 def open_source(loader: Any) -> Source:
     """Chooses how a loader is read.
 
@@ -268,7 +306,7 @@ def open_source(loader: Any) -> Source:
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return _Stateful(loader)
     map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    if map_style and type(loader).__iter__ is DataLoader.__iter__ and hasattr(loader.dataset, "__getitem__"):
+    if map_style and _is_torchs_own(loader) and hasattr(loader.dataset, "__getitem__"):
         return _Indexed(loader)
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -51,11 +52,15 @@ def load_model_state(
     """
     check_model_state(model, saved, what=what, kept=kept)
     target = unwrap(model)
-    live = {clean_name(name): (name, value) for name, value in target.state_dict().items()}
+    own = target.state_dict()
+    live = {clean_name(name): (name, value) for name, value in own.items()}
     fitting = {
         live[name][0]: placed_like(value, live[name][1]) for name, value in without_wrappers(saved, live).items()
     }
-    target.load_state_dict(fitting, strict=not kept)
+    state: OrderedDict[str, Any] = OrderedDict(fitting)
+    # The versions of the modules' own forms, without which torch takes a state for one of its oldest.
+    state._metadata = getattr(own, "_metadata", None)  # type: ignore[attr-defined]
+    target.load_state_dict(state, strict=not kept)
 
 
 def check_model_state(
@@ -88,13 +93,29 @@ def state_mismatches(
     """
     live = {clean_name(name): value for name, value in unwrap(model).state_dict().items()}
     saved = without_wrappers(saved, live)
+    resized = _resized_by_loading(unwrap(model))
     wrong = [f"missing {name}" for name in live if name not in saved and name not in kept]
     wrong += [f"unexpected {name}" for name in saved if name not in live]
     for name, value in live.items():
         other = getattr(saved.get(name), "shape", None)
-        if isinstance(value, Tensor) and other is not None and value.shape != other:
+        if isinstance(value, Tensor) and other is not None and value.shape != other and name not in resized:
             wrong.append(f"{name} is {tuple(other)} in the checkpoint and {tuple(value.shape)} in the {what}")
     return "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+
+
+def _resized_by_loading(model: nn.Module) -> set[str]:
+    """Returns names of tensors whose modules load other shapes in a way of their own, as observers of ranges do."""
+    return {
+        clean_name(f"{prefix}.{name}".lstrip("."))
+        for prefix, module in model.named_modules()
+        if _loads_in_its_own_way(type(module))
+        for name in (*module._parameters, *module._buffers)
+    }
+
+
+def _loads_in_its_own_way(kind: type[nn.Module]) -> bool:
+    own = kind._load_from_state_dict is not nn.Module._load_from_state_dict
+    return own and (not kind.__module__.startswith("torch.") or kind.__module__.startswith("torch.ao."))
 
 
 def without_wrappers(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from torch.utils.data import DistributedSampler
 
 from treadle import distributed
 from treadle.data.cursor import Cursor
+from treadle.data.own_state import LoaderState
 from treadle.data.samplers import generators_of, samplers_of
 from treadle.errors import ConfigError
 from treadle.means import RunningMeans
@@ -201,10 +202,13 @@ def _kept_to_itself(replicas: nn.parallel.DistributedDataParallel | None) -> Ite
 
 @contextlib.contextmanager
 def _kept_generators(loader: Any) -> Iterator[None]:
-    """Puts the generators of an evaluation loader back, so that its next pass draws the same order."""
+    """Puts generators, samplers and data sets of an evaluation loader back, so that its next pass is the same."""
     states = [(generator, generator.get_state()) for generator in generators_of(loader)]
+    objects = LoaderState(loader)
+    before = objects.collect()
     try:
         yield
     finally:
+        objects.restore(before)
         for generator, state in states:
             generator.set_state(state)

@@ -41,6 +41,7 @@ from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook, reaches_hooks
 from treadle.engine.observers import announce_running
 from treadle.engine.progress import Progress
+from treadle.engine.rehearsal import check_length_of_schedule, refuse_fsdp_1
 from treadle.engine.session import Declared, leave_on_signal, resume_from_hooks, training_session
 from treadle.engine.settings import Capture, EngineSettings, Outcome, Steps
 from treadle.engine.signals import ExitPlan, SignalListener
@@ -50,6 +51,7 @@ from treadle.engine.stopping import Target
 from treadle.engine.voice import speaking
 from treadle.means import RunningMeans
 from treadle.optim.ema import Ema
+from treadle.optim.evaluation_point import at_evaluation_point
 from treadle.optim.gradients import Gradients, clip_, divide_, total_norm
 from treadle.optim.nonfinite import FiniteGuard, StepLocation
 from treadle.optim.precision import Precision, PrecisionName
@@ -236,7 +238,12 @@ class Engine:
             self.prepare()
             resume_from_hooks(self)
             if self.target.reached(self):
-                self.logger.info("nothing to do: at step %d, epoch %d the target is reached", self.step, self.epoch)
+                # A run that was finished by an earlier process is in order; a second call in this one trains nothing.
+                level = logging.WARNING if self.state.num_runs else logging.INFO
+                self.logger.log(
+                    level, "nothing to do: at step %d, epoch %d the target, %s of the whole run, is reached",
+                    self.step, self.epoch, self.target,
+                )  # fmt: skip
                 return
         self.should_stop = False
         if self.step == 0 and not self.state.loaded:
@@ -245,6 +252,7 @@ class Engine:
         with training_session(self):
             while not (self.target.reached(self) or session.ranks_stop(self)):
                 self.cursor.open(loader)
+                check_length_of_schedule(self)
                 leave_on_signal(self)
                 while (group := self.cursor.take(self.settings.accumulation_steps)).batches:
                     begin_step(self)
@@ -503,15 +511,16 @@ class Engine:
             task: by default the training task.
         """
         self.raise_if_refused()
-        return evaluate(
-            self.model,
-            loader,
-            task or self.task,
-            precision=self.precision,
-            eval_seed=self.settings.eval_seed,
-            cursor=self.eval_cursor,
-            interrupted=session.interruption(self),
-        )
+        with at_evaluation_point(self.optimizer):
+            return evaluate(
+                self.model,
+                loader,
+                task or self.task,
+                precision=self.precision,
+                eval_seed=self.settings.eval_seed,
+                cursor=self.eval_cursor,
+                interrupted=session.interruption(self),
+            )
 
     def heard_of(self, notice: Callable[[], float]) -> list[float]:
         """Returns the number that each rank sent for a hook in the present step; see ``BaseHook.notice``."""
@@ -545,6 +554,7 @@ class Engine:
         if self.declared.complete:
             return
         announce_running(self)
+        refuse_fsdp_1(self.model)
         self.declared = session.declared_by_hooks(self)
         self.state.prepare(self)
         self.exchange = gradient_exchange(self.model)

@@ -6,21 +6,27 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from treadle import distributed
+from treadle.checkpoint.attributes import unequal
 from treadle.checkpoint.base_fingerprints import without
 from treadle.checkpoint.files import FORMAT_NAME
-from treadle.checkpoint.schema import FORMAT_VERSION, KEYS, to_plain, versions
-from treadle.distributed.state_names import check_model_state, load_model_state, model_state
-from treadle.engine.common_state import common_state
+from treadle.checkpoint.schema import FORMAT_VERSION, KEYS, OPTIONAL_KEYS, to_plain, versions
+from treadle.distributed import is_dtensor
+from treadle.distributed.shards import placed_like, placed_state
+from treadle.distributed.state_names import check_model_state, load_model_state, model_state, without_wrappers
 from treadle.engine.hook import BaseHook
+from treadle.engine.module_state import ModulesPart
+from treadle.engine.own_objects import ObjectsPart
+from treadle.engine.state_part import Difference, Notice, Saved, StatePart
 from treadle.errors import CheckpointError
 from treadle.optim.ema import Ema
+from treadle.optim.evaluation_point import NAME as POINT
+from treadle.optim.evaluation_point import at_evaluation_point, has_modes
 from treadle.optim.optimizer import (
     aligned_groups,
     is_same_setting,
@@ -28,76 +34,18 @@ from treadle.optim.optimizer import (
     optimizer_state,
     overruled_settings,
 )
+from treadle.optim.optimizer_state import by_position
 from treadle.seed import RngState, mix_seed
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
-_OWN_DATA = ("opening", "generators", "loader")
+_OWN_DATA = ("opening", "generators", "loader", "objects")
 # Of torch's schedulers: what moves with the steps, or belongs to the optimizer's groups. The rest are settings.
 _MOVING = {
     "base_lrs", "max_lrs", "last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "mode_worse",
     "total_size", "verbose",
 }  # fmt: skip
-
-
-class Notice(NamedTuple):
-    """A warning about a state that is loaded, with the topic of its log record."""
-
-    text: str
-    topic: str | None = None
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint as a run loads it.
-
-    Attributes:
-        tree: the checkpoint, without what ``strict=False`` leaves out.
-        kept: names of weights that stay as they are, since the checkpoint leaves them out on purpose.
-    """
-
-    tree: Mapping[str, Any]
-    kept: frozenset[str] = frozenset()
-
-    @classmethod
-    def for_engine(cls, engine: Engine, tree: Mapping[str, Any]) -> Saved:
-        """Returns a checkpoint as it fits an engine's model; changes nothing.
-
-        Raises:
-            CheckpointError: it has no model, or its frozen weights are others than the model's.
-        """
-        if "model" not in tree:
-            raise CheckpointError(f"the checkpoint has no 'model' entry; its keys are {sorted(tree)}")
-        kept = engine.state.base.check(engine.model, tree.get("base"))
-        if engine.state.options.strict:
-            return cls(tree, kept)
-        return cls(*common_state(engine, tree, kept))
-
-    def get(self, key: str) -> Any:
-        """Returns an entry; None if it is missing."""
-        return self.tree.get(key)
-
-    def part(self, key: str) -> Mapping[str, Any]:
-        """Returns an entry that is a mapping; an empty one if it is missing."""
-        return self.tree.get(key) or {}
-
-
-class StatePart:
-    """One part of a checkpoint. The base class keeps nothing, accepts everything and warns of nothing."""
-
-    def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
-        """Writes the part's keys into a tree."""
-
-    def check(self, engine: Engine, saved: Saved) -> None:
-        """Raises CheckpointError if the part cannot be loaded; changes nothing."""
-
-    def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
-        """Yields warnings about what differs between the checkpoint and this run."""
-        yield from ()
-
-    def load(self, engine: Engine, saved: Saved) -> None:
-        """Restores the part, in place."""
 
 
 class FormatPart(StatePart):
@@ -178,6 +126,11 @@ class ModelPart(StatePart):
     def load(self, engine: Engine, saved: Saved) -> None:
         load_model_state(engine.model, saved.tree["model"], kept=saved.kept)
 
+    def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
+        live = model_state(engine.model)
+        loaded = without_wrappers(saved.tree["model"], live)
+        yield from unlike(loaded, {name: value for name, value in live.items() if name in loaded}, "model")
+
 
 class SchedulerPart(StatePart):
     """State of the learning-rate scheduler."""
@@ -208,12 +161,19 @@ class SchedulerPart(StatePart):
             # The optimizer did step, in another process; torch would warn of a wrong order at an epoch's end.
             engine.optimizer._opt_called = True  # type: ignore[attr-defined]
 
+    def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
+        state = saved.get("scheduler")
+        if engine.lr_scheduler is not None and state is not None and saved.same_torch:
+            yield from unlike(state, to_plain(engine.lr_scheduler.state_dict(), "scheduler"), "scheduler")
+
 
 class OptimizerPart(StatePart):
     """State of the optimizer, by parameter."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         tree["optimizer"] = optimizer_state(engine.optimizer, engine.model)
+        if changed := engine.state.optimizer_attributes.changed():
+            tree["optimizer"]["attributes"] = changed
 
     def check(self, engine: Engine, saved: Saved) -> None:
         if saved.get("optimizer") is not None:
@@ -227,7 +187,16 @@ class OptimizerPart(StatePart):
 
     def load(self, engine: Engine, saved: Saved) -> None:
         if saved.get("optimizer") is not None:
-            load_optimizer_state(engine.optimizer, engine.model, saved.get("optimizer"))
+            state = dict(saved.part("optimizer"))
+            attributes = state.pop("attributes", {})
+            load_optimizer_state(engine.optimizer, engine.model, state)
+            engine.state.optimizer_attributes.restore(attributes)
+
+    def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
+        if saved.get("optimizer") is not None and saved.same_torch:
+            now = optimizer_state(engine.optimizer, engine.model)
+            state = {key: value for key, value in saved.part("optimizer").items() if key != "attributes"}
+            yield from unlike(by_position(state), by_position(now), "optimizer")
 
 
 class ScalerPart(StatePart):
@@ -265,6 +234,8 @@ class AveragesPart(StatePart):
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         base = tree["base"] or ()
         tree["ema"] = {name: _average_state(ema, base) for name, ema in engine.averages.items()} or None
+        if not engine.averages and has_modes(engine.optimizer):
+            tree["ema"] = {POINT: {"shadow": without(_weights_at_evaluation_point(engine), base)}}
 
     def check(self, engine: Engine, saved: Saved) -> None:
         for name, entry in saved.part("ema").items():
@@ -281,7 +252,7 @@ class AveragesPart(StatePart):
                     "ones"
                 )
         for name in known:
-            if name not in live:
+            if name not in (*live, POINT):
                 yield Notice(f"the checkpoint's average {name!r} is ignored: this run keeps no such average")
 
     def load(self, engine: Engine, saved: Saved) -> None:
@@ -291,6 +262,13 @@ class AveragesPart(StatePart):
                 ema.restore(known[name], kept=saved.kept)
             else:
                 ema.restart_from(engine.model)
+
+    def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
+        for name, entry in saved.part("ema").items():
+            if name in engine.averages:
+                now = engine.averages[name].snapshot()["shadow"]
+                loaded = without_wrappers(entry["shadow"], now)
+                yield from unlike(loaded, {key: now[key] for key in now if key in loaded}, f"ema.{name}")
 
 
 class ProgressPart(StatePart):
@@ -342,7 +320,7 @@ class HooksPart(StatePart):
             if key not in known:
                 text = f"the checkpoint's state of hook {key!r} is ignored: this run has no such hook"
                 yield Notice(text, topic="ignored hook state")
-        own_keys = set(saved.tree) - set(KEYS)  # a hook may keep its state under a key of its own
+        own_keys = set(saved.tree) - set(KEYS) - set(OPTIONAL_KEYS)  # a hook may keep its state under a key of its own
         for hook in engine.hooks:
             keeps_state = type(hook).on_state_dict is not BaseHook.on_state_dict and not hook.implicit
             if keeps_state and "hooks" in saved.tree and not own_keys and hook.state_key not in kept:
@@ -360,7 +338,7 @@ class RngPart(StatePart):
         """Adds what each rank has to itself to a tree whose other entries are alike on all ranks."""
         own = {
             "rng": RngState.capture().to_plain(),
-            "data": {key: tree["data"].get(key) for key in _OWN_DATA},
+            "data": {key: tree["data"][key] for key in _OWN_DATA if key in tree["data"]},
             "epoch_means": tree["progress"]["epoch_means"],
         }
         if distributed.world_size() == 1:
@@ -390,14 +368,37 @@ class RngPart(StatePart):
 
 PARTS: tuple[StatePart, ...] = (
     FormatPart(), DriversPart(), ModelPart(), SchedulerPart(), OptimizerPart(), ScalerPart(), AveragesPart(),
-    ProgressPart(), DataPart(), HooksPart(), RngPart(),
+    ProgressPart(), ObjectsPart(), ModulesPart(), DataPart(), HooksPart(), RngPart(),
 )  # fmt: skip
 """All parts, in the order in which they are collected and loaded."""
 
 MOVED_BY_STEPS = tuple(
-    part for part in PARTS if isinstance(part, (ModelPart, SchedulerPart, OptimizerPart, ScalerPart, AveragesPart))
+    part
+    for part in PARTS
+    if isinstance(part, (ModelPart, SchedulerPart, OptimizerPart, ScalerPart, AveragesPart, ObjectsPart, ModulesPart))
 )
 """The parts that a step changes."""
+
+
+def unlike(saved: Mapping[str, Any], now: Mapping[str, Any], path: str) -> Iterator[Difference]:
+    """Yields where a state in memory differs from a saved one; of tensors over ranks, this rank's parts are "
+    "compared."""
+    for key, value in saved.items():
+        if key not in now:
+            yield f"{path}.{key}", "nothing there after loading"
+            continue
+        live = now[key]
+        if isinstance(value, Mapping) and isinstance(live, Mapping):
+            yield from unlike(value, live, f"{path}.{key}")
+            for extra in live.keys() - value.keys():
+                yield f"{path}.{key}.{extra}", "nothing there in the file"
+            continue
+        if is_dtensor(live) and not is_dtensor(value):
+            placed = placed_state(value, live)
+            value, live = placed.to_local() if is_dtensor(placed) else placed, live.to_local()
+        elif isinstance(live, torch.Tensor) and not isinstance(value, torch.Tensor):
+            value = placed_like(value, None)  # stored in a folder of shards
+        yield from unequal(value, live, f"{path}.{key}")
 
 
 def _rng_of_rank(engine: Engine, saved: Saved) -> RngState | None:
@@ -411,6 +412,14 @@ def _rng_of_rank(engine: Engine, saved: Saved) -> RngState | None:
     digest = hashlib.blake2b(states[0]["torch"].cpu().numpy().tobytes(), digest_size=8).digest()
     of_first = int.from_bytes(digest, "little") >> 1
     return RngState.seeded(mix_seed(of_first, engine.progress.step, ranks, rank))
+
+
+def _weights_at_evaluation_point(engine: Engine) -> dict[str, Any]:
+    with at_evaluation_point(engine.optimizer):
+        return {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in model_state(engine.model).items()
+        }
 
 
 def _average_state(ema: Ema, base: Collection[str]) -> dict[str, Any]:

@@ -6,17 +6,36 @@ that does not fit leaves the run as it was; the random state is loaded last.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch.optim import Optimizer
+
+from treadle import distributed
+from treadle.checkpoint.attributes import Attributes
 from treadle.checkpoint.base_fingerprints import FrozenBase
 from treadle.checkpoint.buffers import HostBuffers
+from treadle.checkpoint.order import Reach
 from treadle.checkpoint.schema import KEYS, to_plain
-from treadle.engine.parts import MOVED_BY_STEPS, PARTS, Saved, StatePart
+from treadle.engine.first_save import try_loading
+from treadle.engine.module_state import ModuleState
+from treadle.engine.origin import RunOrigin
+from treadle.engine.own_objects import OwnObjects
+from treadle.engine.parts import MOVED_BY_STEPS, PARTS
 from treadle.engine.state_options import StateOptions
+from treadle.engine.state_part import Saved, StatePart
+from treadle.errors import CheckpointError
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
+
+
+_OF_OPTIMIZERS = ("_opt_called", "_step_count", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured")
+
+
+def is_of_torch(optimizer: Any) -> bool:
+    """Returns whether torch wrote an optimizer's class."""
+    return type(optimizer).__module__.startswith("torch.")
 
 
 class Driver(Protocol):
@@ -47,29 +66,79 @@ class RunState:
         base: fingerprints of frozen weights that checkpoints leave out.
         loaded: whether a state was loaded, by hand or by a hook.
         resumed: whether hooks were asked for a checkpoint to resume from.
+        searched: whether a front end chose the state among those of all hooks too, so that hooks need not look.
         source: the checkpoint that the run resumed from, for the log.
         saved: the newest checkpoint that this process wrote, for the log; None before one.
         saved_step: the step of its state.
+        origin: where the run began.
         scored: the weights that the last evaluation scored, ``"model"`` or ``"ema"``; None before one.
         num_loads: how often a state was loaded; tensors of the optimizer lie in other memory after each.
+        training: whether a run takes steps.
+        num_runs: runs that took steps, of this object.
+        modules: state of the model that its state dict does not hold.
+        objects: the user's own objects on the trainer and the task.
+        optimizer_attributes: plain attributes of an optimizer that is not torch's, and inherits its state dict.
     """
 
     base: FrozenBase
+    modules: ModuleState
+    objects: OwnObjects
+    optimizer_attributes: Attributes
 
     def __init__(self, options: StateOptions):
         self.options = options
         self.drivers: list[Driver] = []
         self.loaded = False
         self.resumed = False
+        self.searched = False
         self.source: str | None = None
         self.saved: str | None = None
         self.saved_step: int | None = None
+        self.origin = RunOrigin()
         self.scored: str | None = None
         self.num_loads = 0
+        self.training = False
+        self.num_runs = 0
+        self._trial: Callable[[], None] | None = None
+        self._rehearsed = False
+        self._warned: set[str] = set()
 
     def prepare(self, engine: Engine) -> None:
-        """Takes fingerprints of the frozen weights."""
+        """Takes fingerprints of the frozen weights, and notes how the user's objects were built."""
         self.base = FrozenBase(engine.model, asked=self.options.ignore_frozen_params)
+        self.modules = ModuleState(engine.model)
+        self.objects = OwnObjects(engine)
+        keeps_none = type(engine.optimizer).state_dict is not Optimizer.state_dict or is_of_torch(engine.optimizer)
+        self.optimizer_attributes = Attributes(None if keeps_none else engine.optimizer, leave_out=_OF_OPTIMIZERS)
+
+    def warn_once(self, engine: Engine, text: str) -> None:
+        """Logs a warning about state that is lost, once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            engine.logger.warning("%s", text, extra={"topic": "state that is lost"})
+
+    def try_before_step_1(self, trial: Callable[[], None]) -> None:
+        """Has something tried before the first step of a run that begins; one that was resumed has done it before."""
+        self._trial = trial
+
+    def run_trial(self, engine: Engine) -> None:
+        """Runs what is to be tried, and puts back what it changed in the user's objects."""
+        trial, self._trial = self._trial, None
+        if trial is None or engine.progress.step or self.loaded:
+            return
+        modules, objects = self.modules.collect(engine.model), self.objects.attributes()
+        trial()
+        self.modules.restore(engine.model, modules, ready=False)
+        self.objects.restore_attributes(objects)
+
+    def begin_run(self) -> None:
+        """Records that steps are being taken."""
+        self.training, self.num_runs = True, self.num_runs + 1
+
+    def end_run(self, engine: Engine) -> None:
+        """Records that no more steps are taken, and the modes that the modules were left in."""
+        self.modules.end(engine.model)
+        self.training = False
 
     def collect(self, engine: Engine, buffers: HostBuffers | None = None, *, parts: bool = False) -> dict[str, Any]:
         """Returns the checkpoint tree: plain values and CPU copies that a following step cannot change.
@@ -84,7 +153,11 @@ class RunState:
         tree: dict[str, Any] = dict.fromkeys(KEYS)
         for part in PARTS:
             part.collect(engine, tree)
-        return {key: to_plain(value, key, buffers=buffers, parts=parts) for key, value in tree.items()}
+        plain = {key: to_plain(value, key, buffers=buffers, parts=parts) for key, value in tree.items()}
+        if self.training and not self._rehearsed and not parts and distributed.world_size() == 1:
+            self._rehearsed = True
+            try_loading(engine, plain)
+        return plain
 
     def restore(self, engine: Engine, tree: Mapping[str, Any]) -> None:
         """Loads a checkpoint tree, in place.
@@ -94,7 +167,26 @@ class RunState:
         """
         saved = Saved.for_engine(engine, tree)
         self._load(engine, saved, PARTS, warns=True)
+        self._refuse_what_differs(engine, saved)
         self.loaded = True
+        self.origin.moved(Reach(engine.progress.step, engine.epoch))
+
+    def _refuse_what_differs(self, engine: Engine, saved: Saved) -> None:
+        """Collects the state again and compares it with the checkpoint that was loaded.
+
+        Raises:
+            CheckpointError: it is not the same.
+        """
+        if not self.options.strict:
+            return
+        for part in PARTS:
+            for path, how in part.differences(engine, saved):
+                raise CheckpointError(
+                    f"{path}: after loading, it is not what the checkpoint holds ({how}, in the file and in "
+                    "memory). Its "
+                    "object loads something else than it saves, or was built otherwise than in the run that wrote the "
+                    "file; build it as it was, or start a new run from load_weights(...)"
+                )
 
     def roll_back(self, engine: Engine, tree: Mapping[str, Any]) -> None:
         """Loads what a step changes: weights, optimizer, schedule, scaler, averages. Data and random numbers stay.
@@ -122,7 +214,11 @@ class RunState:
 
     def record_source(self, source: object) -> None:
         """Records the checkpoint that the run resumed from."""
-        self.source = str(source)
+        self.source = self.origin.source = str(source)
+
+    def record_searched(self) -> None:
+        """Records that the state was chosen among those of all hooks."""
+        self.searched = True
 
     def record_saved(self, path: object, step: int) -> None:
         """Records a checkpoint that was written, and the step whose state it holds."""

@@ -13,6 +13,11 @@ from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.evaluation import for_each_batch, refuse_no_batch
 from treadle.engine.predictions import joined, kept_outputs
+from treadle.engine.rehearsal import try_evaluation
+from treadle.engine.session import interruption
+from treadle.optim.evaluation_point import at_evaluation_point, has_modes
+from treadle.optim.schedules import check_plateau
+from treadle.task import Task
 
 
 class EpochTrainer:
@@ -63,7 +68,14 @@ class EpochTrainer:
 
         Returns:
             The history.
+
+        Raises:
+            ConfigError: a plateau scheduler goes by the other direction than the best rule's metric, or the loss.
         """
+        metric, mode = ("the loss", "min") if self.best is None else (self.best.metric, self.best.mode)
+        check_plateau(self.engine.lr_scheduler, metric, mode)
+        if val_loader is not None:
+            self.engine.state.try_before_step_1(lambda: self._try_evaluation(val_loader))
         self.engine.run(
             train_loader,
             epochs=epochs,
@@ -124,8 +136,19 @@ class EpochTrainer:
                 precision=engine.precision,
                 eval_seed=engine.eval_seed,
                 cursor=engine.eval_cursor,
+                interrupted=interruption(engine) if engine.num_ranks == 1 else None,  # one rank may predict alone
             )
         return joined(outputs)
+
+    def _try_evaluation(self, val_loader: Iterable[Any]) -> None:
+        """Evaluates one batch before step 1, or only reads it where a subclass evaluates in a way of its own."""
+        own = type(self).evaluate is not EpochTrainer.evaluate
+        self._try_batch(val_loader, None if own else self.engine.task)
+
+    def _try_batch(self, val_loader: Iterable[Any], task: Task | None) -> None:
+        engine = self.engine
+        with self.scored_weights():
+            try_evaluation(engine.model, val_loader, task, precision=engine.precision, eval_seed=engine.eval_seed)
 
     @contextlib.contextmanager
     def scored_weights(self) -> Iterator[None]:
@@ -133,7 +156,8 @@ class EpochTrainer:
         self.engine.prepare()
         average = next(iter(self.engine.averages.values()), None)
         if average is None:
-            yield
+            with at_evaluation_point(self.engine.optimizer):
+                yield
         else:
             with average.swapped_into(self.engine.model):
                 yield
@@ -149,7 +173,7 @@ class EpochTrainer:
         record: dict[str, Any] = {"epoch": engine.epoch + 1, **self.train_record(train)}
         if val_loader is not None:
             self.metrics = self.evaluate_each(val_loader)
-            engine.state.record_scored("ema" if engine.averages else "model")
+            engine.state.record_scored("ema" if engine.averages or has_modes(engine.optimizer) else "model")
             record.update({f"{self.prefix}{name}": value for name, value in self.metrics.items()})
         record["lr"] = _as_float(engine.last_lr[0]) if engine.last_lr else math.nan
         value = float(record[f"train_{self.loss_name}"])

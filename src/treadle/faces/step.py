@@ -20,6 +20,7 @@ from treadle.engine.attempt import Attempt
 from treadle.engine.events import Events
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook
+from treadle.engine.names import FOREIGN, uncalled_methods
 from treadle.engine.observers import announce_building
 from treadle.engine.progress import Progress
 from treadle.engine.session import Declared
@@ -45,6 +46,10 @@ _PARTS: dict[str, type] = {
     "precision": Precision,
 }  # fmt: skip
 """Parts of the engine that a subclass could replace by mistake."""
+_OVERRIDABLE = (
+    "build_data_loader", "build_model", "build_optimizer", "build_lr_scheduler", "build_grad_scaler", "build_hooks",
+    "forward", "train_step", "evaluate", "log", "log_images",
+)  # fmt: skip
 
 
 class BaseTrainer(Engine):
@@ -230,6 +235,8 @@ class BaseTrainer(Engine):
         """
         if self.hooks is None:
             self._refuse_replaced_parts()
+            for warning in uncalled_methods(type(self), BaseTrainer, known=_OVERRIDABLE, foreign=FOREIGN):
+                self.logger.warning("%s", warning)
             announce_building(self)
             self.data_loader = self._built("build_data_loader")
             self.model = compile_model(self._built("build_model"), self.compile_setting)

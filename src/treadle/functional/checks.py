@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader
 from treadle.data.sources import refuse_dataset
 from treadle.engine.best import BestRule, EarlyStopping, Mode
 from treadle.engine.hook import BaseHook
+from treadle.engine.names import overridden_on_instance, uncalled_methods
 from treadle.errors import ConfigError
 from treadle.functional.driver import PREFIX, FaceEpochs, MetricRule
 from treadle.functional.settings import TrainingSettings
-from treadle.optim.optimizer import can_be_fused, move_optimizer_state
+from treadle.optim.optimizer import can_be_fused, decay_groups, move_optimizer_state
 
 _log = logging.getLogger("treadle.functional")
 # What `train` calls the arguments of a best rule.
@@ -28,7 +29,9 @@ _OURS = {"mode": "best_mode", "patience": "early_stopping_patience"}
 
 
 def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: TrainingSettings) -> Optimizer:
-    """Returns the optimizer as given, its state beside the parameters, or an AdamW over the model, fused if it can be.
+    """Returns the optimizer as given, its state beside the parameters, or an AdamW over what is trainable.
+
+    The one that is built is fused if it can be, and decays matrices only: no biases and no normalisation layers.
 
     A setting that differs from a given optimizer's is warned about; the optimizer stays as it is.
 
@@ -49,8 +52,9 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
     if optimizer is None:
         lr = 1e-4 if settings.learning_rate is None else settings.learning_rate
         decay = 0.01 if settings.weight_decay is None else settings.weight_decay
-        fused = can_be_fused(model.parameters()) or None
-        return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay, fused=fused)
+        groups = decay_groups(model, decay)
+        fused = can_be_fused(parameter for group in groups for parameter in group["params"]) or None
+        return torch.optim.AdamW(groups, lr=lr, weight_decay=decay, fused=fused)
     move_optimizer_state(optimizer)
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
         wanted = getattr(settings, name)
@@ -79,12 +83,13 @@ def warn_of_idle_interval(scheduler: Any, settings: TrainingSettings) -> None:
         )
 
 
-def check_loss_fn(loss_fn: Any, *, own_loss: bool) -> None:
-    """Raises ConfigError for a loss that is not a scalar or a class, and warns of one with parameters of its own.
+def check_loss_fn(loss_fn: Any, *, own_loss: bool, optimizer: Optimizer | None = None) -> None:
+    """Raises ConfigError for a loss that is not a scalar or a class, and warns of parameters that are not trained.
 
     Args:
         loss_fn: the loss, or None.
         own_loss: whether a subclass computes the loss itself, and so may reduce it.
+        optimizer: may hold parameters of the loss.
     """
     if (isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module)) or not (loss_fn is None or callable(loss_fn)):
         raise ConfigError(
@@ -100,10 +105,16 @@ def check_loss_fn(loss_fn: Any, *, own_loss: bool) -> None:
             argument="loss_fn",
             value=loss_fn,
         )
-    if isinstance(loss_fn, nn.Module) and any(parameter.requires_grad for parameter in loss_fn.parameters()):
+    own = (
+        [parameter for parameter in loss_fn.parameters() if parameter.requires_grad]
+        if isinstance(loss_fn, nn.Module)
+        else []
+    )
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} if optimizer else set()
+    if any(id(parameter) not in held for parameter in own):
         _log.warning(
-            "loss_fn: %s has parameters that require gradients; a checkpoint holds those of the model only, so they "
-            "start fresh on a resume: make the loss a part of the model",
+            "loss_fn: %s has parameters that require gradients and are in no group of the optimizer, so they are not "
+            "trained; build the optimizer over them too, or make the loss a part of the model",
             type(loss_fn).__name__,
         )
 
@@ -282,13 +293,40 @@ def rule_for(
     return make
 
 
+_METHODS = (
+    "train_step", "train_epoch", "eval_step", "evaluate", "_prepare_batch", "_forward_pass", "_compute_loss",
+    "_loss_weight",
+)  # fmt: skip
+_LOOKED_UP_ON_THE_CLASS = ("train_step", "train_epoch", "eval_step", "evaluate")
+_FOREIGN = {
+    "training_step": "train_step or _compute_loss", "_train_step": "train_step", "compute_loss": "_compute_loss",
+    "validation_step": "eval_step", "validate": "evaluate", "_run_step": "train_step", "_evaluate": "evaluate",
+    "_train_epoch": "train_epoch", "forward": "_forward_pass", "prediction_step": "_forward_pass",
+}  # fmt: skip
+
+
+def unused_names(trainer: Any, base: type) -> list[str]:
+    """Returns warnings about methods of a trainer that nothing calls: misspelt, of another library, or on the object.
+
+    Example:
+        >>> unused_names(object(), object)
+        []
+    """
+    set_on_it = [] if not hasattr(trainer, "__dict__") else overridden_on_instance(trainer, _LOOKED_UP_ON_THE_CLASS)
+    return [*uncalled_methods(type(trainer), base, known=_METHODS, foreign=_FOREIGN), *set_on_it]
+
+
 def say_if_finished(epochs: FaceEpochs, num_epochs: int) -> None:
     """Logs how to train on, where nothing is left to do."""
     done = epochs.engine.epoch
+    level = logging.WARNING if epochs.engine.state.num_runs else logging.INFO
     if epochs.finished:
-        _log.info("early stopping ended this run at epoch %d: pass a larger early_stopping_patience to train on", done)
+        _log.log(
+            level, "early stopping ended this run at epoch %d: pass a larger early_stopping_patience to train on", done
+        )
     elif done >= num_epochs:
-        _log.info(
+        _log.log(
+            level,
             "%d epochs are completed and num_epochs=%d counts from the start: pass a larger one to train on",
             done, num_epochs,
         )  # fmt: skip

@@ -123,6 +123,11 @@ class FaceEpochs(SelectingEpochs):
             values = numbers_from("evaluate", self._own_evaluate(loader))
         return _as_record(values)
 
+    def _try_evaluation(self, val_loader: Iterable[Any]) -> None:
+        """Evaluates one batch before step 1 by the task; an overridden ``evaluate`` has a loop that is not entered."""
+        with self._busy():
+            self._try_batch(val_loader, self._task if self._own_evaluate is None else None)
+
     def measure(self, loader: Iterable[Any]) -> dict[str, Any]:
         """Returns the weighted means over a loader by the engine's own evaluation.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -117,6 +118,8 @@ def read_settings(config: Any, keywords: Mapping[str, Any] | None = None) -> Tra
         True
     """
     part = config.get("training") if isinstance(config, Mapping) else getattr(config, "training", None)
+    if part is None and config is not None and not isinstance(config, Mapping):
+        _warn_of_flat_settings(config)
     values = {} if part is None else _fields_of(part)
     known = [field.name for field in dataclasses.fields(TrainingSettings)]
     if part is None and isinstance(config, Mapping):
@@ -147,6 +150,18 @@ def _checked_keywords(keywords: Mapping[str, Any], known: Sequence[str]) -> dict
     return dict(keywords)
 
 
+def _warn_of_flat_settings(config: Any) -> None:
+    """Warns of an object without a part ``training`` that has settings of it as its own attributes."""
+    known = {field.name for field in dataclasses.fields(TrainingSettings)}
+    outside = sorted(known & _fields_of(config, closed=True).keys())
+    if outside:
+        _log.warning(
+            "config: only its 'training' part is read, and this %s has none; %s %s not read: put them into "
+            "SimpleNamespace(training=...) or {'training': {...}}",
+            type(config).__name__, ", ".join(outside), "is" if len(outside) == 1 else "are",
+        )  # fmt: skip
+
+
 def _warn_of_misspelt_part(config: Mapping[Any, Any]) -> None:
     """Warns of a key that is almost ``training``; a config may well hold other parts, which are not read."""
     for key in difflib.get_close_matches("training", [key for key in config if isinstance(key, str)], n=1, cutoff=0.7):
@@ -154,18 +169,50 @@ def _warn_of_misspelt_part(config: Mapping[Any, Any]) -> None:
             _log.warning("config: has no part 'training', and %r is not read; did you mean 'training'?", key)
 
 
-def _fields_of(part: Any) -> dict[str, Any]:
-    """Returns the public fields of a mapping or of an object with attributes, its classes' included."""
+def _fields_of(part: Any, *, closed: bool = False) -> dict[str, Any]:
+    """Returns the public fields of a mapping or of an object with attributes, its classes' included.
+
+    Args:
+        part: the object.
+        closed: whether it may show none.
+
+    Raises:
+        ConfigError: it shows no fields at all.
+    """
     if isinstance(part, Mapping):
         return dict(part)
     if dataclasses.is_dataclass(part):
         return {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-    owners = [*reversed(part.__mro__ if isinstance(part, type) else type(part).__mro__), part]
-    found: dict[str, Any] = {}
-    for owner in owners:
-        found.update(getattr(owner, "__dict__", {}))
+    for names in ("model_fields", "__attrs_attrs__"):  # pydantic's classes, and those of attrs
+        declared = getattr(type(part), names, None)
+        if declared:
+            return {name: getattr(part, name) for name in (getattr(one, "name", one) for one in declared)}
+    if callable(getattr(part, "keys", None)) and hasattr(type(part), "__getitem__"):  # as ml_collections' ConfigDict
+        return {str(name): part[name] for name in part.keys()}  # noqa: SIM118  (it need not be iterable)
+    found = _attributes_of(part)
+    if not found and not closed and not isinstance(part, type) and type(part) is not types.SimpleNamespace:
+        _refuse_closed(part)
     return {name: value for name, value in found.items() if not name.startswith("_") and not _is_method(value)}
 
 
+def _attributes_of(part: Any) -> dict[str, Any]:
+    owners = [*reversed(part.__mro__ if isinstance(part, type) else type(part).__mro__), part]
+    found: dict[str, Any] = {}
+    for owner in owners:
+        slots = vars(owner).get("__slots__", ()) if isinstance(owner, type) else ()
+        held = [name for name in ((slots,) if isinstance(slots, str) else slots) if hasattr(part, name)]
+        found.update({name: value for name, value in getattr(owner, "__dict__", {}).items() if name not in held})
+        found.update({name: getattr(part, name) for name in held})
+    return {name: value for name, value in found.items() if not (name.startswith("__") and name.endswith("__"))}
+
+
+def _refuse_closed(part: Any) -> None:
+    raise ConfigError(
+        f"a {type(part).__name__} shows neither keys nor attributes, so its settings cannot be read; "
+        "pass a dict, a dataclass or an object with attributes",
+        argument=_WHERE,
+    )
+
+
 def _is_method(value: Any) -> bool:
-    return callable(value) or isinstance(value, (property, classmethod, staticmethod))
+    return callable(value) or isinstance(value, (property, classmethod, staticmethod, types.MemberDescriptorType))

@@ -35,6 +35,7 @@ from treadle.functional.checks import (
     optimizer_for,
     rule_for,
     say_if_finished,
+    unused_names,
     warn_of_idle_interval,
 )
 from treadle.functional.driver import FaceEpochs
@@ -114,7 +115,7 @@ class Trainer(EngineCounters):
         self.loss_fn = loss_fn.to(self.device) if isinstance(loss_fn, nn.Module) else loss_fn
         self.scheduler = scheduler
         warn_of_idle_interval(scheduler, self.settings)
-        check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"))
+        check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"), optimizer=self.optimizer)
         self._warned_of_length = False
         self._counts_on_host = not (self._overrides("_prepare_batch") or self._overrides("_loss_weight"))
         own_eval = OverriddenEvalTask if self._overrides("eval_step") else EvalTask
@@ -277,14 +278,16 @@ class Trainer(EngineCounters):
                 ``"eval_loss"`` then means the loss of the first.
             save_dir: folder of ``checkpoint_epoch_{n}.pt``, ``best_model.pt``, ``history.json``, and ``pretrained``
                 with the best weights of a model with ``save_pretrained``; None writes nothing.
-            save_freq: epochs between checkpoints; None or 0 writes none.
+            save_freq: epochs between numbered checkpoints; None or 0 writes none. The state that the call ends with is
+                always written: under the number of its epoch, or as ``last.pt`` without numbers or inside an epoch.
             best_model_metric: a key of the epoch's record, with ``eval_`` or without; selects the best epoch, stops
                 early, and moves a plateau scheduler. Without ``eval_dataloader``, ``"eval_loss"`` means the training
                 loss. None selects nothing.
             early_stopping_patience: epochs without improvement until training stops.
             callbacks: called as ``callback(trainer, epoch, metrics)`` after each epoch, ``epoch`` counted from 0.
             best_mode: ``"min"``, ``"max"``, or None for the direction of the metric's name.
-            resume_from: None, ``"auto"`` (the newest intact checkpoint in ``save_dir``), or a path, also in it.
+            resume_from: None, ``"auto"`` (the furthest intact checkpoint in ``save_dir`` and the folders of hooks that
+                load the latest), or a path, also in ``save_dir``.
 
         Returns:
             The history: lists by key, one entry per completed epoch.
@@ -293,6 +296,8 @@ class Trainer(EngineCounters):
             ConfigError: an argument is out of range, or the metric is not in the record.
             CheckpointError: another process trains in ``save_dir``, or no checkpoint is intact.
         """
+        for warning in unused_names(self, Trainer):
+            _log.warning("%s", warning)
         check_call(num_epochs, save_freq, callbacks=callbacks, loaders=(train_dataloader, eval_dataloader))
         losses = eval_losses(eval_dataloader)
         if best_model_metric in ("eval_loss", "loss"):
@@ -307,12 +312,21 @@ class Trainer(EngineCounters):
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             say_if_finished(self._epochs, num_epochs)
-            if self._overrides("train_epoch"):
-                epoch = partial(self.train_epoch, train_dataloader, eval_dataloader)
-                self._epochs.fit_through(epoch, num_epochs, after_epoch)
-            else:
-                self._epochs.fit(train_dataloader, eval_dataloader, num_epochs, after_epoch=after_epoch)
+            self._train_to(num_epochs, train_dataloader, eval_dataloader, after_epoch)
+            self._folder.write_end()
         return self.history
+
+    def _train_to(
+        self,
+        num_epochs: int,
+        train_loader: Iterable[Any],
+        eval_loader: Iterable[Any] | None,
+        after_epoch: Callable[[dict[str, Any]], None],
+    ) -> None:
+        if self._overrides("train_epoch"):
+            self._epochs.fit_through(partial(self.train_epoch, train_loader, eval_loader), num_epochs, after_epoch)
+        else:
+            self._epochs.fit(train_loader, eval_loader, num_epochs, after_epoch=after_epoch)
 
     def _end_epoch(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
         improved = None if self._epochs.best is None else self._epochs.improved

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from treadle.engine.hook import BaseHook
+from treadle.engine.names import names_used_in
 from treadle.errors import ConfigError
 
 _log = logging.getLogger("treadle.hooks")
@@ -46,7 +47,14 @@ def _kind(value: Any) -> str:
 
 
 def _warn_of_misspelt_events(hook: BaseHook) -> None:
-    for name in dir(type(hook)):
-        meant = difflib.get_close_matches(name, _EVENTS, n=1, cutoff=0.8) if name.startswith("on_") else []
-        if meant and name not in _EVENTS:
-            _log.warning("%s.%s: no event calls it; did you mean %r?", type(hook).__name__, name, meant[0])
+    kind = type(hook)
+    own = [owner for owner in kind.__mro__ if issubclass(owner, BaseHook) and owner.__module__ != BaseHook.__module__]
+    used = {name for owner in own for name in names_used_in(owner)}
+    for name in {name for owner in own for name in vars(owner)} - set(vars(BaseHook)) - used:
+        meant = difflib.get_close_matches(name, _EVENTS, n=1, cutoff=0.8)
+        if not meant and name.startswith(("before_", "after_")):
+            meant = [event for event in _EVENTS if event == f"on_{name}"]
+        if meant:
+            _log.warning("%s.%s: no event calls it; did you mean %r?", kind.__name__, name, meant[0])
+        elif name.startswith("on_") and callable(getattr(kind, name)):
+            _log.warning("%s.%s: no event calls it; the events are %s", kind.__name__, name, ", ".join(_EVENTS))

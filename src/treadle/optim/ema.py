@@ -77,7 +77,8 @@ class Ema(AveragedModel):
                 )
             reshard(source)
             source = _bare(source, set(source.state_dict()))
-        super().__init__(source, device=get_device(device) if device is not None else None)
+        with _without_graphs(source):
+            super().__init__(source, device=get_device(device) if device is not None else None)
         self.decay = decay
         self.update_interval = update_interval
         self.use_buffers = use_buffers
@@ -179,6 +180,33 @@ class Ema(AveragedModel):
         """
         load_model_state(self.module, entry["shadow"], what="average", kept=kept)
         self.num_updates = int(entry["num_updates"])
+
+
+@contextlib.contextmanager
+def _without_graphs(model: nn.Module) -> Iterator[None]:
+    """Replaces tensors of a graph, which torch refuses to copy, by free ones: the weight of an old ``weight_norm``.
+
+    Raises:
+        ConfigError: the model cannot be copied for another reason.
+    """
+    held = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    ]
+    for module, name, value in held:
+        vars(module)[name] = value.detach().clone()
+    try:
+        yield
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"the {type(model).__name__} cannot be copied, so no average of it can be kept: {error}. Give "
+            "the part that refuses a __deepcopy__, or train without an average"
+        ) from error
+    finally:
+        for module, name, value in held:
+            vars(module)[name] = value
 
 
 def _bare(module: nn.Module, persistent: Collection[str]) -> nn.Module:

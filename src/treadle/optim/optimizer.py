@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Iterable, Mapping
@@ -15,6 +16,16 @@ from treadle.distributed import unwrap
 from treadle.distributed.shards import placed_state
 from treadle.distributed.state_names import clean_name
 from treadle.errors import CheckpointError, ConfigError
+from treadle.optim.optimizer_state import (
+    INNER,
+    OWN,
+    added_groups,
+    has_torchs_form,
+    inner_optimizers,
+    load_exactly,
+    load_inner,
+    shared_groups,
+)
 
 # nn.modules.batchnorm._NormBase is the common base of BatchNorm*, SyncBatchNorm and InstanceNorm*.
 _NORM_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
@@ -115,23 +126,35 @@ def scale_learning_rate(optimizer: Optimizer, scheduler: Any, factor: float) -> 
 
 
 def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Returns the optimizer's state dict with ``param_names`` in each group, so it can be loaded by name."""
+    """Returns the optimizer's state dict with ``param_names`` in each group, so it can be loaded by name.
+
+    A state of another form than torch's is kept whole under ``own``; those of optimizers inside an optimizer whose
+    class inherits its ``state_dict`` are kept under ``inner``.
+    """
     names = parameter_names(model)
     state = optimizer.state_dict()
+    if not has_torchs_form(optimizer, state):
+        return {OWN: state}
     groups = []
     for saved, live in zip(state["param_groups"], optimizer.param_groups, strict=True):
         groups.append({**saved, "param_names": [names.get(id(parameter), "") for parameter in live["params"]]})
-    return {**state, "param_groups": groups}  # an optimizer may keep more than these two
+    inner = {path: one.state_dict() for path, one in inner_optimizers(optimizer).items()}
+    return {**state, "param_groups": groups, **({INNER: inner} if inner else {})}  # it may keep more than the first two
 
 
 def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
     """Restores what :func:`optimizer_state` returned, matching parameters by name where names are known.
 
-    Beside a sharded parameter, every rank takes its part of the state.
+    Beside a sharded parameter, every rank takes its part of the state. Groups that a hook had added are added again.
 
     Raises:
         CheckpointError: the groups hold other parameters than those of the checkpoint.
     """
+    if OWN in saved:
+        optimizer.load_state_dict(copy.deepcopy(saved[OWN]))
+        return
+    for group in added_groups(optimizer, _parameters_by_name(model), saved["param_groups"]):
+        optimizer.add_param_group(group)
     groups = aligned_groups(optimizer, model, saved)
     state = dict(saved["state"])
     for group, live in zip(groups, optimizer.param_groups, strict=True):
@@ -143,7 +166,15 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[
         for key, value in live.items():  # plain trees hold lists where torch has tuples, as in betas
             if isinstance(value, tuple) and isinstance(group.get(key), list):
                 group[key] = tuple(group[key])
-    optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})
+    inner = inner_optimizers(optimizer)
+    shared = shared_groups(optimizer, inner)
+    whole = {key: value for key, value in saved.items() if key != INNER}
+    load_exactly(optimizer, {**whole, "state": state, "param_groups": groups})
+    load_inner(optimizer, inner, saved.get(INNER) or {}, shared)
+
+
+def _parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {clean_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
 
 
 def aligned_groups(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -152,17 +183,30 @@ def aligned_groups(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, A
     Raises:
         CheckpointError: the groups hold other parameters than those of the checkpoint, or are another optimizer's.
     """
+    if OWN in saved or "param_groups" not in saved:
+        _refuse_another_form(optimizer, saved)
+        return []
     groups = [dict(group) for group in saved["param_groups"]]
-    if len(groups) != len(optimizer.param_groups):
+    lives = [*optimizer.param_groups, *added_groups(optimizer, _parameters_by_name(model), groups)]
+    if len(groups) != len(lives):
         raise CheckpointError(
             f"optimizer: the checkpoint has {len(groups)} parameter groups, this optimizer has "
             f"{len(optimizer.param_groups)}; build the optimizer as it was, or start a new run in another folder"
         )
     names = parameter_names(model)
-    for number, (group, live) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+    for number, (group, live) in enumerate(zip(groups, lives, strict=True)):
         _refuse_another_kind(optimizer, group)
         group["params"] = live_order(number, group, [names.get(id(parameter), "") for parameter in live["params"]])
     return groups
+
+
+def _refuse_another_form(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    if has_torchs_form(optimizer, optimizer.state_dict()):
+        raise CheckpointError(
+            "optimizer: the checkpoint's state has a form of its own "
+            f"({', '.join(map(str, saved.get(OWN, saved)))}), and the "
+            f"{type(optimizer).__name__} of this run has torch's; build the optimizer as it was"
+        )
 
 
 def _refuse_another_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
@@ -197,7 +241,7 @@ def overruled_settings(optimizer: Optimizer, saved: Mapping[str, Any], *, schedu
     """
     left_out = {"params", "param_names", "capturable", *(("lr", "momentum", "betas", "max_lr") if scheduled else ())}
     found: list[str] = []
-    for group, live in zip(saved["param_groups"], optimizer.param_groups, strict=False):
+    for group, live in zip(saved.get("param_groups", ()), optimizer.param_groups, strict=False):
         for key in live.keys() & group.keys() - left_out:
             old, new = _comparable(group[key]), _comparable(live[key])
             if not is_same_setting(old, new):

@@ -17,13 +17,14 @@ from torch import Tensor
 from treadle.errors import ConfigError
 from treadle.spectra.arrays import Spectra, as_float64, centre, device_of, like, per_row, take, write_into
 from treadle.spectra.augment import SpectraAugmenter
+from treadle.spectra.estimator import Estimator
 
 _log = logging.getLogger("treadle.spectra")
 
 __all__ = ["SNVScaler", "SpectraAugmenter", "cosine_fps_downsample"]
 
 
-class SNVScaler:
+class SNVScaler(Estimator):
     """Standard normal variate: each row minus its mean, over its standard deviation.
 
     y = (x - mean) / (std + eps) per row, with ddof 1 (0 for length 1), computed in float64 (Barnes, Dhanoa &

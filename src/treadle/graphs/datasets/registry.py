@@ -40,6 +40,7 @@ _OGB = (
 _SOURCES = {
     "nci": "offline:load_nci",
     "zinc_clean_leads": "offline:load_zinc_clean_leads",
+    "smiles_csv": "smiles_csv:load_smiles_csv",
     "zinc": "benchmarks:load_zinc",
     "qm9": "benchmarks:load_qm9",
     "coco_sp": "benchmarks:load_lrgb",
@@ -76,6 +77,8 @@ def get_dataset(
 ) -> GraphDataset:
     """Loads a data set of graphs, with encodings if wanted.
 
+    ``smiles_csv`` is a file of your own with ``file="molecules.csv"``: a column of SMILES, and columns of targets, in
+    which an empty field is unknown; ``split="scaffold"`` keeps molecules of one scaffold in one part.
     ``nci`` and ``zinc_clean_leads`` are molecules that come with the packages rdkit and molsets, ``synthetic_*``
     graphs are generated, and the others are benchmarks: ``zinc``, ``qm9``, the long-range sets (such as
     ``peptides_func``) and those of OGB (such as ``ogbg_molhiv``). These are read from ``root``, or downloaded into it.

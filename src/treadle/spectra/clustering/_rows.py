@@ -29,7 +29,7 @@ def resolve_device(device: DeviceLike) -> torch.device:
     """
     if device is not None:
         try:
-            found = torch.device(device)
+            found = device if isinstance(device, torch.device) else torch.device(device)
             torch.empty(0, device=found)
         except (RuntimeError, AssertionError, TypeError) as error:  # torch's words for MPS are a page
             names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
+from treadle.spectra.estimator import Estimator
 
 from ._rows import (
     DeviceLike,
@@ -31,7 +32,7 @@ _KIND = "treadle.spectra.CosineKMeans"
 _EXACT = 1e-12  # a mean distance below this: every row lies on its centroid
 
 
-class CosineKMeans:
+class CosineKMeans(Estimator):
     """Groups rows by direction: minimises J = mean(1 - cos(row, its centroid)).
 
     Seeds with k-means++ by cosine distance; a centroid is the normalised mean of its rows; a cluster without
@@ -157,6 +158,11 @@ class CosineKMeans:
     def fit_predict(self, X: RowsLike, chunk: int | None = None) -> Tensor:
         """Fit X (N, D) and return its labels (N,), as `fit` followed by `predict` does."""
         return self.fit(X, chunk).predict(X, chunk=chunk)
+
+    def score(self, X: RowsLike, y: object = None) -> float:
+        """Return minus the mean of 1 - cos between the rows of X (N, D) and their centroids; more is better."""
+        rows = UnitRows(X, device=self.device, chunk=None)
+        return -float(assign_and_sum(rows, unit_rows(self.centroids, device=self.device))[0])
 
     def save_centroids(self, path: str | os.PathLike[str]) -> None:
         """Write the centroids and their inertia to `path`: the whole file, or no change."""

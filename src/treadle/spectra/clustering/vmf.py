@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
+from treadle.spectra.estimator import Estimator
 
 from ._em import Parameters, Scorer, expect, maximise, start
 from ._rows import (
@@ -86,7 +87,7 @@ def _check_kappa(kappa: float | Tensor) -> tuple[Tensor, torch.device]:
     return kappa64, given.device
 
 
-class VMFMixture:
+class VMFMixture(Estimator):
     """Mixture of K von Mises-Fisher distributions on unit rows, fitted by EM.
 
     The log-likelihood never falls by more than rounding. kappa solves ratio(kappa) = R, the mean length of
@@ -159,7 +160,7 @@ class VMFMixture:
         """(K,) logarithms of the weights, which sum to 1; RuntimeError before `fit`."""
         return self._fitted().logpi_K
 
-    def fit(self, X: RowsLike, *, chunk: int | None = None) -> VMFMixture:
+    def fit(self, X: RowsLike, y: object = None, *, chunk: int | None = None) -> VMFMixture:
         """Fit the mixture to X (N, D), with at most `chunk` rows on the device at once; returns self."""
         rows = self._rows(X, chunk)
         if self.n_components > rows.n:
@@ -201,6 +202,10 @@ class VMFMixture:
         for _, block_BD in rows.blocks():
             total += float(torch.logsumexp(scorer(block_BD), dim=1).sum())
         return total / rows.n if average else total
+
+    def score(self, X: RowsLike, y: object = None) -> float:
+        """Return the mean log-likelihood of the rows of X (N, D); more is better."""
+        return self.loglik(X, average=True)
 
     def bic(self, X: RowsLike, *, chunk: int | None = None) -> float:
         """Return -2 loglik + (K d + K - 1) ln N (Schwarz 1978); lower is better."""

@@ -1,0 +1,75 @@
+"""Names in a user's class that nothing calls: misspelt ones, those of other libraries, and overrides on an instance."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+FOREIGN = {
+    "_build": "build_model, build_optimizer and build_data_loader", "_run_step": "train_step or forward",
+    "_train_step": "train_step", "_build_model": "build_model", "_build_optimizer": "build_optimizer",
+    "training_step": "forward", "train_batch": "forward", "run_step": "train_step", "compute_loss": "forward",
+    "configure_optimizers": "build_optimizer and build_lr_scheduler", "train_dataloader": "build_data_loader",
+    "get_train_dataloader": "build_data_loader", "create_optimizer": "build_optimizer",
+    "create_scheduler": "build_lr_scheduler", "configure_callbacks": "build_hooks",
+}  # fmt: skip
+"""Methods that other libraries call, and what is called here in their place."""
+
+
+def uncalled_methods(kind: type, base: type, *, known: Collection[str], foreign: Mapping[str, str]) -> Iterator[str]:
+    """Yields warnings about methods of a class that are named almost as one that is called, or as elsewhere.
+
+    A method that another method of the class calls is the user's own.
+
+    Args:
+        kind: the user's class.
+        base: the class that it extends.
+        known: methods that may be overridden.
+        foreign: names of other libraries, with what is called here.
+
+    Example:
+        >>> class Base: ...
+        >>> class Mine(Base):
+        ...     def build_optimiser(self): ...
+        >>> list(uncalled_methods(Mine, Base, known=["build_optimizer"], foreign={}))
+        ["Mine.build_optimiser: nothing calls it; did you mean 'build_optimizer'?"]
+    """
+    own = {
+        name: value
+        for owner in kind.__mro__[: kind.__mro__.index(base)]
+        for name, value in vars(owner).items()
+        if isinstance(value, types.FunctionType) and not hasattr(base, name)
+    }
+    called = {name for owner in kind.__mro__[: kind.__mro__.index(base)] for name in names_used_in(owner)}
+    for name in own.keys() - called:
+        if name in foreign:
+            yield f"{kind.__name__}.{name}: nothing calls it; override {foreign[name]}"
+        elif meant := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+            yield f"{kind.__name__}.{name}: nothing calls it; did you mean {meant[0]!r}?"
+
+
+def names_used_in(owner: type) -> Iterator[str]:
+    """Yields the names that the methods of a class use."""
+    waiting = [value.__code__ for value in vars(owner).values() if isinstance(value, types.FunctionType)]
+    while waiting:
+        code = waiting.pop()
+        yield from code.co_names
+        waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
+
+def overridden_on_instance(owner: Any, methods: Collection[str]) -> Iterator[str]:
+    """Yields warnings about methods that were set on an object and are looked up on its class.
+
+    Example:
+        >>> class Mine:
+        ...     def evaluate(self): ...
+        >>> mine = Mine(); mine.evaluate = print
+        >>> list(overridden_on_instance(mine, ["evaluate"]))
+        ['evaluate: set on this object of Mine, where nothing calls it; override it in a subclass']
+    """
+    for name in methods:
+        if name in vars(owner):
+            kind = type(owner).__name__
+            yield f"{name}: set on this object of {kind}, where nothing calls it; override it in a subclass"

@@ -1,0 +1,257 @@
+"""Objects that a user keeps on the trainer or the task: what offers a state dict, and attributes that change."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from treadle.checkpoint.attributes import Attributes, attributes_of, same, unequal
+from treadle.checkpoint.base_fingerprints import fingerprint
+from treadle.checkpoint.schema import to_plain
+from treadle.data.indexed import has_state
+from treadle.engine.module_state import Version
+from treadle.engine.state_part import Difference, Notice, Saved, StatePart
+from treadle.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from treadle.engine.loop import Engine
+
+_DEEPEST = 4
+_MOST = 256  # items of a container that are looked at
+_LARGE = 64 * 2**20  # bytes of a frozen module above which its fingerprint is kept and not its weights
+
+
+class OwnObjects:
+    """Objects on the trainer and the task that a checkpoint holds under their paths.
+
+    What was built by treadle or belongs to the engine is left out: model, optimizer, schedule, hooks and loaders have
+    parts of their own.
+
+    Args:
+        engine: with its task; a subclass of it is a trainer.
+    """
+
+    def __init__(self, engine: Engine):
+        self._known = {id(part) for part in _parts_of(engine)}
+        self.owners: dict[str, Any] = {}
+        self._attributes: dict[str, Attributes] = {}
+        self._versions: dict[str, list[Version]] = {}
+        self._last: dict[str, Any] = {}
+        for root, owner in _roots(engine).items():
+            self._walk(root, owner, _DEEPEST)
+        for path, owner in self.owners.items():
+            if isinstance(owner, nn.Module):
+                self._versions[path] = [Version(value) for value in _tensors_of(owner)]
+
+    def _walk(self, path: str, owner: Any, depth: int) -> None:
+        if depth == 0 or id(owner) in self._known:
+            return
+        self._known.add(id(owner))
+        if isinstance(owner, (list, tuple)):
+            for number, item in enumerate(owner[:_MOST]):
+                self._walk(f"{path}[{number}]", item, depth - 1)
+        elif type(owner) is dict and len(owner) <= _MOST:
+            for key, item in owner.items():
+                self._walk(f"{path}.{key}", item, depth - 1)
+        elif has_state(owner) and not _is_a_root(path):
+            if not _is_ours(owner) or isinstance(owner, nn.Module):
+                self.owners[path] = owner
+        elif _is_plain(owner):
+            if not _is_ours(owner):
+                self._attributes[path] = Attributes(owner, leave_out=_OF_TRAINERS, stashes=True)
+            for name, value in attributes_of(owner).items():
+                if name not in _OF_TRAINERS:
+                    self._walk(f"{path}.{name}", value, depth - 1)
+
+    def collect(self) -> dict[str, Any]:
+        """Returns the states by path; of a module nothing where it has not changed and cannot be trained."""
+        found: dict[str, Any] = {}
+        for path, owner in self.owners.items():
+            if isinstance(owner, nn.Module):
+                found |= self._of_module(path, owner)
+            elif state := owner.state_dict():
+                found[path] = {"state": to_plain(state, f"objects.{path}")}
+        return found | self.attributes()
+
+    def _of_module(self, path: str, module: nn.Module) -> dict[str, Any]:
+        state = module.state_dict()
+        tensors, built = _tensors_of(module), self._versions[path]
+        unchanged = len(tensors) == len(built) and all(one.is_of(now) for one, now in zip(built, tensors, strict=True))
+        parameters = list(module.parameters())
+        if not state or (unchanged and not parameters):
+            return {}
+        is_large = sum(value.numel() * value.element_size() for value in tensors) > _LARGE
+        if unchanged and is_large and not any(parameter.requires_grad for parameter in parameters):
+            return {path: {"fingerprints": _fingerprints(state)}}
+        return {path: {"state": state}}
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Raises for a state that no object of this run takes.
+
+        Raises:
+            CheckpointError: there is none under its path, or it is another frozen module.
+        """
+        for path, entry in saved.items():
+            if "attributes" in entry:
+                continue
+            if path not in self.owners:
+                raise CheckpointError(
+                    f"{path}: the checkpoint holds the state of this object, and this run has none there when it "
+                    "loads; make it in __init__ or in build_model(), before training, or start a new run from "
+                    "load_weights(...)"
+                )
+            if "fingerprints" in entry:
+                here = _fingerprints(self.owners[path].state_dict())
+                wrong = [name for name, mark in entry["fingerprints"].items() if here.get(name) != mark]
+                if wrong:
+                    raise CheckpointError(
+                        f"{path}: its frozen weights differ from those of the run that wrote the checkpoint, first "
+                        f"{wrong[0]}; build it from the same weights"
+                    )
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Loads states that :meth:`collect` returned.
+
+        Raises:
+            CheckpointError: an object refuses its own state.
+        """
+        for path, owner in self.owners.items():
+            state = saved.get(path, {}).get("state")
+            if state is None:
+                continue
+            try:
+                owner.load_state_dict(to_plain(state, path))
+            except Exception as error:
+                raise CheckpointError(
+                    f"{path}: {type(owner).__name__}.load_state_dict does not take the state of the checkpoint: {error}"
+                ) from error
+        self.restore_attributes(saved)
+
+    def restore_attributes(self, saved: Mapping[str, Any]) -> None:
+        """Sets attributes as in an entry of :meth:`collect`, and the others as they were at the start."""
+        for path, attributes in self._attributes.items():
+            attributes.restore(saved.get(path, {}).get("attributes", {}))
+
+    def attributes(self) -> dict[str, Any]:
+        """Returns the attributes that changed, by path."""
+        return {path: {"attributes": now} for path, one in self._attributes.items() if (now := one.changed())}
+
+    def without_entry(self, saved: Mapping[str, Any]) -> list[str]:
+        """Returns the paths of objects that have state and of which a checkpoint holds none."""
+        return [path for path in self.collect() if path in self.owners and path not in saved]
+
+    def differences(self, saved: Mapping[str, Any]) -> Iterator[Difference]:
+        """Yields where a state, once loaded, is not what the checkpoint holds."""
+        for path, entry in saved.items():
+            if "state" in entry and path in self.owners:
+                now = to_plain(self.owners[path].state_dict(), f"objects.{path}")
+                yield from unequal(entry["state"], now, f"objects.{path}")
+
+    def lost(self) -> Iterator[str]:
+        """Yields the names of attributes that changed since this was last asked and that no checkpoint holds."""
+        for path, attributes in self._attributes.items():
+            for name, value in {} if attributes.can_be_written else attributes.differing().items():
+                key = f"{path}.{name}"
+                if key in self._last and not same(self._last[key], value):
+                    yield key
+                self._last[key] = value
+
+
+def _parts_of(engine: Engine) -> Iterator[Any]:
+    yield from (engine.optimizer, engine.lr_scheduler, engine.precision, engine.precision.scaler, engine.hooks)
+    yield from (engine.cursor, engine.eval_cursor, engine.progress, engine.state, *engine.hooks, *engine.state.drivers)
+    yield from engine.model.modules()
+
+
+def _roots(engine: Engine) -> dict[str, Any]:
+    task = engine.task
+    trainer = getattr(task, "trainer", None)
+    found = {"trainer": trainer} if trainer is not None else {}
+    if not _is_ours(engine) and trainer is not engine:
+        found["trainer"] = engine
+    return {**found, "task": task}
+
+
+def _is_a_root(path: str) -> bool:
+    return path in ("trainer", "task")
+
+
+def _is_ours(owner: Any) -> bool:
+    return type(owner).__module__.partition(".")[0] == "treadle"
+
+
+def _is_plain(owner: Any) -> bool:
+    """Returns whether an object is a user's, whose attributes may hold others."""
+    foreign = (
+        type,
+        types.ModuleType,
+        types.FunctionType,
+        types.MethodType,
+        Tensor,
+        Dataset,
+        Sampler,
+        DataLoader,
+        Optimizer,
+    )
+    if isinstance(owner, foreign) or not hasattr(owner, "__dict__"):
+        return False
+    root = type(owner).__module__.partition(".")[0]
+    return root not in ("builtins", "torch", "numpy", "logging", "pathlib", "collections", "functools", "torchmetrics")
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _fingerprints(state: Mapping[str, Any]) -> dict[str, str]:
+    return {name: fingerprint(value) for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _trainer_names() -> frozenset[str]:
+    return frozenset({
+        "model", "optimizer", "lr_scheduler", "scheduler", "task", "precision", "settings", "logger", "config", "hooks",
+        "workspace", "should_stop", "target", "cursor", "eval_cursor", "progress", "attempt", "state", "num_ranks",
+        "declared", "events", "signals", "exchange", "guard", "steps", "stray_parameters", "max_steps", "trackers",
+        "compile_setting", "state_dict_options", "grad_scaler", "data_loader", "_given_hooks", "_engine", "_epochs",
+        "_folder", "_history_file", "device",
+    })  # fmt: skip
+
+
+_OF_TRAINERS = _trainer_names()
+
+
+class ObjectsPart(StatePart):
+    """State of the user's own objects on the trainer and the task."""
+
+    def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
+        objects = engine.state.objects
+        if states := objects.collect():
+            tree["objects"] = states
+        for name in objects.lost():
+            engine.state.warn_once(
+                engine,
+                f"{name} has changed, and no checkpoint holds it: a resume is exact only if nothing depends on "
+                "it. Keep it in an object with state_dict and load_state_dict",
+            )
+
+    def check(self, engine: Engine, saved: Saved) -> None:
+        if engine.state.options.strict:
+            engine.state.objects.check(saved.part("objects"))
+
+    def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
+        missing = engine.state.objects.without_entry(saved.part("objects"))
+        if missing:
+            yield Notice(
+                f"the checkpoint has no state of {', '.join(missing)}: these start fresh and the resume is not exact"
+            )
+
+    def load(self, engine: Engine, saved: Saved) -> None:
+        engine.state.objects.restore(saved.part("objects"))
+
+    def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
+        yield from engine.state.objects.differences(saved.part("objects"))

@@ -1,0 +1,173 @@
+"""What a run will need later, tried before its first step: the schedule, the evaluation, folders, the state."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+
+from treadle.data.cursor import Cursor
+from treadle.data.indexed import has_state
+from treadle.distributed.state_names import clean_name
+from treadle.engine.evaluation import evaluation_rules
+from treadle.errors import ConfigError
+from treadle.optim.precision import Precision
+from treadle.seed import forked_rng
+from treadle.task import HasMetrics, Task, as_step_output, update_of
+
+if TYPE_CHECKING:
+    from treadle.engine.loop import Engine
+
+
+def refuse_fsdp_1(model: nn.Module) -> None:
+    """Raises for torch's first FullyShardedDataParallel, whose ranks would each clip by a norm of their own.
+
+    Raises:
+        ConfigError: a part of the model is wrapped in it.
+
+    Example:
+        >>> refuse_fsdp_1(nn.Linear(1, 1))
+    """
+    for name, module in model.named_modules():
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
+            raise ConfigError(
+                f"{clean_name(name) or 'it'} is wrapped in FullyShardedDataParallel (FSDP 1), which is not "
+                'supported; use parallelize(model, "fsdp"), which shards it by fully_shard',
+                argument="model",
+            )
+
+
+def try_schedule(engine: Engine) -> None:
+    """Moves a copy of the schedule once, as the run will, over a copy of the optimizer's groups.
+
+    Raises:
+        ConfigError: it has no state, wants other arguments, or fails.
+    """
+    scheduler = engine.lr_scheduler
+    if scheduler is None:
+        return
+    name = type(scheduler).__name__
+    if not has_state(scheduler):
+        raise ConfigError(
+            f"{name} has no state_dict() and load_state_dict(), so no checkpoint could hold where it "
+            "is; add them, or use one of torch.optim.lr_scheduler",
+            argument="scheduler",
+        )
+    arguments = (1.0,) if isinstance(scheduler, ReduceLROnPlateau) else ()
+    try:
+        inspect.signature(scheduler.step).bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{name}.step() is called without arguments ({engine.scheduler_interval} by "
+            f"{engine.scheduler_interval}), and this one wants more: {error}. Wrap it in a class whose step() "
+            "counts and passes what it wants",
+            argument="scheduler",
+        ) from error
+    except ValueError:  # a function without a signature
+        pass
+    # A step that was set on the object may move the object itself, whatever copy it is called on.
+    trial = None if "step" in vars(scheduler) else _copied(engine)
+    if trial is None:
+        return
+    try:
+        with warnings.catch_warnings(), forked_rng(0):
+            warnings.simplefilter("ignore")  # torch's about the order of steps, of which the trial has none
+            trial.step(*arguments)
+    except Exception as error:
+        raise ConfigError(
+            f"{name}.step() fails when it is tried before step 1: {error}", argument="scheduler"
+        ) from error
+
+
+def _copied(engine: Engine) -> Any:
+    """Returns a copy of the schedule that moves copies of the optimizer's groups, or None where it cannot be copied."""
+    optimizer = engine.optimizer
+    shadow = copy.copy(optimizer)
+    groups = [
+        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    shadow.__dict__.update(param_groups=groups)
+    kept = [engine, engine.model, engine.task, engine.logger, *engine.model.parameters()]
+    memo = {id(optimizer): shadow, **{id(one): one for one in kept}}
+    try:
+        return copy.deepcopy(engine.lr_scheduler, memo)
+    except Exception:  # noqa: BLE001  (what cannot be copied is not tried)
+        return None
+
+
+def check_length_of_schedule(engine: Engine) -> None:
+    """Raises for a schedule that raises before the run has reached its target.
+
+    Raises:
+        ConfigError: a OneCycleLR has fewer moves left than the run has steps.
+    """
+    scheduler, target = engine.lr_scheduler, engine.target.total_steps(engine)
+    if not isinstance(scheduler, OneCycleLR) or target is None or engine.scheduler_interval != "step":
+        return
+    moves = target - engine.progress.step
+    if scheduler.last_epoch + moves > scheduler.total_steps:
+        raise ConfigError(
+            f"OneCycleLR has total_steps={scheduler.total_steps} and is at {scheduler.last_epoch}; this run has "
+            f"{moves} more steps and the schedule would raise before its end; build it with total_steps={target}",
+            argument="scheduler",
+        )
+
+
+def try_folders(engine: Engine) -> None:
+    """Looks whether the folders into which hooks will write can be made.
+
+    Raises:
+        ConfigError: a file lies where a folder is to be, or a folder cannot be written to.
+    """
+    for hook in engine.hooks:
+        for name, value in vars(hook).items() if hook.writes else ():
+            if not isinstance(value, Path):
+                continue
+            path = value if value.is_absolute() or engine.workspace is None else engine.workspace / value
+            nearest = next((place for place in (path, *path.parents) if place.exists()), None)
+            owner = f"{type(hook).__name__}: {name.lstrip('_')}={os.fspath(value)!r}"
+            if nearest is not None and nearest != path and not nearest.is_dir():
+                raise ConfigError(f"{owner}: {os.fspath(nearest)!r} is a file and no folder; choose another path")
+            if nearest is not None and not os.access(nearest, os.W_OK):
+                raise ConfigError(f"{owner}: {os.fspath(nearest)!r} cannot be written to; choose another path")
+
+
+def try_evaluation(
+    model: nn.Module, loader: Iterable[Any], task: Task | None, *, precision: Precision, eval_seed: int = 0
+) -> None:
+    """Reads the first batch of a loader and feeds it to the metrics, if there are any; keeps nothing of it.
+
+    Args:
+        model: on the device of ``precision``.
+        loader: of the evaluation; where it cannot be opened twice, nothing is tried.
+        task: turns a batch into a loss, and has the metrics; None only collates the batch.
+        precision: autocast as in training.
+        eval_seed: seeds the random numbers of the evaluation.
+    """
+    if isinstance(loader, Iterator):
+        return
+    cursor = Cursor()
+    with evaluation_rules(model, loader, eval_seed=eval_seed):
+        try:
+            cursor.restart()
+            cursor.open(loader)
+            batches = cursor.take(1).batches
+            metrics = task.new_metrics() if isinstance(task, HasMetrics) and batches else None
+            if not metrics:
+                return
+            metrics.reset()
+            with precision.autocast():
+                output = as_step_output(task.step(model, batches[0]), training=False)
+            if output.outputs is not None:
+                update_of(metrics)(output.outputs)
+                metrics.reset()
+        finally:
+            cursor.close()

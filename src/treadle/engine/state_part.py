@@ -1,0 +1,86 @@
+"""One part of a checkpoint, a checkpoint as a run loads it, and a warning about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from treadle.engine.common_state import common_state
+from treadle.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from treadle.engine.loop import Engine
+
+Difference = tuple[str, str]
+"""Where a state that was loaded differs from its checkpoint, and how."""
+
+
+class Notice(NamedTuple):
+    """A warning about a state that is loaded, with the topic of its log record."""
+
+    text: str
+    topic: str | None = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint as a run loads it.
+
+    Attributes:
+        tree: the checkpoint, without what ``strict=False`` leaves out.
+        kept: names of weights that stay as they are, since the checkpoint leaves them out on purpose.
+    """
+
+    tree: Mapping[str, Any]
+    kept: frozenset[str] = frozenset()
+
+    @classmethod
+    def for_engine(cls, engine: Engine, tree: Mapping[str, Any]) -> Saved:
+        """Returns a checkpoint as it fits an engine's model; changes nothing.
+
+        Raises:
+            CheckpointError: it has no model, or its frozen weights are others than the model's.
+        """
+        if "model" not in tree:
+            raise CheckpointError(f"the checkpoint has no 'model' entry; its keys are {sorted(tree)}")
+        kept = engine.state.base.check(engine.model, tree.get("base"))
+        if engine.state.options.strict:
+            return cls(tree, kept)
+        return cls(*common_state(engine, tree, kept))
+
+    def get(self, key: str) -> Any:
+        """Returns an entry; None if it is missing."""
+        return self.tree.get(key)
+
+    @property
+    def same_torch(self) -> bool:
+        """Whether the torch of this run wrote the checkpoint, so that its objects have the same keys."""
+        return bool(self.part("versions").get("torch") == str(torch.__version__))
+
+    def part(self, key: str) -> Mapping[str, Any]:
+        """Returns an entry that is a mapping; an empty one if it is missing."""
+        return self.tree.get(key) or {}
+
+
+class StatePart:
+    """One part of a checkpoint. The base class keeps nothing, accepts everything and warns of nothing."""
+
+    def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
+        """Writes the part's keys into a tree."""
+
+    def check(self, engine: Engine, saved: Saved) -> None:
+        """Raises CheckpointError if the part cannot be loaded; changes nothing."""
+
+    def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
+        """Yields warnings about what differs between the checkpoint and this run."""
+        yield from ()
+
+    def load(self, engine: Engine, saved: Saved) -> None:
+        """Restores the part, in place."""
+
+    def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
+        """Yields where the part, once loaded, is not what the checkpoint holds."""
+        yield from ()

@@ -1,0 +1,58 @@
+"""Optimizers with a training point and an evaluation point, such as schedule-free ones: ``train()`` and ``eval()``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "evaluation point"
+"""The name under which a checkpoint keeps the weights of the evaluation point, among its averages."""
+
+
+def has_modes(optimizer: Any) -> bool:
+    """Returns whether an optimizer has ``train()`` and ``eval()``, which move the weights between two points.
+
+    Example:
+        >>> has_modes(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+        False
+    """
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def into_training_point(optimizer: Any) -> None:
+    """Calls ``train()`` of an optimizer that has it, and ``eval()``.
+
+    Example:
+        >>> into_training_point(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+    """
+    if has_modes(optimizer):
+        optimizer.train()
+
+
+@contextlib.contextmanager
+def at_evaluation_point(optimizer: Any) -> Iterator[None]:
+    """Moves the weights to the evaluation point inside the block, and puts them back afterwards, to the bit."""
+    if not has_modes(optimizer):
+        yield
+        return
+    groups = optimizer.param_groups
+    raw = [(parameter, parameter.detach().clone()) for group in groups for parameter in group["params"]]
+    settings = [{key: value for key, value in group.items() if not _is_tensors(value)} for group in groups]
+    optimizer.eval()
+    try:
+        yield
+    finally:
+        optimizer.train()
+        with torch.no_grad():
+            for parameter, value in raw:
+                parameter.copy_(value)
+        for group, before in zip(groups, settings, strict=True):
+            group.update(before)
+
+
+def _is_tensors(value: Any) -> bool:
+    return isinstance(value, (list, Tensor))

@@ -1,0 +1,62 @@
+"""What scikit-learn asks of an estimator, without importing it: settings by name, and tags."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any, TypeVar
+
+from treadle.errors import ConfigError
+
+Self = TypeVar("Self", bound="Estimator")
+
+
+class Estimator:
+    """Object whose settings are its constructor's arguments, kept as attributes of the same names.
+
+    ``sklearn.base.clone``, ``GridSearchCV`` and pipelines take it.
+
+    Example:
+        >>> class Shifts(Estimator):
+        ...     def __init__(self, by=1.0):
+        ...         self.by = by
+        >>> Shifts().set_params(by=2.0).get_params()
+        {'by': 2.0}
+    """
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Returns the settings by name.
+
+        Args:
+            deep: for scikit-learn; there are no estimators inside.
+        """
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def set_params(self: Self, **params: Any) -> Self:
+        """Sets settings by name, checked as in the constructor; returns self.
+
+        Raises:
+            ConfigError: a name is unknown or a value out of range; nothing was changed.
+        """
+        now = self.get_params()
+        for name in params:
+            if name not in now:
+                near = difflib.get_close_matches(name, now, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(now)}"
+                raise ConfigError(f"unknown setting of {type(self).__name__}; {hint}", argument=name)
+        for name, value in type(self)(**{**now, **params}).get_params().items():
+            setattr(self, name, value)
+        return self
+
+    def __sklearn_tags__(self) -> Any:
+        """Returns the tags that scikit-learn looks up: no target is needed."""
+        from sklearn.utils import InputTags, Tags, TargetTags
+
+        return Tags(
+            estimator_type=None,
+            target_tags=TargetTags(required=False),
+            transformer_tags=None,
+            classifier_tags=None,
+            regressor_tags=None,
+            input_tags=InputTags(),
+        )

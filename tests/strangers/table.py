@@ -1,0 +1,12 @@
+"""The table of strangers: one row for each real object."""
+
+from __future__ import annotations
+
+from strangers.bench import Row
+from strangers.data import DATA_ROWS
+from strangers.models import MODELS
+from strangers.objects import OBJECTS
+from strangers.optimizers import OPTIMIZERS
+from strangers.schedulers import SCHEDULERS
+
+TABLE: list[Row] = [*OPTIMIZERS, *SCHEDULERS, *MODELS, *OBJECTS, *DATA_ROWS]

@@ -1,0 +1,428 @@
+"""Nothing is silent: a load is compared, later needs are tried before step 1, and names that nothing calls are "
+"named."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, default_collate
+
+from helpers import MeanSquare, through_a_file
+from strangers.bench import WIDTH, Points, net, points_loader
+from strangers.data import OwnIterator, Scaling
+from treadle import BaseTrainer, CheckpointError, ConfigError, Engine, EpochTrainer, Trainer, load_weights
+from treadle.checkpoint import save_checkpoint
+from treadle.functional.settings import read_settings
+from treadle.hooks import BaseHook
+
+
+def engine_of(model: Any = None, *, task: Any = None, optimizer: Any = None, **settings: Any) -> Engine:
+    model = net() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05) if optimizer is None else optimizer(model)
+    return Engine(model, optimizer, task or MeanSquare(), device="cpu", **settings)
+
+
+# -- a load is compared with its file
+
+
+class Forgets(nn.Module):
+    """Loads another value than it saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+        self.register_buffer("level", torch.zeros(1))
+
+    def forward(self, x: Any) -> Any:
+        if self.training:
+            self.level += 1
+        return self.inner(x) + self.level
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        state_dict[prefix + "level"] = torch.zeros(1)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def test_a_model_that_loads_something_else_is_refused_by_name():
+    engine = engine_of(Forgets())
+    engine.run(points_loader(), max_steps=2)
+    state = through_a_file(engine.state_dict())
+    with pytest.raises(CheckpointError, match=r"model\.level: after loading"):
+        engine_of(Forgets()).load_state_dict(state)
+
+
+def test_a_model_in_another_dtype_is_refused_by_name():
+    state = through_a_file(engine_of().state_dict())
+    with pytest.raises(CheckpointError, match=r"model\.0\.weight: after loading.*float32 and torch\.bfloat16"):
+        engine_of(net().bfloat16()).load_state_dict(state)
+
+
+class ForgetsMomentum(torch.optim.SGD):
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict({**state, "state": {}})
+
+
+def test_an_optimizer_that_loads_no_state_is_refused_by_name():
+    def made(model: nn.Module) -> Any:
+        return ForgetsMomentum(model.parameters(), lr=0.1, momentum=0.9)
+
+    engine = engine_of(optimizer=made)
+    engine.run(points_loader(), max_steps=2)
+    with pytest.raises(CheckpointError, match=r"optimizer\.state\.0\.weight: after loading, .*nothing there"):
+        engine_of(optimizer=made).load_state_dict(through_a_file(engine.state_dict()))
+
+
+class Stubborn:
+    """Saves a state that it does not take."""
+
+    def state_dict(self) -> Any:
+        return {"count": 1}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise KeyError("total")
+
+
+def test_an_object_that_does_not_load_what_it_saves_is_found_at_the_first_save():
+    task = MeanSquare()
+    task.stubborn = Stubborn()
+    saves = SimpleNamespace(count=0)
+
+    class Saves(BaseHook):
+        def on_after_step(self, trainer: Any) -> None:
+            trainer.request_write(trainer.state_dict)
+            saves.count += 1
+
+    with pytest.raises(
+        CheckpointError, match=r"first checkpoint.*task\.stubborn: Stubborn does not load what it saves"
+    ):
+        engine_of(task=task, hooks=[Saves()]).run(points_loader(), max_steps=3)
+    assert saves.count == 1
+
+
+def test_an_object_that_is_missing_on_the_resume_is_refused_by_name():
+    task = MeanSquare()
+    task.critic = nn.Linear(1, 1)
+    state = through_a_file(engine_of(task=task).state_dict())
+    with pytest.raises(CheckpointError, match=r"task\.critic: the checkpoint holds the state"):
+        engine_of().load_state_dict(state)
+
+
+def test_another_set_of_frozen_parameters_is_said_and_that_of_the_file_is_taken(caplog):
+    frozen = net()
+    frozen[0].requires_grad_(False)
+    engine = engine_of(frozen)
+    engine.run(points_loader(), max_steps=2)
+    other = engine_of()
+    other.load_state_dict(through_a_file(engine.state_dict()))
+    assert "0.bias, 0.weight: requires_grad is set as in the checkpoint" in caplog.text
+    assert not other.model[0].weight.requires_grad
+
+
+def test_an_attribute_that_cannot_be_kept_is_named_once(caplog):
+    class Opens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.calls, self.handle = net(), 0, None
+
+        def forward(self, x: Any) -> Any:
+            self.calls, self.handle = self.calls + 1, self.handle or object()
+            return self.inner(x)
+
+    engine = engine_of(Opens())
+    for steps in (2, 3, 4):
+        engine.run(points_loader(), max_steps=steps)
+        engine.state_dict()
+    assert caplog.text.count("calls has changed, and no checkpoint holds it") == 1
+
+
+def test_a_roll_back_takes_own_objects_back_too():
+    task = MeanSquare()
+    task.critic, task.factor = nn.Linear(1, 1), 1.0
+    engine = engine_of(task=task)
+    state = through_a_file(engine.state_dict())
+    with torch.no_grad():
+        task.critic.weight.add_(1)
+    task.factor = 0.5
+    engine.state.roll_back(engine, state)
+    assert torch.equal(task.critic.weight, state["objects"]["task.critic"]["state"]["weight"])
+    assert task.factor == 1.0
+
+
+# -- optimizers with two points
+
+
+class TwoPoints(torch.optim.SGD):
+    """Evaluates at twice the weights that it trains at."""
+
+    def __init__(self, params: Any, lr: float = 0.05):
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group["train_mode"] = False
+
+    def _move(self, factor: float, mode: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] != mode:
+                group["train_mode"] = mode
+                for parameter in group["params"]:
+                    parameter.data.mul_(factor)
+
+    def train(self) -> None:
+        self._move(1 / 3, True)
+
+    def eval(self) -> None:
+        self._move(3.0, False)
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.param_groups[0]["train_mode"]
+        return super().step(closure)
+
+
+def test_evaluation_best_rule_and_export_use_the_evaluation_point(tmp_path):
+    seen = []
+
+    class Watches(MeanSquare):
+        def step(self, model: Any, batch: Any, totals: Any = None, generator: Any = None) -> Any:
+            if not model.training:
+                seen.append(model[0].weight.detach().clone())
+            return super().step(model, batch)
+
+    engine = engine_of(task=Watches(), optimizer=lambda model: TwoPoints(model.parameters()))
+    driver = EpochTrainer(engine)
+    driver.fit(points_loader(), points_loader(), 2)
+    weight = engine.model[0].weight.detach().clone()
+    driver.evaluate(points_loader())
+    assert torch.equal(engine.model[0].weight, weight)
+    assert torch.equal(seen[-1], weight * 3)
+    save_checkpoint(engine.state_dict(), tmp_path / "last.pt")
+    assert torch.equal(load_weights(tmp_path / "last.pt")["0.weight"], weight * 3)
+
+
+# -- loaders are iterated as a plain loop does
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Points(), batch_size=3, shuffle=True),
+        lambda: Scaling(Points(), batch_size=3, shuffle=True),
+        lambda: OwnIterator(Points(), batch_size=3, shuffle=True),
+        lambda: DataLoader(Points(), batch_size=3, collate_fn=lambda rows: {"x": default_collate(rows)}),
+        lambda: DataLoader(Points(), batch_size=None),
+    ],
+    ids=["DataLoader", "own __iter__", "own iterator", "own collate function", "no batches"],
+)
+def test_the_batches_are_those_of_a_plain_loop(make):
+    from treadle.data.cursor import Cursor
+
+    torch.manual_seed(0)
+    plain = list(make())
+    torch.manual_seed(0)
+    cursor = Cursor()
+    cursor.open(make())
+    ours = cursor.take(len(plain)).batches
+    assert [type(batch) for batch in ours] == [type(batch) for batch in plain]
+    for one, other in zip(ours, plain, strict=True):
+        assert str(one) == str(other)
+
+
+# -- classes of configs
+
+
+class Slots:
+    __slots__ = ("log_interval", "max_grad_norm")
+
+    def __init__(self) -> None:
+        self.max_grad_norm, self.log_interval = 2.0, None
+
+
+class Keyed:
+    """A mapping with attribute access that is no Mapping, as ml_collections' ConfigDict is."""
+
+    def __init__(self, **fields: Any):
+        object.__setattr__(self, "_fields", fields)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return object.__getattribute__(self, "_fields")[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields[name]
+
+    def keys(self) -> Any:
+        return self._fields.keys()
+
+
+@dataclasses.dataclass
+class Fields:
+    max_grad_norm: float = 2.0
+
+
+def attrs_class() -> Any:
+    attrs = pytest.importorskip("attrs")
+    return attrs.make_class("Made", {"max_grad_norm": attrs.field(default=2.0)}, slots=True)()
+
+
+def pydantic_model() -> Any:
+    pydantic = pytest.importorskip("pydantic")
+    return pydantic.create_model("Made", max_grad_norm=(float, 2.0))()
+
+
+def ml_config_dict() -> Any:
+    return pytest.importorskip("ml_collections").ConfigDict({"max_grad_norm": 2.0})
+
+
+def omega() -> Any:
+    return pytest.importorskip("omegaconf").OmegaConf.create({"max_grad_norm": 2.0})
+
+
+PARTS = {
+    "slots": Slots, "keys and attributes": lambda: Keyed(max_grad_norm=2.0), "dataclass": Fields, "attrs": attrs_class,
+    "pydantic": pydantic_model, "ml_collections": ml_config_dict, "omegaconf": omega,
+    "argparse": lambda: argparse.Namespace(max_grad_norm=2.0), "namespace": lambda: SimpleNamespace(max_grad_norm=2.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", PARTS.values(), ids=PARTS)
+def test_the_settings_of_any_class_of_config_are_read(make):
+    assert read_settings({"training": make()}).max_grad_norm == 2.0
+    assert read_settings(SimpleNamespace(training=make())).max_grad_norm == 2.0
+
+
+def test_a_config_that_shows_nothing_is_refused():
+    with pytest.raises(ConfigError, match="shows neither keys nor attributes"):
+        read_settings({"training": object()})
+
+
+def test_settings_outside_of_the_training_part_are_named(caplog):
+    read_settings(argparse.Namespace(max_grad_norm=2.0))
+    assert "max_grad_norm is not read" in caplog.text
+
+
+# -- what comes later is tried before step 1
+
+
+def test_an_evaluation_loader_that_cannot_be_collated_is_found_before_step_1():
+    class Ragged(Points):
+        def __getitem__(self, index: int) -> Any:
+            return torch.ones(index + 1)
+
+    engine = engine_of()
+    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+        EpochTrainer(engine).fit(points_loader(), points_loader(Ragged()), 2)
+    assert engine.step == 0
+
+
+def test_a_metric_that_does_not_fit_is_found_before_step_1():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    model = net()
+    trainer = Trainer(model, None, nn.MSELoss(), device="cpu", metrics={"acc": torchmetrics.Accuracy("binary")})
+    with pytest.raises(Exception, match=r"binary|int|values"):
+        trainer.train(points_loader(), 2, points_loader())
+    assert trainer.step == 0
+
+
+def test_trying_the_evaluation_changes_no_number():
+    def losses(val_loader: Any) -> Any:
+        torch.manual_seed(0)
+        engine = engine_of()
+        EpochTrainer(engine).fit(points_loader(shuffle=True), val_loader, 2)
+        return engine.model[0].weight
+
+    assert torch.equal(losses(points_loader(shuffle=True)), losses(None))
+
+
+def test_a_schedule_that_ends_before_the_last_epoch_is_refused_before_step_1():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=7, cycle_momentum=False)
+    engine = Engine(model, optimizer, MeanSquare(), scheduler=scheduler, device="cpu")
+    with pytest.raises(ConfigError, match=r"OneCycleLR has total_steps=7.*total_steps=8"):
+        engine.run(points_loader(), epochs=2)
+    assert engine.step == 0
+
+
+def test_trying_the_schedule_moves_nothing():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    Engine(model, optimizer, MeanSquare(), scheduler=scheduler, device="cpu").run(points_loader(), max_steps=2)
+    assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (2, 0.025)
+
+
+# -- names that nothing calls
+
+
+class Fit(BaseTrainer):
+    def build_data_loader(self) -> Any:
+        return points_loader()
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(WIDTH, 1)
+
+    def build_optimizer(self) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def forward(self, input: Any) -> Any:
+        return self.helper(input), {}
+
+    def helper(self, input: Any) -> Any:
+        return self.model(input[0]).square().mean()
+
+
+@pytest.mark.parametrize("name", ["_build", "_run_step", "build_lr_schedular", "build_optimiser", "training_step"])
+def test_a_method_that_nothing_calls_is_named_at_once(name, caplog):
+    type("Mine", (Fit,), {name: lambda self: None})(max_steps=1, device="cpu").train()
+    assert f"Mine.{name}: nothing calls it" in caplog.text
+
+
+def test_a_method_that_the_user_calls_is_not_named(caplog):
+    class Mine(Fit):
+        def training_step(self, input: Any) -> Any:
+            return self.helper(input), {}
+
+        def forward(self, input: Any) -> Any:
+            return self.training_step(input)
+
+    Mine(max_steps=1, device="cpu").train()
+    assert "nothing calls it" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["on_train_batch_end", "on_after_stop", "after_step", "before_train"])
+def test_an_event_that_does_not_exist_is_named_at_once(name, caplog):
+    hook = type("Mine", (BaseHook,), {name: lambda self, trainer: None})()
+    Fit(max_steps=1, device="cpu", hooks=[hook]).train()
+    assert f"Mine.{name}: no event calls it" in caplog.text
+
+
+def test_an_evaluation_that_is_set_on_the_object_is_named(caplog):
+    model = net()
+    trainer = Trainer(model, None, nn.MSELoss(), device="cpu")
+    trainer.evaluate = lambda loader: {"loss": 0.0}
+    trainer.train(points_loader(), 1, points_loader())
+    assert "evaluate: set on this object of Trainer, where nothing calls it" in caplog.text
+
+
+def test_a_second_train_that_trains_nothing_says_so(caplog):
+    trainer = Trainer(net(), None, nn.MSELoss(), device="cpu")
+    trainer.train(points_loader(), 1)
+    caplog.clear()
+    trainer.train(points_loader(), 1)
+    found = [record.levelno for record in caplog.records if "counts from the start" in record.getMessage()]
+    assert found == [logging.WARNING]
+
+
+def test_a_second_run_that_trains_nothing_says_so(caplog):
+    trainer = Fit(max_steps=2, device="cpu")
+    trainer.train()
+    caplog.clear()
+    trainer.train()
+    assert [record.levelno for record in caplog.records if "nothing to do" in record.getMessage()] == [logging.WARNING]

@@ -1,0 +1,60 @@
+"""The estimators survive scikit-learn's clone, set_params, GridSearchCV and pipelines."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from treadle.errors import ConfigError
+from treadle.spectra import CosineKMeans, SNVScaler, VMFMixture
+
+base = pytest.importorskip("sklearn.base")
+
+MADE = {
+    "kmeans": lambda: CosineKMeans(3, tol=1e-3, max_iter=7, device="cpu", random_state=5),
+    "mixture": lambda: VMFMixture(3, d=4, device="cpu", random_state=5, init="random"),
+    "scaler": lambda: SNVScaler(eps=1e-6, transform_stats=True),
+}
+
+
+def rows() -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(30, 4)) + np.eye(4)[np.arange(30) % 3] * 4
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_a_clone_has_the_same_settings_and_nothing_fitted(make):
+    made = make()
+    clone = base.clone(made)
+    assert clone.get_params() == made.get_params()
+    assert type(clone) is type(made)
+    assert clone is not made
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_an_unknown_setting_is_refused_and_changes_nothing(make):
+    made = make()
+    before = made.get_params()
+    with pytest.raises(ConfigError, match="unknown setting"):
+        made.set_params(n_clusters=4)
+    assert made.get_params() == before
+
+
+def test_a_setting_is_checked_as_in_the_constructor():
+    with pytest.raises(ConfigError, match="n_components"):
+        MADE["kmeans"]().set_params(n_components=0)
+    assert MADE["kmeans"]().set_params(n_components=5).n_components == 5
+
+
+def test_a_grid_search_finds_the_number_of_clusters():
+    search = pytest.importorskip("sklearn.model_selection").GridSearchCV
+    for make in (MADE["kmeans"], MADE["mixture"]):
+        found = search(make(), {"n_components": [1, 3]}, cv=3).fit(rows())
+        assert found.best_params_ == {"n_components": 3}
+
+
+def test_a_pipeline_ends_in_the_clusters_of_its_parts():
+    pipeline = pytest.importorskip("sklearn.pipeline").make_pipeline(SNVScaler(), MADE["kmeans"]())
+    labels = base.clone(pipeline).fit(rows()).predict(rows())
+    alone = MADE["kmeans"]().fit_predict(SNVScaler().transform(rows()))
+    assert torch.equal(torch.as_tensor(labels), torch.as_tensor(alone))
