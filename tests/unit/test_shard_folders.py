@@ -14,6 +14,7 @@ from torch import nn
 import helpers
 from treadle.checkpoint import find_latest, load_checkpoint, load_weights, save_checkpoint, verify_checkpoint
 from treadle.checkpoint.convert import convert_checkpoint
+from treadle.checkpoint.files import STORED
 from treadle.checkpoint.find_step import nearest_state, states_in
 from treadle.checkpoint.order import furthest_first
 from treadle.checkpoint.safe.inspect import inspect_path
@@ -21,7 +22,7 @@ from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.shard_manifest import MARKER
 from treadle.checkpoint.sharded import save_sharded
 from treadle.checkpoint.store import open_checkpoint
-from treadle.checkpoint.tensor_table import STORED, take_apart
+from treadle.checkpoint.tensor_table import take_apart
 from treadle.distributed.shards import Part
 from treadle.distributed.state_names import load_model_state
 from treadle.errors import CheckpointError, ConfigError

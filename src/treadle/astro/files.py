@@ -91,6 +91,7 @@ class AstroFolder(RunFolder):
         self.before_write()
         tree = self.engine.state_dict()
         on_rank_0(lambda: write_best_and_last(tree, folder, is_best=improved, last_name=name))
+        self.engine.state.record_saved(folder / name, self.engine.step)
         self.record_written()
 
     def write_last(self) -> None:

@@ -13,13 +13,15 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from treadle.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMAT_NAME = "treadle"
+STORED = "treadle.stored"  # {STORED: key} stands where the tensor of that key was
 TEMPORARY = ".treadle-tmp"
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS}  # network and FUSE file systems
 
@@ -214,6 +216,8 @@ def write_text(text: str, path: str | os.PathLike[str]) -> Path:
 
 def save_tensor(tensor: Tensor, path: str | os.PathLike[str]) -> Path:
     """Writes one tensor atomically, for ``torch.load``."""
+    import torch
+
     return write_bytes(lambda file: torch.save(tensor, file), path)
 
 

@@ -21,8 +21,9 @@ from treadle.engine.hook import BaseHook
 from treadle.engine.out_of_memory import explaining_out_of_memory
 from treadle.engine.rehearsal import try_folders, try_schedule
 from treadle.engine.single_samples import explaining_single_samples
-from treadle.engine.start_log import start_block
+from treadle.engine.start_log import end_line, start_block, start_line
 from treadle.engine.streams import separate_streams
+from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
 from treadle.optim.ema import Ema
 from treadle.optim.evaluation_point import into_training_point
@@ -116,8 +117,9 @@ def training_session(engine: Engine) -> Iterator[None]:
     """Opens the hooks and signal handlers for a run and closes them whatever happens."""
     opened: list[BaseHook] = []
     failure: BaseException | None = None
-    with contextlib.ExitStack() as held:
+    with speaking(engine), contextlib.ExitStack() as held:
         signals = _make_ready(engine, held)
+        first_step, started = engine.progress.step, time.perf_counter()
         try:
             with (
                 engine.signals.listening(signals),
@@ -145,6 +147,9 @@ def training_session(engine: Engine) -> Iterator[None]:
             engine.exchange.close()
             engine.events.clear_dispatch()
             close_hooks(engine, opened, failure)
+        if distributed.rank() == 0:
+            seconds = time.perf_counter() - started
+            engine.logger.info(end_line(engine, first_step, seconds), extra={"topic": "end"})
 
 
 def into_training_mode(engine: Engine) -> None:
@@ -200,7 +205,7 @@ def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
             separate_streams()
     signals = engine.signals.expect([plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None])
     if distributed.rank() == 0:
-        engine.logger.info(start_block(engine), extra={"topic": "start block"})
+        engine.logger.info(start_block(engine), extra={"topic": "start block", "short": start_line(engine)})
     return signals
 
 
@@ -221,8 +226,8 @@ def check_before_training(engine: Engine) -> None:
     """Raises or warns about what would train a wrong model in silence.
 
     Raises:
-        ConfigError: a lazy parameter is not initialised, the optimizer wants a closure, or the scheduler moves another
-            optimizer's learning rate.
+        ConfigError: a lazy parameter is not initialised, the optimizer wants a closure or holds no parameter of the
+            model, or the scheduler moves another optimizer's learning rate.
     """
     lazy = [name for name, parameter in engine.model.named_parameters() if is_lazy(parameter)]
     if lazy:
@@ -248,6 +253,12 @@ def check_before_training(engine: Engine) -> None:
     _warn_of_half_sums(engine)
     engine.stray_parameters = [parameter for _, parameter in uncovered_parameters(engine.model, engine.optimizer)]
     names = [name for name, _ in uncovered_parameters(engine.model, engine.optimizer)]
+    if names and len(names) == sum(parameter.requires_grad for parameter in engine.model.parameters()):
+        raise ConfigError(
+            f"none of the {len(names)} trainable parameters of the model is in it, so nothing would be trained; build "
+            "it over model.parameters() of the model that you pass, after the model was moved, wrapped or loaded",
+            argument="optimizer",
+        )
     if names:
         engine.logger.warning(
             "%d parameters require gradients but are in no optimizer group and will not be trained: %s",

@@ -68,6 +68,8 @@ class RunState:
         resumed: whether hooks were asked for a checkpoint to resume from.
         searched: whether a front end chose the state among those of all hooks too, so that hooks need not look.
         source: the checkpoint that the run resumed from, for the log.
+        saved: the newest checkpoint that this process wrote, for the log; None before one.
+        saved_step: the step of its state.
         origin: where the run began.
         scored: the weights that the last evaluation scored, ``"model"`` or ``"ema"``; None before one.
         num_loads: how often a state was loaded; tensors of the optimizer lie in other memory after each.
@@ -90,6 +92,8 @@ class RunState:
         self.resumed = False
         self.searched = False
         self.source: str | None = None
+        self.saved: str | None = None
+        self.saved_step: int | None = None
         self.origin = RunOrigin()
         self.scored: str | None = None
         self.num_loads = 0
@@ -215,6 +219,10 @@ class RunState:
     def record_searched(self) -> None:
         """Records that the state was chosen among those of all hooks."""
         self.searched = True
+
+    def record_saved(self, path: object, step: int) -> None:
+        """Records a checkpoint that was written, and the step whose state it holds."""
+        self.saved, self.saved_step = str(path), step
 
     def record_resumed(self) -> None:
         """Records that hooks were asked for a checkpoint."""

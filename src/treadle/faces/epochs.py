@@ -53,7 +53,7 @@ class EpochTrainer:
     def fit(
         self,
         train_loader: Iterable[Any],
-        val_loader: Iterable[Any] | None,
+        val_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None,
         epochs: int,
         *,
         after_epoch: Callable[[dict[str, Any]], None] | None = None,
@@ -62,7 +62,7 @@ class EpochTrainer:
 
         Args:
             train_loader: micro-batches for training.
-            val_loader: micro-batches for evaluation, or None.
+            val_loader: micro-batches for evaluation, or None; of a dict each loader is evaluated under its name.
             epochs: absolute target.
             after_epoch: called with the epoch's record after ``on_after_epoch``: checkpoints and user callbacks.
 
@@ -118,6 +118,13 @@ class EpochTrainer:
         refuse_no_batch(self.engine.eval_cursor.position, "val_loader: it")
         return values
 
+    def evaluate_each(self, loaders: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
+        """Returns the results over a loader, or over each of a dict with the names before those of the results."""
+        if not isinstance(loaders, Mapping):
+            return self.evaluate(loaders)
+        results = {name: self.evaluate(loader) for name, loader in loaders.items()}
+        return {f"{name}_{key}": value for name, values in results.items() for key, value in values.items()}
+
     def predict(self, loader: Iterable[Any], forward: Callable[[Any], Any]) -> Any:
         """Returns the joined outputs of ``forward(batch)`` over a loader, by the rules of an evaluation."""
         engine, outputs = self.engine, []
@@ -159,13 +166,13 @@ class EpochTrainer:
         """Returns what a record says about the training of its epoch: ``train_loss``; a face may say more."""
         return {"train_loss": means.get("loss", math.nan)}
 
-    def _score(self, val_loader: Iterable[Any] | None) -> float:
+    def _score(self, val_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None) -> float:
         """Evaluates a complete epoch, appends its record, and returns the value that plateau schedulers watch."""
         engine = self.engine
         train = engine.train_means()
         record: dict[str, Any] = {"epoch": engine.epoch + 1, **self.train_record(train)}
         if val_loader is not None:
-            self.metrics = self.evaluate(val_loader)
+            self.metrics = self.evaluate_each(val_loader)
             engine.state.record_scored("ema" if engine.averages or has_modes(engine.optimizer) else "model")
             record.update({f"{self.prefix}{name}": value for name, value in self.metrics.items()})
         record["lr"] = _as_float(engine.last_lr[0]) if engine.last_lr else math.nan
@@ -174,7 +181,8 @@ class EpochTrainer:
             value = self.best.value_in(record)
             self.improved = self.best.update(record["epoch"], value)
         elif val_loader is not None:
-            value = float(record.get(f"{self.prefix}{self.loss_name}", value))
+            first = f"{next(iter(val_loader))}_" if isinstance(val_loader, Mapping) else ""
+            value = float(record.get(f"{self.prefix}{first}{self.loss_name}", value))
         self.history.append(record)
         return value
 

@@ -174,7 +174,8 @@ class RunFolder:
             ) from error
         say_if_other_loss(engine, tree, self.loss_settings)
         engine.state.record_source(source)
-        engine.logger.info("resumed from %s at step %d, epoch %d", source, engine.step, engine.epoch)
+        text = "resumed from %s at step %d, epoch %d"
+        engine.logger.info(text, source, engine.step, engine.epoch, extra={"topic": "resumed"})
 
 
 def write_best_and_last(tree: Mapping[str, Any], folder: Path, *, is_best: bool, last_name: str = "last.pt") -> None:

@@ -62,7 +62,7 @@ def as_columns(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 def log_epoch(epoch: int, record: Mapping[str, Any]) -> None:
     """Logs the numbers of an epoch in one line, on rank 0; ``epoch`` counts from 0, as callbacks are told it."""
     if distributed.rank() == 0:
-        _log.info("Epoch %d: %s", epoch + 1, numbers_of(in_order(record)))
+        _log.info("Epoch %d: %s", epoch + 1, numbers_of(in_order(record)), extra={"topic": "epoch"})
 
 
 class HistoryFile(HistoryHook):

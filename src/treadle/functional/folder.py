@@ -125,5 +125,6 @@ class NumberedFolder(RunFolder):
         if metric_value is not None:
             tree["best_metric"] = float(metric_value)
         written = on_rank_0(lambda: save_checkpoint(tree, path))
+        self.engine.state.record_saved(written, self.engine.step)
         if self._written is not None:
             self._written.append(written)

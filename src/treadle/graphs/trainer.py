@@ -21,7 +21,9 @@ from treadle.distributed import unwrap
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.engine.settings import Capture
+from treadle.engine.voice import speaking
 from treadle.faces.build import EngineCounters, place
+from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.folder import RunFolder, loss_name, write_best_and_last
 from treadle.faces.parallel import ParallelConfig
 from treadle.graphs.checks import (
@@ -76,6 +78,7 @@ class GraphTrainer(EngineCounters):
         max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None: none.
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
+        progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
         eval_seed: seeds the random numbers of every evaluation.
         parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
@@ -131,6 +134,7 @@ class GraphTrainer(EngineCounters):
         capture: Capture = False,
         pad_to: PadTo = None,
         compile: Compile = False,
+        progress: bool = True,
     ):
         self.model, self.optimizer, self.device = place(
             model, optimizer, device=device, scheduler=scheduler, compile=compile, parallel=parallel
@@ -150,12 +154,13 @@ class GraphTrainer(EngineCounters):
             "loss": loss_name(self.loss_fn), "grad_clip": grad_clip, "mixed_precision": mixed_precision,
             "accumulation_steps": accumulation_steps, "scheduler_interval": scheduler_interval, "eval_seed": eval_seed,
         }  # fmt: skip
+        every = [*self._own_hooks(checkpoint_dir, log_every, hooks), *with_trackers(hooks, trackers)]
         self._engine = Engine(
             self.model, optimizer, task, scheduler=scheduler, scheduler_interval=scheduler_interval, device=device,
             precision=precision_named(mixed_precision), grad_clip=grad_clip, accumulation_steps=accumulation_steps,
             max_non_finite_grad_retries=max_non_finite_grad_retries, eval_seed=eval_seed, capture=capture, logger=_log,
-            hooks=[*self._own_hooks(checkpoint_dir, log_every, hooks), *with_trackers(hooks, trackers)],
-            face="graphs", config=self.config,
+            hooks=with_default_hooks(every, given=hooks, progress=progress), progress=progress, face="graphs",
+            config=self.config,
         )  # fmt: skip
         self._epochs = GraphEpochs(self._engine, task, self._outputs)
         self._folder = BestAndLast(self._engine, "checkpoint_dir")
@@ -236,7 +241,7 @@ class GraphTrainer(EngineCounters):
             metric_for_best, minimize_metric, early_stopping, min_delta,
             evaluated=val_loader is not None, metrics=self.metrics,
         )  # fmt: skip
-        with self._folder.held():
+        with speaking(self._engine), self._folder.held():
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             self._epochs.fit(train_loader, val_loader, epochs, after_epoch=self._end_epoch)
@@ -351,6 +356,7 @@ class BestAndLast(RunFolder):
         self.before_write()
         tree = self.engine.state_dict()
         on_rank_0(lambda: write_best_and_last(tree, folder, is_best=improved))
+        self.engine.state.record_saved(folder / "last.pt", self.engine.step)
         self.record_written()
 
     def write_last(self) -> None:

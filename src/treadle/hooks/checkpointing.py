@@ -267,9 +267,9 @@ class CheckpointingHook(BaseHook):
         return self._sharded
 
     def _write_file(self, trainer: Engine) -> Callable[[Mapping[str, Any]], None]:
-        """Returns what writes a copy of the present state; it asks nothing of the trainer or the hook any more."""
+        """Returns what writes a copy of the present state; it reads nothing of the trainer or the hook."""
         target = self.folder(trainer) / f"checkpoint_step_{trainer.step}.pt"
-        finish = self._finisher()
+        finish = self._finisher(trainer)
 
         def write(tree: Mapping[str, Any]) -> None:
             if save_checkpoint(tree, target) == target:
@@ -282,7 +282,7 @@ class CheckpointingHook(BaseHook):
         target = self.folder(trainer) / f"checkpoint_step_{trainer.step}"
         named = distributed.unwrap(trainer.model).named_parameters(remove_duplicate=False)
         equal = {clean_name(name) for name, parameter in named if not distributed.is_dtensor(parameter)}
-        finish = self._finisher()
+        finish = self._finisher(trainer)
 
         from treadle.checkpoint.sharded import save_sharded
 
@@ -291,15 +291,16 @@ class CheckpointingHook(BaseHook):
 
         return write
 
-    def _finisher(self) -> Callable[[Path], None]:
+    def _finisher(self, trainer: Engine) -> Callable[[Path], None]:
         """Returns what points the link to a new checkpoint and prunes the old ones."""
         protect = [] if self._resumed_from is None else [self._resumed_from]
-        retention = self.retention
+        retention, state, step = self.retention, trainer.state, trainer.step
 
         def finish(target: Path) -> None:
             point_to(target, f"{_LATEST}{target.suffix}")
             for other in {f"{_LATEST}.pt", _LATEST} - {f"{_LATEST}{target.suffix}"}:
                 remove_link(target.with_name(other))  # of a run that wrote the other kind
             retention.prune(target.parent, _PATTERN, [target, *protect])
+            state.record_saved(target, step)
 
         return finish

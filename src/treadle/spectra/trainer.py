@@ -26,8 +26,10 @@ from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
 from treadle.engine.settings import check_capture
+from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
 from treadle.faces.build import EngineCounters, place
+from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.epochs import numbers_of
 from treadle.faces.parallel import ParallelConfig
 from treadle.hooks.background import BackgroundErrorHook
@@ -59,6 +61,7 @@ class SpectraTrainer(EngineCounters):
         scheduler_interval: ``"step"`` (applied steps) or ``"epoch"``.
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
+        progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
         augmenter: changes the model's input in training, see :class:`SpectraAugmenter`.
         parallel: as ``cfg.parallel``, or a ParallelConfig; wins over it.
 
@@ -86,6 +89,7 @@ class SpectraTrainer(EngineCounters):
         augmenter: Augmenter | None = None,
         trackers: str | Sequence[TrackerChoice] = (),
         parallel: ParallelConfig | str | None = None,
+        progress: bool = True,
     ):
         self.cfg = TrainerConfig() if cfg is None else dataclasses.replace(cfg)
         self._device_asked = self.cfg.device if device is None else device
@@ -99,7 +103,9 @@ class SpectraTrainer(EngineCounters):
         out_dir = Path(self.cfg.out_dir).absolute()
         self._writer = RankWriter()
         self._selects = self._choose_selection()
-        self._engine = self._build_engine(scheduler_interval, with_trackers(hooks, trackers), augmenter, out_dir)
+        self._engine = self._build_engine(
+            scheduler_interval, with_trackers(hooks, trackers), augmenter, out_dir, progress=progress
+        )
         rule = None
         if self._selects:
             delta, patience = self.cfg.early_stop_min_delta, self.cfg.early_stop_patience
@@ -119,6 +125,8 @@ class SpectraTrainer(EngineCounters):
         hooks: Sequence[BaseHook],
         augmenter: Augmenter | None,
         out_dir: Path,
+        *,
+        progress: bool,
     ) -> Engine:
         cfg = self.cfg
         own: list[BaseHook] = [EmaHook(cfg.ema_decay, use_buffers=True)] if cfg.use_ema else []
@@ -140,7 +148,8 @@ class SpectraTrainer(EngineCounters):
             grad_clip=cfg.grad_clip,
             accumulation_steps=cfg.accumulation_steps,
             max_non_finite_grad_retries=cfg.max_non_finite_grad_retries,
-            hooks=[*own, *hooks],
+            hooks=with_default_hooks([*own, *hooks], given=hooks, progress=progress),
+            progress=progress,
             eval_seed=cfg.eval_seed,
             capture=check_capture(cfg.capture),
             logger=_log,
@@ -201,7 +210,7 @@ class SpectraTrainer(EngineCounters):
             )
         if self._epochs.best is not None:
             self._epochs.best.start_epoch = max(1, int(epochs * self.cfg.early_stop_start_ratio))
-        with self._folder.held(), self._writer, tf32(self.cfg.enable_tf32):
+        with speaking(self._engine), self._folder.held(), self._writer, tf32(self.cfg.enable_tf32):
             self._resume()
             self._epochs.fit(self.train_loader, self.val_loader, epochs, after_epoch=self._write_epoch)
             self._folder.write_end()
@@ -232,8 +241,9 @@ class SpectraTrainer(EngineCounters):
         if self._selects:
             selection = "improved" if self._epochs.improved else "not improved"
         self._folder.write_epoch(selection, background=self.cfg.background_saves)
+        self._engine.state.record_saved(self.out_dir / "checkpoints" / "last.pt", self.step)
         if distributed.rank() == 0:
-            _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record))
+            _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record), extra={"topic": "epoch"})
 
     def save_checkpoint(self, epoch: int, is_best: bool) -> None:
         """Writes ``checkpoints/last.pt``, and ``checkpoints/best.pt`` if ``is_best``.

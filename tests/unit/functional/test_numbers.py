@@ -12,12 +12,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import treadle
 from functional_kit import constant, evaluations, line, loader, make, same_weights, scalar
+from helpers import RUN_FILES
 from treadle import CheckpointError, ConfigError
 from treadle.checkpoint import load_checkpoint
 
 
 def files(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name not in RUN_FILES)
 
 
 def test_twenty_samples_in_batches_of_eight_are_three_steps_an_epoch_and_callbacks_count_from_zero():

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from treadle.checkpoint.files import FORMAT_NAME
 from treadle.checkpoint.safe.archive import Archive, ArchiveError, open_plain_file, read_archive, read_pickle
 from treadle.checkpoint.safe.claims import Made, Named, TensorEntry, shortened
 from treadle.checkpoint.safe.inspect_shards import inspect_shards
 from treadle.checkpoint.safe.pickled import walk_pickle
-from treadle.checkpoint.schema import FORMAT_NAME
 from treadle.checkpoint.shard_manifest import STATE, has_shards
 from treadle.errors import CheckpointError
 
