@@ -98,7 +98,9 @@ class TrainOutputsHook(BaseHook):
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
         """Stores the outputs of every rank."""
         own = [[None if part is None else part.cpu() for part in outputs] for outputs in self._outputs]
-        packed = {**_packed(own), "older": None if self._older is None else self._older.sums()}
+        packed = _packed(own)
+        if self._older is not None and any(older := self._older.sums()):  # few epochs have more than is kept
+            packed["older"] = older
         state_dict["hooks"][self.state_key] = {"ranks": distributed.gather_objects(packed)}
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
