@@ -101,8 +101,13 @@ class TrainOutputsHook(BaseHook):
         """Stores the outputs of every rank."""
         own = [[None if part is None else part.cpu() for part in outputs] for outputs in self._outputs]
         packed = _packed(own)
+<<<<<<< HEAD
         if self._older is not None and self._has_older:
             packed["older"] = self._older.sums()
+=======
+        if self._older is not None and any(older := self._older.sums()):  # few epochs have more than is kept
+            packed["older"] = older
+>>>>>>> lost
         state_dict["hooks"][self.state_key] = {"ranks": distributed.gather_objects(packed)}
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:

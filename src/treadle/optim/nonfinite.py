@@ -156,7 +156,7 @@ class FiniteGuard:
     Example:
         >>> guard = FiniteGuard()
         >>> guard.judge(torch.tensor(float("nan")), 1.0)
-        Verdict(finite=False, counted=True)
+        Verdict(finite=False, counted=True, late=None)
     """
 
     recording = False  # whether steps are being recorded, so that nothing they seem to do has happened
