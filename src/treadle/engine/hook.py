@@ -101,6 +101,7 @@ class BaseHook:
 
     writes: bool = False
     """Whether the hook writes files or reports to a log or a tracker; ``treadle replay`` leaves such hooks out."""
+    _may_fail_to_write: bool = False
 
     @property
     def state_key(self) -> str:
