@@ -36,7 +36,7 @@ from typing import Any, cast
 import torch
 from machine import RESULTS, describe
 from molecules import ATOM_TYPES, BOND_TYPES, WALK, load, made_up
-from peer_gps import WALK_WIDTH, PeerGPS
+from peers_pyg import WALK_WIDTH, PeerGPS
 from rounds import Rounds, exit_if_failed
 from torch import Tensor, nn
 

@@ -1,21 +1,27 @@
-"""Random SIGKILLs over the faces: does every rerun resume, and does the end equal the uninterrupted run?
+"""Random kills over all faces and both writers: does every rerun resume, and does the end equal the undisturbed run?
 
-    python benchmarks/soak.py --kills 300
+    python benchmarks/soak.py --kills 1000        # a night
+    python benchmarks/soak.py --minutes 3         # what CI runs
 
-Each run is a forked child that trains in a folder of its own and is killed at a random moment, again and again, until
-one reaches the end. Its final state is then compared with that of a run that nobody disturbed, tensors by torch.equal.
+Each run is a forked child that trains in a folder of its own, evaluating in a hook now and then. It is killed at a
+random moment (SIGKILL, or SIGTERM, also inside those evaluations), or its disk is full for a while; between two starts
+the folder may be replaced by a copy without its links, whose write times are reversed. That goes on until one start
+reaches the end. Its final state is then compared with that of a run that nobody disturbed, tensors by torch.equal; no
+temporary file may be left, and the folder may be no larger than a few checkpoints more than the undisturbed one.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +32,44 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from machine import describe, write_result
 from torch.utils.data import DataLoader
 
+import astro_trainer_kit
+import functional_kit
+import graph_kit
 from helpers import Augmented, MeanSquare, differences, small_model
 from spectra_kit import make as make_spectra
-from treadle import BaseTrainer, BestRule, CheckpointingHook, EmaHook, Engine, EpochTrainer, LoggingHook, set_seed
-from treadle.checkpoint import find_latest, load_checkpoint
+from treadle import (
+    BaseHook,
+    BaseTrainer,
+    BestRule,
+    CheckpointingHook,
+    EmaHook,
+    Engine,
+    EpochTrainer,
+    LoggingHook,
+    set_seed,
+)
+from treadle.checkpoint import files, find_latest
+from treadle.checkpoint.find_step import states_in
+from treadle.checkpoint.order import is_aside
+
+ENDED, FULL = 0, 3
+_LEFT = 128 + signal.SIGTERM
+_ROOM = 3.0  # times the undisturbed folder: files of two steps more, and copies of the best
+
+
+class Looks(BaseHook):
+    """Evaluates every few steps, as users do, on what it trains on."""
+
+    def __init__(self, every: int = 5):
+        self.every = every
+
+    def on_after_step(self, trainer: Engine) -> None:
+        if trainer.step % self.every == 0:
+            trainer.evaluate(trainer.cursor.loader)
+
+
+def saving(interval: int, **settings: Any) -> CheckpointingHook:
+    return CheckpointingHook(interval, exit_signals=[signal.SIGTERM], **settings)
 
 
 class Mini(BaseTrainer):
@@ -43,7 +83,7 @@ class Mini(BaseTrainer):
         return torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
     def build_hooks(self) -> Any:
-        return [LoggingHook(7), EmaHook(0.9), CheckpointingHook(3)]
+        return [LoggingHook(7), Looks(), EmaHook(0.9), saving(3)]
 
     def forward(self, input: Any) -> Any:
         x, y = input
@@ -52,98 +92,202 @@ class Mini(BaseTrainer):
 
 def mini(folder: Path) -> None:
     set_seed(0)
-    Mini(120, workspace=folder, device="cpu", grad_clip=1.0).train()
+    Mini(60, workspace=folder, device="cpu", grad_clip=1.0).train()
 
 
-def epochs(folder: Path) -> None:
+def epochs(folder: Path, **settings: Any) -> None:
     set_seed(0)
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    hooks = [EmaHook(0.9, use_buffers=True), CheckpointingHook(4)]
-    engine = Engine(model, optimizer, MeanSquare(), device="cpu", accumulation_steps=2, hooks=hooks)
-    engine.workspace = folder
+    hooks = [EmaHook(0.9, use_buffers=True), Looks(), saving(4, **settings)]
+    engine = Engine(
+        model, optimizer, MeanSquare(), device="cpu", accumulation_steps=2, hooks=hooks, workspace=folder,
+    )  # fmt: skip
     driver = EpochTrainer(engine, best=BestRule("val_loss"))
     loader = DataLoader(Augmented(40), batch_size=4, shuffle=True)
-    driver.fit(loader, DataLoader(Augmented(12), batch_size=6), 20)
+    driver.fit(loader, DataLoader(Augmented(12), batch_size=6), 12)
+
+
+def sharded(folder: Path) -> None:
+    epochs(folder, sharded=True)
+
+
+def background(folder: Path) -> None:
+    epochs(folder, background=True)
+
+
+def functional(folder: Path) -> None:
+    trainer = functional_kit.make(hooks=[Looks(), saving(7)])
+    data = functional_kit.loader(shuffle=True), functional_kit.loader(seed=6)
+    trainer.train(data[0], 15, data[1], folder, 4, resume_from="auto")
 
 
 def spectra(folder: Path) -> None:
-    make_spectra(folder, epochs=12).fit(12)
+    make_spectra(folder, epochs=8, hooks=[Looks(), saving(5)], background_saves=True).fit(8)
 
 
-def newest(folder: Path) -> dict[str, Any]:
-    found = find_latest((folder / "checkpoints").glob("checkpoint_step_*.pt"))
-    assert found is not None
-    return found[1]
+def graphs(folder: Path) -> None:
+    data = graph_kit.graphs()
+    trainer = graph_kit.make(folder, hooks=[Looks(), saving(5)])
+    trainer.fit(graph_kit.loader(data, shuffle=True), graph_kit.loader(data), 6, resume_from="auto")
 
 
-def last(folder: Path) -> dict[str, Any]:
-    return load_checkpoint(folder / "checkpoints" / "last.pt")
+def astro(folder: Path) -> None:
+    trainer = astro_trainer_kit.make(folder, hooks=[Looks(), saving(5)], total_steps=30)
+    trainer.train(6, astro_trainer_kit.loader(), resume_from="auto")
 
 
-FACES: dict[str, tuple[Callable[[Path], None], Callable[[Path], dict[str, Any]]]] = {
-    "BaseTrainer": (mini, newest),
-    "EpochTrainer": (epochs, newest),
-    "SpectraTrainer": (spectra, last),
-}
+FACES: dict[str, Callable[[Path], None]] = {
+    "BaseTrainer": mini, "EpochTrainer": epochs, "EpochTrainer, shards": sharded,
+    "EpochTrainer, background": background, "Trainer": functional, "SpectraTrainer": spectra, "GraphTrainer": graphs,
+    "AstroTrainer": astro,
+}  # fmt: skip
 
 
-def run_in_a_child(train: Callable[[Path], None], folder: Path, kill_after: float | None) -> int:
-    """Returns the child's exit status: 0 at the end, -9 when it was killed in time."""
+# -- one start of a run -------------------------------------------------------------------------------------------
+
+
+def fill_the_disk(after: int) -> None:
+    """Lets every write from the ``after``-th file on fail, as on a full disk."""
+    real, count = os.replace, 0
+
+    def replace(*given: Any, **named: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > after:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(*given, **named)
+
+    files.os.replace = replace  # type: ignore[assignment]
+
+
+def start(
+    train: Callable[[Path], None],
+    folder: Path,
+    *,
+    kill_after: float | None = None,
+    by: int = signal.SIGKILL,
+    full_after: int | None = None,
+) -> int:
+    """Returns the exit status of a child: 0 at the end, -9 or 143 when it was killed in time, 3 with a full disk."""
     pid = os.fork()
     if pid == 0:
         try:
+            if full_after is not None:
+                fill_the_disk(full_after)
             train(folder)
-            os._exit(0)
+            os._exit(ENDED)
+        except SystemExit as left:
+            os._exit(int(left.code or 0))
         except BaseException as error:  # noqa: BLE001  (a child reports by its status)
-            sys.stderr.write(f"{type(error).__name__}: {error}\n")
-            os._exit(1)
+            if full_after is None:
+                sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            os._exit(1 if full_after is None else FULL)
     if kill_after is not None:
         time.sleep(kill_after)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, by)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def without_config(tree: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in tree.items() if key != "config"}
+def replace_by_copy(folder: Path) -> None:
+    """Puts a copy in the place of a folder: without its links, and what was written last dated first."""
+    copy = folder.with_name(f"{folder.name}.copy")
+    shutil.copytree(folder, copy, symlinks=True)
+    states = sorted(copy.rglob("*.pt"), key=lambda path: path.lstat().st_mtime_ns, reverse=True)
+    for number, path in enumerate(states):
+        if path.is_symlink():
+            path.unlink()
+        else:
+            os.utime(path, ns=(10**18 + number * 10**9,) * 2)
+    shutil.rmtree(folder)
+    copy.rename(folder)
 
 
-def soak(name: str, kills: int, chance: random.Random, root: Path) -> dict[str, Any]:
-    train, read = FACES[name]
+# -- what is compared ---------------------------------------------------------------------------------------------
+
+
+def end_of(folder: Path) -> dict[str, Any]:
+    """Returns the furthest state of a run, without what no two runs share."""
+    found = find_latest(state for place in (folder, folder / "checkpoints") for state in states_in(place))
+    assert found is not None, folder
+    tree = {key: value for key, value in found[1].items() if key not in ("config", "versions")}
+    records = [{key: value for key, value in record.items() if key != "time"} for record in tree.get("history") or []]
+    return {**tree, "history": records}
+
+
+def litter_in(folder: Path) -> list[Path]:
+    names = (".treadle-tmp", ".trial", ".old")
+    return [path for path in folder.rglob(".*") if path.name.endswith(names) or is_aside(path)]
+
+
+def size_of(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths if path.is_file() and not path.is_symlink())
+
+
+def soak(name: str, root: Path, *, kills: int, until: float, chance: random.Random) -> dict[str, Any]:
+    train = FACES[name]
     straight = root / name / "straight"
+    train(root / name / "warm")  # what is imported here, no child has to import
     began = time.perf_counter()
-    assert run_in_a_child(train, straight, None) == 0
+    assert start(train, straight) == ENDED
     duration = time.perf_counter() - began
-    expected = without_config(read(straight))
-    result = {"face": name, "kills": 0, "runs": 0, "different": 0, "unreadable": 0}
-    while result["kills"] < kills:
-        folder = root / name / f"run{result['runs']}"
+    expected, room = end_of(straight), _ROOM * size_of(straight.rglob("*"))
+    row = {"face": name, "kills": 0, "terms": 0, "full": 0, "copies": 0, "runs": 0}
+    bad = {"different": 0, "unreadable": 0, "litter": 0, "too large": 0}
+    while row["kills"] + row["terms"] < kills and (row["runs"] == 0 or time.monotonic() < until):
+        folder = root / name / f"run{row['runs']}"
         for attempt in range(12):
-            # Within the first half, so that most attempts are killed; the last one is left alone.
-            status = run_in_a_child(train, folder, chance.uniform(0, duration / 2) if attempt < 11 else None)
-            result["kills"] += status == -signal.SIGKILL
-            result["unreadable"] += status == 1
-            if status == 0:
+            left_alone = attempt == 11 or time.monotonic() > until
+            by = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+            full = None if left_alone or chance.random() > 0.2 else chance.randrange(8)
+            # Within the first half, so that most attempts are killed.
+            status = start(
+                train,
+                folder,
+                kill_after=None if left_alone else chance.uniform(0, duration / 2),
+                by=by,
+                full_after=full,
+            )
+            row["kills"] += status in (-signal.SIGKILL, -signal.SIGTERM)
+            row["terms"] += status == _LEFT
+            row["full"] += status == FULL
+            bad["unreadable"] += status == 1
+            bad["too large"] += size_of(folder.rglob("*")) > room
+            if status == ENDED:
                 break
-        result["runs"] += 1
-        result["different"] += bool(differences(expected, without_config(read(folder))))
-    return result
+            if folder.exists() and chance.random() < 0.2:
+                replace_by_copy(folder)
+                row["copies"] += 1
+        row["runs"] += 1
+        bad["different"] += bool(differences(expected, end_of(folder)))
+        bad["litter"] += bool(litter_in(folder))
+        shutil.rmtree(folder)
+    return {**row, **bad}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--minutes", type=float, default=None, help="stop after so long, however many kills that is")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faces", nargs="*", default=list(FACES), choices=list(FACES))
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # before any work: OpenMP threads do not survive a fork
-    chance = random.Random(arguments.seed)
-    rows = []
+    chance, rows = random.Random(arguments.seed), []
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as root:
-        for name in FACES:
-            rows.append(soak(name, -(-arguments.kills // len(FACES)), chance, Path(root)))
-    columns = ["face", "kills", "runs", "different", "unreadable"]
-    write_result("soak", "Random SIGKILLs over the faces", columns, rows, describe())
-    return 1 if any(row["different"] or row["unreadable"] for row in rows) else 0
+        for number, name in enumerate(arguments.faces, start=1):
+            share = (
+                float("inf") if arguments.minutes is None else arguments.minutes * 60 * number / len(arguments.faces)
+            )
+            kills = -(-arguments.kills // len(arguments.faces))
+            rows.append(soak(name, Path(root), kills=kills, until=began + share, chance=chance))
+            print(rows[-1], flush=True)
+    bad = ["different", "unreadable", "litter", "too large"]
+    columns = ["face", "kills", "terms", "full", "copies", "runs", *bad]
+    if arguments.minutes is None:
+        write_result("soak", "Random kills over the faces", columns, rows, describe())
+    return 1 if any(row[name] for row in rows for name in bad) else 0
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
 
-    encode = tg.AddPositionalEncodings("light")  # walks of 1, 2 and 4 steps, and the hops between all pairs
+    encode = tg.AddPositionalEncodings("default")  # walks of 1 to 20 steps, and the hops between all pairs
     graphs = []
     for smiles, number in read_molecules(options.count):
         graph = encode(graph_from_smiles(smiles))
@@ -48,8 +48,8 @@ def main() -> None:
     tg.set_seed(0)
     model = tg.get_model(
         "gps", num_features=graphs[0].x.shape[1], num_edge_features=graphs[0].edge_attr.shape[1], hidden_dim=48,
-        num_layers=3, num_heads=4, dropout=0.0, node_pe_dim=graphs[0].node_pe.shape[1],
-        relative_pe_dim=graphs[0].edge_pe.shape[1],
+        num_layers=3, num_heads=4, dropout=0.0, mpnn_type="gatedgcn", node_pe_dim=graphs[0].node_pe.shape[1],
+        relative_pe_dim=graphs[0].edge_pe.shape[1], statistics=tg.graph_statistics(train),
     )  # fmt: skip
     optimizer = tg.get_optimizer(model, lr=2e-3)
     scheduler = tg.get_scheduler(optimizer, total_epochs=options.epochs, warmup_epochs=2)

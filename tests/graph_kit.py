@@ -15,8 +15,11 @@ from treadle.seed import set_seed
 LEVELS = {"graph": lambda graph: 1, "node": lambda graph: len(graph.x), "edge": lambda graph: graph.pair_index.shape[1]}
 
 
-def graphs(count=14, *, level="graph", classes=None, width=1, unknown=0.0, seed=0):
-    """Random graphs; ``y`` holds classes (rows,), or numbers (rows, width) of which a share is NaN."""
+def graphs(count=14, *, level="graph", classes=None, width=1, unknown=0.0, masks=False, seed=0):
+    """Random graphs; ``y`` holds classes (rows,), or numbers (rows, width) of which a share is NaN.
+
+    With ``masks``, a third of the rows is of each split.
+    """
     draw = torch.Generator().manual_seed(seed)
     made = []
     for number in range(count):
@@ -29,6 +32,9 @@ def graphs(count=14, *, level="graph", classes=None, width=1, unknown=0.0, seed=
             graph.y[torch.rand(rows, width, generator=draw) < unknown] = torch.nan
         else:
             graph.y = torch.randint(0, classes, (rows,), generator=draw)
+        if masks:
+            split = torch.randint(0, 3, (rows,), generator=draw)
+            graph.train_mask, graph.val_mask, graph.test_mask = split == 0, split == 1, split == 2
         made.append(graph)
     return made
 

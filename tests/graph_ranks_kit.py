@@ -13,6 +13,7 @@ CASES = {
     "regression": ({"width": 2, "unknown": 0.4}, {"num_classes": 2}, {}),
     "classification": ({"level": "node", "classes": 3}, {"num_classes": 3, "task": "node"}, {}),
     "edge_prediction": ({"level": "edge", "classes": 2}, {"task": "edge"}, {}),
+    "masks": ({"level": "node", "unknown": 0.2, "masks": True}, {"task": "node"}, {"task_type": "regression"}),
 }
 EPOCHS, CUT = 2, 4
 
@@ -21,14 +22,15 @@ def run(case, *, over_ranks, hooks=(), state=None):
     """Trains a case, four graphs a step over all ranks; returns its history and weights."""
     data, model, settings = CASES[case]
     trainer = make(
-        model={**model, "dropout": 0.0}, kind="sgd", lr=0.1, task_type=case, hooks=hooks, log_every=2, **settings
-    )
+        model={**model, "dropout": 0.0}, kind="sgd", lr=0.1, hooks=hooks, log_every=2,
+        **{"task_type": case, **settings},
+    )  # fmt: skip
     if over_ranks:
         # The trainer is made of the parts, wrapped as a user would; the optimizer holds the same parameters.
         wrapped = nn.parallel.DistributedDataParallel(trainer.model)
         trainer = make(
-            model=wrapped, optimizer=trainer.optimizer, task_type=case, hooks=hooks, log_every=2,
-            num_classes=model["num_classes"] if case == "classification" else None, **settings,
+            model=wrapped, optimizer=trainer.optimizer, hooks=hooks, log_every=2,
+            num_classes=model["num_classes"] if case == "classification" else None, **{"task_type": case, **settings},
         )  # fmt: skip
     told = []
     trainer.add_log_hook(lambda metrics, step, prefix: told.append((prefix, step)))

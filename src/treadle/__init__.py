@@ -1,78 +1,81 @@
 """PyTorch training that you can stop, resume and replay to the bit.
 
-One step loop, familiar front ends, and science packs. A pack is imported when it is first asked for:
+One step loop, familiar front ends, and science packs. Names are loaded when they are first asked for, packs too:
 ``treadle.spectra``, or ``from treadle.spectra import ChemoMAE``.
 """
 
 from __future__ import annotations
 
-import importlib as _importlib
 import typing as _typing
 
-from torch import __version__ as _torch_version
-
+from treadle.lazy import lazy_names as _lazy_names
+from treadle.requirements import installed_torch as _installed_torch
 from treadle.requirements import refuse_old_torch as _refuse_old_torch
 
-_refuse_old_torch(str(_torch_version))
+_refuse_old_torch(_installed_torch())
 
-from treadle.capture.compile import compile_model
-from treadle.checkpoint import load_weights, verify_checkpoint
-from treadle.data import (
-    MappedLoader,
-    RankBatchSampler,
-    TensorLoader,
-    TransferLoader,
-    rank_and_worker,
-    shard_iterable,
-    steps_per_epoch,
-)
-from treadle.device import get_device
-from treadle.engine import Engine
-from treadle.engine.best import BestRule, EarlyStopping
-from treadle.errors import (
-    CheckpointError,
-    ConfigError,
-    DataExhaustedError,
-    NonFiniteError,
-    OutOfMemoryError,
-    RankLostError,
-    TreadleError,
-)
-from treadle.exchange import ForeignCheckpoint, load_foreign, read_foreign
-from treadle.faces.epochs import EpochTrainer
-from treadle.faces.parallel import ParallelConfig, parallelize
-from treadle.faces.step import BaseTrainer
-from treadle.functional import Trainer
-from treadle.hooks import (
-    BaseHook,
-    CheckpointingHook,
-    CudaMaxMemoryHook,
-    EmaHook,
-    HistoryHook,
-    ImageFileLoggerHook,
-    JsonlHook,
-    LoggingHook,
-    MlflowHook,
-    NonFiniteHook,
-    ProfilerHook,
-    ProgressBarHook,
-    ProgressHook,
-    SessionLogHook,
-    SignalHook,
-    StepLogHook,
-    StuckRankHook,
-    TensorBoardHook,
-    ThroughputHook,
-    Tracker,
-    TrackioHook,
-    WandbHook,
-)
-from treadle.hooks.trackers import with_trackers
-from treadle.means import Total, Weighted
-from treadle.nested import flatten_nested_dict, key_average, map_nested_tensor
-from treadle.runs.exact import replay, verify
-from treadle.seed import ReproducibilityContext, set_seed
-from treadle.task import StepOutput, Task
+if _typing.TYPE_CHECKING:
+    from treadle.capture.compile import compile_model
+    from treadle.checkpoint import load_weights, verify_checkpoint
+    from treadle.data import (
+        MappedLoader,
+        RankBatchSampler,
+        TensorLoader,
+        TransferLoader,
+        rank_and_worker,
+        shard_iterable,
+        steps_per_epoch,
+    )
+    from treadle.device import get_device
+    from treadle.engine import Engine
+    from treadle.engine.best import BestRule, EarlyStopping
+    from treadle.errors import (
+        CheckpointError,
+        ConfigError,
+        DataExhaustedError,
+        NonFiniteError,
+        OutOfMemoryError,
+        RankLostError,
+        TreadleError,
+    )
+    from treadle.exchange import ForeignCheckpoint, load_foreign, read_foreign
+    from treadle.faces.epochs import EpochTrainer
+    from treadle.faces.parallel import ParallelConfig, parallelize
+    from treadle.faces.step import BaseTrainer
+    from treadle.functional import Trainer
+    from treadle.hooks import (
+        BaseHook,
+        CheckpointingHook,
+        CudaMaxMemoryHook,
+        EmaHook,
+        HistoryHook,
+        ImageFileLoggerHook,
+        JsonlHook,
+        LoggingHook,
+        MlflowHook,
+        NonFiniteHook,
+        ProfilerHook,
+        ProgressBarHook,
+        ProgressHook,
+        SessionLogHook,
+        SignalHook,
+        StepLogHook,
+        StuckRankHook,
+        TensorBoardHook,
+        ThroughputHook,
+        Tracker,
+        TrackioHook,
+        ValidationHook,
+        WandbHook,
+    )
+    from treadle.hooks.trackers import with_trackers
+    from treadle.means import Total, Weighted
+    from treadle.nested import flatten_nested_dict, key_average, map_nested_tensor
+    from treadle.runs.exact import replay, verify
+    from treadle.seed import ReproducibilityContext, set_seed
+    from treadle.task import StepOutput, Task
+
+    __version__: str
 
 __all__ = [
     "BaseHook",
@@ -119,8 +122,10 @@ __all__ = [
     "Trainer",
     "TransferLoader",
     "TreadleError",
+    "ValidationHook",
     "WandbHook",
     "Weighted",
+    "__version__",
     "compile_model",
     "flatten_nested_dict",
     "get_device",
@@ -140,11 +145,73 @@ __all__ = [
     "with_trackers",
 ]
 
-_ON_DEMAND = ("astro", "builder", "config", "datasets", "graphs", "spectra", "text")
+_HOMES = {
+    "requirements": ["__version__"],
+    "capture.compile": ["compile_model"],
+    "checkpoint": ["load_weights", "verify_checkpoint"],
+    "data": [
+        "MappedLoader",
+        "RankBatchSampler",
+        "TensorLoader",
+        "TransferLoader",
+        "rank_and_worker",
+        "shard_iterable",
+        "steps_per_epoch",
+    ],
+    "device": ["get_device"],
+    "engine": ["Engine"],
+    "engine.best": ["BestRule", "EarlyStopping"],
+    "errors": [
+        "CheckpointError",
+        "ConfigError",
+        "DataExhaustedError",
+        "NonFiniteError",
+        "OutOfMemoryError",
+        "RankLostError",
+        "TreadleError",
+    ],
+    "exchange": ["ForeignCheckpoint", "load_foreign", "read_foreign"],
+    "faces.epochs": ["EpochTrainer"],
+    "faces.parallel": ["ParallelConfig", "parallelize"],
+    "faces.step": ["BaseTrainer"],
+    "functional": ["Trainer"],
+    "hooks": [
+        "BaseHook",
+        "CheckpointingHook",
+        "CudaMaxMemoryHook",
+        "EmaHook",
+        "HistoryHook",
+        "ImageFileLoggerHook",
+        "JsonlHook",
+        "LoggingHook",
+        "MlflowHook",
+        "NonFiniteHook",
+        "ProfilerHook",
+        "ProgressBarHook",
+        "ProgressHook",
+        "SessionLogHook",
+        "SignalHook",
+        "StepLogHook",
+        "StuckRankHook",
+        "TensorBoardHook",
+        "ThroughputHook",
+        "Tracker",
+        "TrackioHook",
+        "ValidationHook",
+        "WandbHook",
+    ],
+    "hooks.trackers": ["with_trackers"],
+    "means": ["Total", "Weighted"],
+    "nested": ["flatten_nested_dict", "key_average", "map_nested_tensor"],
+    "runs.exact": ["replay", "verify"],
+    "seed": ["ReproducibilityContext", "set_seed"],
+    "task": ["StepOutput", "Task"],
+}
+_ROOMS = (
+    "astro", "builder", "capture", "checkpoint", "config", "data", "datasets", "device", "distributed", "engine",
+    "errors", "exchange", "faces", "functional", "graphs", "hooks", "means", "nested", "optim", "runs", "seed",
+    "spectra", "task", "text",
+)  # fmt: skip
 
 if not _typing.TYPE_CHECKING:  # a type checker is to see no name that is not there
-
-    def __getattr__(name):
-        if name in _ON_DEMAND:
-            return _importlib.import_module(f"treadle.{name}")
-        raise AttributeError(f"module 'treadle' has no attribute {name!r}")
+    __getattr__, __dir__ = _lazy_names(globals(), _HOMES, modules=_ROOMS)

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class TreadleError(Exception):
@@ -141,8 +142,10 @@ class MissingExtraError(TreadleError, ImportError):
     """An optional package is not installed; the message names the extra that installs it."""
 
 
-class OutOfMemoryError(TreadleError, torch.OutOfMemoryError):
-    """Memory ran out in training; what PyTorch raised is its cause. The message says what was saved."""
+if TYPE_CHECKING:
+
+    class OutOfMemoryError(TreadleError, torch.OutOfMemoryError):
+        """Memory ran out in training; what PyTorch raised is its cause. The message says what was saved."""
 
 
 class NonFiniteError(TreadleError, RuntimeError):
@@ -206,3 +209,17 @@ def refuse_unknown(where: str, given: Iterable[str], known: Iterable[str]) -> No
     for key in given:
         if key not in options:
             raise ConfigError(f"unknown key {key!r}; {nearest(str(key), options)}", argument=where)
+
+
+def __getattr__(name: str) -> Any:
+    """Makes OutOfMemoryError, whose base is torch's, when it is first asked for: the command line loads no torch."""
+    if name != "OutOfMemoryError":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import torch
+
+    class OutOfMemoryError(TreadleError, torch.OutOfMemoryError):
+        """Memory ran out in training; what PyTorch raised is its cause. The message says what was saved."""
+
+        __qualname__ = "OutOfMemoryError"
+
+    return globals().setdefault(name, OutOfMemoryError)

@@ -254,6 +254,21 @@ class RunningMeans:
             flat[path] = value if entry.is_total else (value / weight if weight > 0 else math.nan)
         return unflatten(flat)
 
+    def sums(self, *path: str) -> tuple[float, float]:
+        """Returns the weighted sum and the total weight of one record; reads the device, changes nothing.
+
+        Example:
+            >>> means = RunningMeans()
+            >>> means.add({"loss": 2.0}, weight=4)
+            >>> means.sums("loss"), means.sums("other")
+            ((8.0, 4.0), (0.0, 0.0))
+        """
+        entry = self._sums.get(path)
+        if entry is None:
+            return 0.0, 0.0
+        value, on_device, weight, weight_on_device = _numbers(entry.parts())
+        return value + on_device, weight + weight_on_device
+
     def include(self, other: RunningMeans) -> None:
         """Adds all that was added to another one."""
         for path, theirs in other._sums.items():

@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    __version__: str
 
 TORCH = (2, 7)
 """The oldest version; that of the package's metadata."""
+
+
+def installed_torch() -> str:
+    """Returns the version of the PyTorch that an import would load, without loading it; "unknown" if no file tells.
+
+    Raises:
+        ImportError: there is none.
+
+    Example:
+        >>> installed_torch() == "unknown"
+        False
+    """
+    loaded = sys.modules.get("torch")
+    if loaded is not None:
+        return str(getattr(loaded, "__version__", "unknown"))
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise ImportError("treadle needs torch, which is not installed; run: pip install torch", name="torch")
+    origin = Path(found.origin)
+    for path in (origin.with_name("version.py"), origin) if origin.stem == "__init__" else (origin,):
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        version = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, flags=re.MULTILINE)
+        if version is not None:
+            return version[1]
+    return "unknown"
 
 
 def refuse_old_torch(version: str) -> None:
@@ -45,3 +76,15 @@ def _is_command(program: str, words: list[str]) -> bool:
     """
     by_name = os.path.basename(program).removesuffix(".exe") == "treadle"
     return by_name or (program == "-m" and "treadle" in words[words.index("-m") :][:2])
+
+
+def __getattr__(name: str) -> str:
+    """Returns the version of treadle as ``__version__``; reading it costs a search through the installed packages."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import metadata
+
+    try:
+        return metadata.version("treadle")
+    except metadata.PackageNotFoundError:  # used from a source tree that is not installed
+        return "unknown"

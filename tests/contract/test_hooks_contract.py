@@ -39,6 +39,9 @@ MAKE = {
     "StuckRankHook": lambda folder: hooks.StuckRankHook(60.0),
     "TensorBoardHook": lambda folder: hooks.TensorBoardHook(folder / "tensorboard"),
     "ThroughputHook": lambda folder: hooks.ThroughputHook(2),
+    "ValidationHook": lambda folder: hooks.ValidationHook(
+        [3.0], interval=2, eval_step=lambda trainer, batch: (torch.tensor(batch), {}), best=folder / "best.pt"
+    ),
 }
 # These start services of their own and are tested beside their packages.
 ELSEWHERE = {"MlflowHook", "TrackioHook", "WandbHook"}

@@ -14,14 +14,15 @@ from torch import nn
 import helpers
 from treadle.checkpoint import find_latest, load_checkpoint, load_weights, save_checkpoint, verify_checkpoint
 from treadle.checkpoint.convert import convert_checkpoint
+from treadle.checkpoint.files import STORED
 from treadle.checkpoint.find_step import nearest_state, states_in
-from treadle.checkpoint.retention import write_order
+from treadle.checkpoint.order import furthest_first
 from treadle.checkpoint.safe.inspect import inspect_path
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.shard_manifest import MARKER
 from treadle.checkpoint.sharded import save_sharded
 from treadle.checkpoint.store import open_checkpoint
-from treadle.checkpoint.tensor_table import STORED, take_apart
+from treadle.checkpoint.tensor_table import take_apart
 from treadle.distributed.shards import Part
 from treadle.distributed.state_names import load_model_state
 from treadle.errors import CheckpointError, ConfigError
@@ -209,13 +210,13 @@ def test_folders_and_files_are_found_together(tmp_path, caplog):
     assert "__0_0.distcp of rank 0 is missing" in caplog.text
 
 
-def test_a_clock_that_is_set_back_does_not_make_the_newest_folder_the_oldest(tmp_path):
+def test_the_furthest_of_files_and_folders_comes_first_whenever_it_was_written(tmp_path):
     first = save_sharded(state(1), tmp_path / "checkpoint_step_1")
     hour_ahead = (first / MARKER).stat().st_mtime_ns + 3600 * 10**9
     os.utime(first / MARKER, ns=(hour_ahead, hour_ahead))
     second = save_sharded(state(2), tmp_path / "checkpoint_step_2")
     third = save_checkpoint(dense(state(3)), tmp_path / "checkpoint_step_3.pt")
-    assert sorted([first, third, second], key=write_order) == [first, second, third]
+    assert furthest_first([first, third, second]) == [third, second, first]
 
 
 def test_a_state_that_is_not_finite_is_put_aside(tmp_path, caplog):

@@ -14,6 +14,7 @@ from torch import nn
 from helpers import differences
 from processes import python
 from treadle.checkpoint import store
+from treadle.checkpoint.order import Reach, set_aside_beyond
 from treadle.checkpoint.store import (
     Retention,
     find_latest,
@@ -253,24 +254,32 @@ def write_many(folder, steps):
     return paths
 
 
-def test_the_newest_by_write_time_is_found(tmp_path):
+def test_the_furthest_is_found_whenever_it_was_written(tmp_path):
     write_many(tmp_path, [9, 3, 10, 4])
     path, loaded = find_latest(tmp_path.iterdir())
-    assert path.name == "checkpoint_step_4.pt"
-    assert loaded["model"]["w"][0] == 4
+    assert path.name == "checkpoint_step_10.pt"
+    assert loaded["model"]["w"][0] == 10
 
 
-def test_a_later_step_that_was_written_earlier_is_named(tmp_path, caplog):
-    write_many(tmp_path, [10, 9, 2])
-    assert find_latest(tmp_path.iterdir())[0].name == "checkpoint_step_2.pt"
-    assert "was written last, though checkpoint_step_10.pt has a larger number" in caplog.text
-    caplog.clear()
-    find_latest(tmp_path.iterdir(), prefer=tmp_path / "checkpoint_step_2.pt")
-    write_many(tmp_path, [2, 9, 10])
-    (tmp_path / "ckpt_epoch_011.pt").write_bytes(b"another kind of number")
-    os.utime(tmp_path / "ckpt_epoch_011.pt", ns=(1, 1))
-    find_latest(tmp_path.iterdir())
-    assert "larger number" not in caplog.text
+def test_the_step_inside_decides_where_the_name_has_none(tmp_path):
+    for name, step, epoch in (("best", 30, 3), ("last", 40, 3), ("ckpt_epoch_009", 40, 4), ("a", 9, 9)):
+        save_checkpoint(tree(float(step), global_step=step, epoch=epoch), tmp_path / f"{name}.pt")
+        os.utime(tmp_path / f"{name}.pt", ns=(10**9 - step, 10**9 - step))
+    assert find_latest(tmp_path.iterdir())[0].name == "ckpt_epoch_009.pt"
+    (tmp_path / "ckpt_epoch_009.pt").unlink()
+    assert find_latest(tmp_path.iterdir())[0].name == "last.pt"
+
+
+def test_what_a_run_goes_on_before_is_renamed_and_never_deleted(tmp_path, caplog):
+    paths = write_many(tmp_path, [2, 10, 20])
+    (tmp_path / "checkpoint_latest.pt").symlink_to("checkpoint_step_20.pt")
+    beyond = set_aside_beyond([*paths, tmp_path / "checkpoint_latest.pt"], Reach(10, 2))
+    assert [path.name for path in beyond] == ["checkpoint_step_20.superseded.pt"]
+    assert "further than step 10, epoch 2" in caplog.text
+    assert files_in(tmp_path) == ["checkpoint_step_10.pt", "checkpoint_step_2.pt", "checkpoint_step_20.superseded.pt"]
+    write_many(tmp_path, [20])
+    assert set_aside_beyond(tmp_path.iterdir(), Reach(10, 2))[0].name == "checkpoint_step_20.superseded-2.pt"
+    assert find_latest(tmp_path.iterdir())[0].name == "checkpoint_step_10.pt"
 
 
 def test_equal_write_times_are_decided_by_number(tmp_path):
@@ -349,10 +358,10 @@ def test_files_of_other_names_are_never_deleted(tmp_path):
     assert files_in(tmp_path) == sorted([*others, "checkpoint_step_3.pt"])
 
 
-def test_after_a_rewind_the_files_of_the_abandoned_future_go_first(tmp_path):
+def test_the_furthest_stay_whenever_they_were_written(tmp_path):
     write_many(tmp_path, [8, 9, 10, 4, 5])
     Retention(keep_previous=2).prune(tmp_path, r"checkpoint_step_(\d+)\.pt")
-    assert files_in(tmp_path) == ["checkpoint_step_4.pt", "checkpoint_step_5.pt"]
+    assert files_in(tmp_path) == ["checkpoint_step_10.pt", "checkpoint_step_9.pt"]
 
 
 def test_a_protected_file_stays_and_none_keeps_all(tmp_path):

@@ -49,8 +49,9 @@ class AstroFolder(RunFolder):
         self._layout = layout_of(vocab)
 
     def candidates(self, folder: Path) -> Iterable[Path]:
-        """Returns every checkpoint, those that are not finite included."""
-        return [path for path in folder.glob("*.pt") if _ANY.fullmatch(path.name)]
+        """Returns every checkpoint, those that are not finite included; the best comes last."""
+        found = [path for path in sorted(folder.glob("*.pt")) if _ANY.fullmatch(path.name)]
+        return sorted(found, key=lambda path: path.name.startswith("best"))
 
     def resume(self, source: str | Path | None) -> Path | None:
         """Loads what ``resume_from`` names, and gives an epoch its file if a kill left only ``best.pt`` of it."""
@@ -87,8 +88,15 @@ class AstroFolder(RunFolder):
         folder, name = self.path, self._epoch_name()
         if folder is None:
             return
+        self.before_write()
         tree = self.engine.state_dict()
         on_rank_0(lambda: write_best_and_last(tree, folder, is_best=improved, last_name=name))
+        self.engine.state.record_saved(folder / name, self.engine.step)
+        self.record_written()
+
+    def write_last(self) -> None:
+        """Writes the present state under the number of its step; all ranks take part."""
+        self.write_step()
 
     def write_step(self) -> None:
         """Writes the checkpoint of the present step; all ranks take part."""
@@ -97,6 +105,7 @@ class AstroFolder(RunFolder):
 
     def write(self, path: Path) -> Path:
         """Writes the present state to a file; all ranks take part."""
+        self.before_write()
         tree = self.engine.state_dict()
         return on_rank_0(lambda: save_checkpoint(tree, path))
 

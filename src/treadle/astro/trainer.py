@@ -38,8 +38,10 @@ from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
 from treadle.engine.settings import Capture
+from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
 from treadle.faces.build import EngineCounters, place
+from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.epochs import numbers_of
 from treadle.faces.parallel import ParallelConfig
 from treadle.hooks.bar import ProgressBarHook
@@ -81,6 +83,7 @@ class AstroTrainer(EngineCounters):
         scheduler_interval: ``"step"`` (applied steps) or ``"epoch"``, for a given scheduler.
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
+        progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
         eval_seed: seeds evaluations, and with the number of a batch its positions.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
             The terms of the pack's own loss are counted on the host in each step, so only a ``compute_loss`` of one's
@@ -134,6 +137,7 @@ class AstroTrainer(EngineCounters):
         eval_seed: int = 0,
         capture: Capture = False,
         parallel: ParallelConfig | str | None = None,
+        progress: bool = True,
     ):
         self.config = training_settings(config)
         self.vocab = vocab
@@ -157,15 +161,14 @@ class AstroTrainer(EngineCounters):
             self.device, vocab, codebooks=codebooks, config=loss_config, use_ce=use_ce, draw_seed=self._draw_seed,
             own_loss=self.compute_loss if overridden else None, compiled=compiled is True,
         )  # fmt: skip
-        all_hooks = [*self._own_hooks(output_dir, hooks), *with_trackers(hooks, trackers)]
         described = {
             **layout_of(vocab), "loss_config": dataclasses.asdict(loss_config),
             "training": dataclasses.asdict(self.config), "use_ce": use_ce, "precision": precision,
             "compile_model": compiled, "scheduler_interval": scheduler_interval, "eval_seed": eval_seed,
         }  # fmt: skip
         self._engine = self._build_engine(
-            device, precision, interval=scheduler_interval, hooks=all_hooks, eval_seed=eval_seed, capture=capture,
-            config=described,
+            device, precision, interval=scheduler_interval, eval_seed=eval_seed, capture=capture, config=described,
+            hooks=self._all_hooks(output_dir, with_trackers(hooks, trackers), progress), progress=progress,
         )  # fmt: skip
         self._epochs = AstroEpochs(self._engine, None if overridden else self._task.term_weights)
         self._folder = AstroFolder(self._engine, vocab)
@@ -181,6 +184,7 @@ class AstroTrainer(EngineCounters):
         eval_seed: int,
         capture: Capture,
         config: dict[str, Any],
+        progress: bool,
     ) -> Engine:
         return Engine(
             self.model,
@@ -199,6 +203,7 @@ class AstroTrainer(EngineCounters):
             logger=_log,
             face="astro",
             config=config,
+            progress=progress,
         )
 
     def _scheduler(self, given: LRScheduler | None, interval: str) -> LRScheduler:
@@ -218,7 +223,7 @@ class AstroTrainer(EngineCounters):
             min_lr_ratio=settings.min_lr_ratio,
         )
 
-    def _own_hooks(self, output_dir: str | Path | None, given: Sequence[BaseHook]) -> list[BaseHook]:
+    def _all_hooks(self, output_dir: str | Path | None, given: Sequence[BaseHook], progress: bool) -> list[BaseHook]:
         own: list[BaseHook] = []
         if output_dir is not None:
             own.append(HistoryHook(Path(output_dir) / "training_history.json", lambda: self.history))
@@ -226,7 +231,7 @@ class AstroTrainer(EngineCounters):
                 own.append(StepCheckpoints(lambda: self._folder.write_step(), self.config.save_every_steps))
         if self.config.log_every and not any(isinstance(hook, (ProgressHook, ProgressBarHook)) for hook in given):
             own.append(ProgressHook(self.config.log_every))
-        return own
+        return with_default_hooks([*own, *given], given=given, progress=progress)
 
     def _draw_seed(self) -> int:
         """Returns the seed of the positions of the present micro-batch: the same in a resumed run."""
@@ -287,7 +292,8 @@ class AstroTrainer(EngineCounters):
         Args:
             num_epochs: absolute target; None takes ``config.epochs``. A run that has reached it returns at once.
             val_loader: batches to evaluate after each epoch; ``val_loss_total`` then selects ``best.pt``.
-            resume_from: None, ``"auto"`` (the newest intact checkpoint of ``output_dir``), or a path, also in it.
+            resume_from: None, ``"auto"`` (the furthest intact checkpoint of ``output_dir`` and of the folders of hooks
+                that load the latest), or a path, also in ``output_dir``.
 
         Returns:
             A record for each epoch: ``epoch`` (1-based), ``train_loss_total``, ``train_loss_ce``, …, ``train_n_ce``,
@@ -300,17 +306,19 @@ class AstroTrainer(EngineCounters):
         epochs = self.config.epochs if num_epochs is None else num_epochs
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
             raise ConfigError("must be a whole number of epochs >= 0, or None", argument="num_epochs", value=num_epochs)
-        with self._folder.held():
+        with speaking(self._engine), self._folder.held():
             self._folder.resume(resume_from)
             self._epochs.select_by(None if val_loader is None else partial(BestRule, "val_loss_total", "min"))
             if isinstance(self.scheduler, WarmupCosine) and self.epoch < epochs:
                 self.scheduler.use_total(schedule_length(self.config, self.train_loader, epochs))
-            return self._epochs.fit(self.train_loader, val_loader, epochs, after_epoch=self._end_epoch)
+            records = self._epochs.fit(self.train_loader, val_loader, epochs, after_epoch=self._end_epoch)
+            self._folder.write_end()
+        return records
 
     def _end_epoch(self, record: Mapping[str, Any]) -> None:
         self._folder.write_epoch(improved=self._epochs.improved)
         if distributed.rank() == 0:
-            _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record))
+            _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record), extra={"topic": "epoch"})
 
     def train_step(self, batch: Any) -> dict[str, Any]:
         """Runs one optimizer step on one micro-batch, with its hooks, and reads what it gave.

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from treadle.checkpoint.convert import convert_checkpoint
-from treadle.checkpoint.store import (
-    Retention,
-    find_latest,
-    load_checkpoint,
-    load_weights,
-    save_checkpoint,
-    verify_checkpoint,
-)
+import typing as _typing
+
+from treadle.lazy import lazy_names as _lazy_names
+
+if _typing.TYPE_CHECKING:
+    from treadle.checkpoint.convert import convert_checkpoint
+    from treadle.checkpoint.store import (
+        Retention,
+        find_latest,
+        load_checkpoint,
+        load_weights,
+        save_checkpoint,
+        verify_checkpoint,
+    )
 
 __all__ = [
     "Retention",
@@ -21,3 +26,8 @@ __all__ = [
     "save_checkpoint",
     "verify_checkpoint",
 ]
+
+if not _typing.TYPE_CHECKING:
+    __getattr__, __dir__ = _lazy_names(
+        globals(), {"convert": __all__[1:2], "store": [name for name in __all__ if name != "convert_checkpoint"]}
+    )

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from treadle.checkpoint.files import FORMAT_NAME
 from treadle.checkpoint.find_step import states_in
-from treadle.checkpoint.schema import FORMAT_NAME
 from treadle.checkpoint.shard_manifest import has_shards
 from treadle.checkpoint.store import find_latest, load_checkpoint, save_checkpoint
 from treadle.errors import CheckpointError, ConfigError

@@ -13,14 +13,16 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from treadle.errors import CheckpointError
 
-_TEMPORARY = ".treadle-tmp"
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMAT_NAME = "treadle"
+STORED = "treadle.stored"  # {STORED: key} stands where the tensor of that key was
+TEMPORARY = ".treadle-tmp"
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS}  # network and FUSE file systems
 
 
@@ -89,7 +91,7 @@ def replacing(target: Path) -> Iterator[Path]:
     The block must leave a flushed and fsynced file. Temporary files that a killed process left are removed.
     """
     _remove_stale(target)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}{_TEMPORARY}")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}{TEMPORARY}")
     try:
         yield temporary
         os.replace(temporary, target)
@@ -113,12 +115,17 @@ def _confirm(target: Path) -> None:
 
 
 def _remove_stale(target: Path) -> None:
-    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*{_TEMPORARY}"):
-        owner = leftover.name.removesuffix(_TEMPORARY).rsplit(".", 1)[-1]
-        if owner.isdecimal() and int(owner) != os.getpid() and process_lives(int(owner)):
-            continue
-        with contextlib.suppress(OSError):
-            _remove_tree(leftover) if leftover.is_dir() else os.unlink(leftover)
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*{TEMPORARY}"):
+        remove_leftover(leftover)
+
+
+def remove_leftover(leftover: Path) -> None:
+    """Removes a temporary file or folder unless a living process of this machine may be writing it."""
+    owner = leftover.name.removesuffix(TEMPORARY).rsplit(".", 1)[-1]
+    if owner.isdecimal() and int(owner) != os.getpid() and process_lives(int(owner)):
+        return
+    with contextlib.suppress(OSError):
+        _remove_tree(leftover) if leftover.is_dir() else os.unlink(leftover)
 
 
 @contextlib.contextmanager
@@ -132,7 +139,7 @@ def replacing_folder(target: Path) -> Iterator[Path]:
     make_folder(target.parent)
     _remove_stale(target)
     _settle(target, aside)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}{_TEMPORARY}")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}{TEMPORARY}")
     try:
         os.mkdir(temporary)
         yield temporary
@@ -209,6 +216,8 @@ def write_text(text: str, path: str | os.PathLike[str]) -> Path:
 
 def save_tensor(tensor: Tensor, path: str | os.PathLike[str]) -> Path:
     """Writes one tensor atomically, for ``torch.load``."""
+    import torch
+
     return write_bytes(lambda file: torch.save(tensor, file), path)
 
 

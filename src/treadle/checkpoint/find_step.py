@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from treadle.checkpoint.order import is_aside
 from treadle.checkpoint.shard_manifest import MARKER, is_whole
-from treadle.checkpoint.store import is_aside, load_checkpoint
+from treadle.checkpoint.store import load_checkpoint
 from treadle.errors import CheckpointError
 
 _log = logging.getLogger("treadle.checkpoint")

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from treadle.checkpoint.files import make_folder, reported
+from treadle.checkpoint.files import TEMPORARY, make_folder, remove_leftover, reported
 from treadle.errors import CheckpointError
 
 try:
@@ -83,6 +83,7 @@ class RunLock:
                 _held[key].users += 1
             else:
                 _held[key] = _Held(_lock_patiently(Path(folder)))
+                remove_leftovers(Path(folder))
             self._key = key
 
     def release(self) -> None:
@@ -95,6 +96,27 @@ class RunLock:
                     del _held[self._key]
                     _unlock(held.descriptor, Path(self._key) / LOCK_NAME)
             self._key = None
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what killed saves left in a folder that this process holds, and in the folders directly in it.
+
+    A folder in it that another run holds is left alone, and so is what a living process may still be writing.
+
+    Example:
+        >>> remove_leftovers(Path("no_such_folder"))
+    """
+    try:
+        inside = [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return
+    free = [path for path in inside if not path.name.endswith(TEMPORARY) and holder(path) is None]
+    for place in (folder, *free):
+        for leftover in place.glob(f".*{TEMPORARY}"):
+            remove_leftover(leftover)
+        for trial in place.glob(".*.trial"):
+            with contextlib.suppress(OSError):
+                trial.unlink()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Which numbered checkpoints stay, and in what order they were written."""
+"""Which numbered checkpoints stay, and when files were written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_order(path: Path) -> tuple[int, int]:
 def date_last(path: Path, folder: Path) -> None:
     """Dates a file that was just written after every checkpoint of a folder, if the clock was set back since.
 
-    What is newest is told by write times: which file a run goes on from, and which stay.
+    Pages and listings show files by write time; a run that resumes goes by what is in them.
 
     Args:
         path: the file, or the marker of a folder of shards.
@@ -49,7 +49,7 @@ class Retention:
     """Which numbered files stay.
 
     Attributes:
-        keep_previous: the N newest stay, the newest included; None keeps all.
+        keep_previous: the N with the largest numbers stay; None keeps all.
         keep_interval: numbers divisible by this stay for ever; None or 0: none.
 
     Example:
@@ -82,10 +82,8 @@ class Retention:
             _log.warning("old checkpoints in %s cannot be listed and stay: %s", folder, error)
             return []
         numbered = [(int(match.group(1)), folder / name) for name in names if (match := re.fullmatch(pattern, name))]
-        # The newest are those written last: after a rewind, steps of the abandoned future are older.
-        by_time = sorted(numbered, key=lambda item: write_order(item[1]))
         deleted = []
-        for number, path in sorted(by_time[: -self.keep_previous]):
+        for number, path in sorted(numbered)[: -self.keep_previous]:
             kept_for_ever = self.keep_interval and number % self.keep_interval == 0
             if kept_for_ever or os.path.realpath(path) in safe:
                 continue

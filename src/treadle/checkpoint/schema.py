@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from treadle.checkpoint.buffers import HostBuffers
+from treadle.checkpoint.files import FORMAT_NAME
 from treadle.distributed import is_dtensor
 from treadle.distributed.shards import Part, gathered, own_block, without_pending_sums
 from treadle.errors import CheckpointError
 from treadle.nested import elements
 
-FORMAT_NAME = "treadle"
 FORMAT_VERSION = 1
 
 KEYS: dict[str, str] = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,8 @@ from treadle.checkpoint.files import (
     write_bytes,
     write_text,
 )
-from treadle.checkpoint.retention import Retention, date_last, write_order
+from treadle.checkpoint.order import NONFINITE, aside_of, furthest_first, is_aside
+from treadle.checkpoint.retention import Retention, date_last
 from treadle.checkpoint.safe.archive import ArchiveError, read_archive
 from treadle.checkpoint.safe.pickled import walk_pickle
 from treadle.checkpoint.schema import check_format, non_finite_names
@@ -57,7 +57,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger("treadle.checkpoint")
-_ASIDE = ".nonfinite"
 _Opened = Callable[[Path], dict[str, Any]]
 
 
@@ -221,7 +220,7 @@ def _refuse_half_written(temporary: Path, target: Path) -> None:
 
 def put_aside(target: Path, bad: list[str]) -> Path:
     """Returns where a state that is not finite goes instead, and says so."""
-    aside = target.with_name(f"{target.stem}{_ASIDE}{target.suffix}")
+    aside = aside_of(target)
     if distributed.rank() == 0:
         _log.warning(
             "not writing %s: %d tensors are not finite (first: %s); the state goes to %s and no file is pruned",
@@ -230,27 +229,19 @@ def put_aside(target: Path, bad: list[str]) -> Path:
     return aside
 
 
-def is_aside(path: Path) -> bool:
-    """Returns whether a file or folder holds a state that was put aside because it is not finite.
-
-    Example:
-        >>> is_aside(Path("best.nonfinite.pt")), is_aside(Path("best.pt"))
-        (True, False)
-    """
-    return _ASIDE in (path.suffix, Path(path.stem).suffix)
-
-
 def find_latest(
     candidates: Iterable[Path], *, prefer: Path | None = None, load: _Opened = load_checkpoint
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Returns the newest intact checkpoint by write time and its tree, naming each damaged one it passes over.
+    """Returns the furthest intact checkpoint and its tree, naming each damaged one it passes over.
 
-    States that were put aside because they are not finite are passed over too.
+    The furthest is that of the largest step, then of the largest epoch, as they are in the files; when a file was
+    written does not matter. States that were put aside, because they are not finite or a later run began before them,
+    are passed over.
 
     Args:
-        candidates: files, or folders of shards, that may exist. A link whose target is gone counts as a state that
-            was lost.
-        prefer: the one to try first, whatever its write time; a link stands for its target.
+        candidates: files, or folders of shards, that may exist; of equally far ones the first is taken. A link whose
+            target is gone counts as a state that was lost.
+        prefer: the one to try first, however far it is; a link stands for its target.
         load: reads one.
 
     Returns:
@@ -261,42 +252,23 @@ def find_latest(
     """
     present = {os.path.realpath(path): path for path in reversed(list(candidates)) if os.path.lexists(path)}
     first = None if prefer is None else os.path.realpath(prefer)
-    newest_first = sorted(present.items(), key=lambda item: (item[0] == first, write_order(item[1])), reverse=True)
-    for number, (_, path) in enumerate(newest_first, start=1):
-        if is_aside(path):
-            continue
+    paths = furthest_first(path for path in reversed(present.values()) if not is_aside(path))
+    for path in sorted(paths, key=lambda path: os.path.realpath(path) != first):
         try:
-            tree = load(path)
+            return path, load(path)
         except CheckpointError as error:
             _log.warning("%s; looking for an older one", error)
-            continue
-        if os.path.realpath(path) != first:
-            _warn_of_larger_numbers(path, [older for _, older in newest_first[number:]])
-        return path, tree
     if present:
         aside = (
-            f" (those named {_ASIDE} hold states that are not finite)" if any(map(is_aside, present.values())) else ""
+            f" (those named {NONFINITE} hold states that are not finite)"
+            if any(map(is_aside, present.values()))
+            else ""
         )
         raise CheckpointError(
-            f"no intact checkpoint among {_listed([path for _, path in newest_first])}{aside}; "
+            f"no intact checkpoint among {_listed(list(present.values()))}{aside}; "
             "starting afresh must be asked for: remove the files, or resume from nothing"
         )
     return None
-
-
-def _warn_of_larger_numbers(taken: Path, older: Iterable[Path]) -> None:
-    """Says that a checkpoint of a later step was written earlier: so it is after a rewind, or a copy of the folder."""
-    of_its_kind = [path for path in older if _without_number(path) == _without_number(taken)]
-    furthest = max(of_its_kind, key=lambda path: write_order(path)[1], default=taken)
-    if write_order(furthest)[1] > write_order(taken)[1]:
-        _log.warning(
-            "%s is taken, which was written last, though %s has a larger number; if the folder was copied without its "
-            "write times, name the one to go on from", taken, furthest.name,
-        )  # fmt: skip
-
-
-def _without_number(path: Path) -> str:
-    return re.sub(r"\d+", "", path.name)
 
 
 def _listed(paths: list[Path]) -> str:

@@ -29,10 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from treadle.checkpoint.files import first_line
+from treadle.checkpoint.files import STORED, first_line
 from treadle.checkpoint.safe.claims import shortened
 from treadle.checkpoint.shard_manifest import METADATA
-from treadle.checkpoint.tensor_table import STORED
 from treadle.errors import CheckpointError
 
 _CLASSES: dict[tuple[str, str], Any] = {

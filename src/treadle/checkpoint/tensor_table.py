@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treadle.checkpoint.files import STORED
 from treadle.distributed.shards import Part
 from treadle.errors import CheckpointError
-
-STORED = "treadle.stored"  # {STORED: key} stands where the tensor of that key was
 
 
 def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:

@@ -21,7 +21,7 @@ from treadle.engine.hook import BaseHook
 from treadle.engine.observers import observing
 from treadle.errors import ConfigError
 from treadle.runs.packs import find_pack
-from treadle.runs.record import RunRecordHook
+from treadle.runs.record_hooks import RunRecordHook
 from treadle.runs.script import train_from
 from treadle.runs.setting_places import settings_placed
 from treadle.runs.target import PackRun, read_target

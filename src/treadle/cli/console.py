@@ -15,7 +15,6 @@ from rich.text import Text
 
 from treadle.cli.user_errors import described
 from treadle.errors import ConfigError, TreadleError
-from treadle.hooks.bar import is_terminal
 from treadle.runs import report
 from treadle.runs.launch import launched_rank, leave_for_torchrun
 
@@ -35,7 +34,7 @@ def message_console() -> Console:
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     # Never control characters in a file or a pipe, not even when FORCE_COLOR is set for other programs.
-    terminal = None if is_terminal(stream) else False
+    terminal = None if getattr(stream, "isatty", bool)() else False
     return Console(stderr=stderr, force_terminal=terminal, highlight=False, quiet=launched_rank() != 0)
 
 

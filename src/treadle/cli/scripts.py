@@ -45,7 +45,7 @@ def train(cfg: Any) -> float | None:
     from treadle.graphs.runs import PACK
     from treadle.runs.pack import Run
     from treadle.runs.ranks import device_of_rank
-    from treadle.runs.record import SessionKeeper
+    from treadle.runs.record_hooks import SessionKeeper
 
     messages = message_console()
     with errors_as_one_line(messages), log_to(messages), observing(SessionKeeper()):

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
 from treadle.cli.pack_options import Trackers
-from treadle.cli.train_pack import pack_command
+from treadle.cli.settings_command import SettingsCommand
 from treadle.runs.launch import TIMEOUT, process_group
-from treadle.runs.packs import pack_names
-from treadle.runs.target import is_named_like_config
 
 NAME = "FILE"
 
@@ -23,25 +21,35 @@ class TrainGroup(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Returns the names of the packs, and that of the command that takes files."""
+        from treadle.runs.packs import pack_names
+
         return [*pack_names(), *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, name: str) -> Any:
         """Returns a command; that of a pack imports the pack."""
-        return pack_command(name) if name in pack_names() else super().get_command(ctx, name)
+        from treadle.runs.packs import pack_names
+
+        if name not in pack_names():
+            return super().get_command(ctx, name)
+        from treadle.cli.train_pack import pack_command
+
+        return pack_command(name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Finds the command that the first argument means."""
+        from treadle.runs.target import is_named_like_config
+
         file = bool(args) and is_named_like_config(args[0])
         if args and not file and args[0] not in self.list_commands(ctx):
             # The nearest name is looked for among these.
-            self.commands = {name: pack_command(name) for name in pack_names()} | dict(self.commands)
+            self.commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         return super().resolve_command(ctx, [NAME, *args] if file else args)
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command, on a rank of torchrun's with its process group around it; the run keeps its sessions."""
         with errors_as_one_line(message_console()), process_group(ctx.params["rank_timeout"]):
             from treadle.engine.observers import observing
-            from treadle.runs.record import SessionKeeper
+            from treadle.runs.record_hooks import SessionKeeper
 
             with observing(SessionKeeper()):
                 return super().invoke(ctx)
@@ -56,7 +64,7 @@ def on_ranks(
     """Has the options of all commands below ``treadle train``; the group itself acts on them."""
 
 
-class FileCommand(TyperCommand):
+class FileCommand(SettingsCommand):
     """The command that takes a file; its name in a usage line is the place of the file already."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

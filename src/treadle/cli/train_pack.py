@@ -11,6 +11,7 @@ from rich.console import Console
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console, show_report
 from treadle.cli.pack_options import Device, Out, Resume, Show, Trackers, settings_argument
+from treadle.cli.settings_command import SettingsCommand
 from treadle.errors import ConfigError
 from treadle.runs.pack import Pack
 from treadle.runs.packs import find_pack
@@ -33,7 +34,7 @@ def pack_command(name: str) -> Any:
 
 def _command(name: str, function: Any, *, summary: str, text: str) -> Any:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(name, short_help=summary, help=text)(function)
+    app.command(name, cls=SettingsCommand, short_help=summary, help=text)(function)
     return typer.main.get_command(app)
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import sysconfig
 import traceback
 from pathlib import Path
 
-import torch
 import typer
 
 WHOLE = "TREADLE_TRACEBACK"
 """The environment variable that asks for the whole traceback."""
 
 _COMMAND_LINE = str(sys.modules[typer.Exit.__module__.partition(".")[0]].__file__)  # click, or typer itself
+_TORCH = Path(str(getattr(importlib.util.find_spec("torch"), "origin", "torch"))).parent  # found, not loaded
 _OWN = (
-    Path(__file__).parents[1], Path(torch.__file__).parent, Path(typer.__file__).parent, Path(_COMMAND_LINE).parent,
+    Path(__file__).parents[1], _TORCH, Path(typer.__file__).parent, Path(_COMMAND_LINE).parent,
     Path(sysconfig.get_paths()["stdlib"]),
 )  # fmt: skip
 _PACKAGES = ("site-packages", "dist-packages")  # a folder of packages may lie inside that of the standard library

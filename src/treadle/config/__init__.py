@@ -6,10 +6,15 @@ you trust. YAML files are data and run nothing of their own.
 
 from __future__ import annotations
 
-from treadle.config.files import load_config
-from treadle.config.merging import DELETE, REPLACE, merge_configs
-from treadle.config.overrides import apply_overrides
-from treadle.config.writing import format_config, save_config
+import typing as _typing
+
+from treadle.lazy import lazy_names as _lazy_names
+
+if _typing.TYPE_CHECKING:
+    from treadle.config.files import load_config
+    from treadle.config.merging import DELETE, REPLACE, merge_configs
+    from treadle.config.overrides import apply_overrides
+    from treadle.config.writing import format_config, save_config
 
 __all__ = [
     "DELETE",
@@ -20,3 +25,12 @@ __all__ = [
     "merge_configs",
     "save_config",
 ]
+
+_HOMES = {
+    "files": ["load_config"],
+    "merging": ["DELETE", "REPLACE", "merge_configs"],
+    "overrides": ["apply_overrides"],
+    "writing": ["format_config", "save_config"],
+}
+if not _typing.TYPE_CHECKING:
+    __getattr__, __dir__ = _lazy_names(globals(), _HOMES)

@@ -23,10 +23,12 @@ class Lengths:
     Attributes:
         batches: micro-batches in an epoch for each rank, None where a loader does not say.
         certain: whether all ranks know for certain, so that none can end before the others think.
+        same_data: whether all of them read the same samples.
     """
 
     batches: tuple[int | None, ...]
     certain: bool
+    same_data: bool = False
 
     @property
     def common(self) -> int:
@@ -56,23 +58,25 @@ class Lengths:
             )
 
 
-def lengths_of_ranks(length: int | None, *, certain: bool, order: GlobalOrder | None) -> Lengths:
+def lengths_of_ranks(length: int | None, *, certain: bool, order: GlobalOrder | None, data: int = 0) -> Lengths:
     """Returns what every rank says; all ranks must call it at the same point.
 
     Args:
         length: micro-batches in an epoch of this rank's loader, None if it does not say.
         certain: whether the length is right for certain.
         order: the loader's global order, if it has one.
+        data: a number that tells this rank's data from that of others; 0 where nobody can tell.
 
     Raises:
         ConfigError: the ranks share their data by different orders.
     """
     settings = [0] * len(_SETTINGS) if order is None else [int(getattr(order, name, 0)) for name in _SETTINGS]
-    own = [-1 if length is None else length, int(certain and length is not None), int(order is not None), *settings]
-    rows = numbers_of_ranks(own)
-    _refuse_other_orders([row[3:] for row in rows if row[2]])
+    own = [-1 if length is None else length, int(certain and length is not None), int(order is not None), data]
+    rows = numbers_of_ranks([*own, *settings])
+    _refuse_other_orders([row[4:] for row in rows if row[2]])
     batches = tuple(None if row[0] < 0 else row[0] for row in rows)
-    return Lengths(batches, certain=all(row[1] for row in rows))
+    same_data = all(row[3] == data != 0 for row in rows)
+    return Lengths(batches, certain=all(row[1] for row in rows), same_data=same_data)
 
 
 def _refuse_other_orders(rows: Sequence[Sequence[int]]) -> None:

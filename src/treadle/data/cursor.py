@@ -14,6 +14,7 @@ import torch
 
 from treadle import distributed
 from treadle.data.agreement import Lengths, lengths_of_ranks
+from treadle.data.duplicates import fingerprint, repeated_by_ranks, repeated_by_workers
 from treadle.data.elastic import Place, find_place, mismatches, refuse_other_workers
 from treadle.data.order import in_global_order
 from treadle.data.own_state import LoaderState, set_epoch
@@ -117,7 +118,7 @@ class Cursor:
             self._objects = LoaderState(loader)
             self._loader = loader
             self._iterator = None
-            self.warn(self._source.warnings(resuming=False))
+            self.warn(self._source.warnings(resuming=False) + repeated_by_workers(loader))
 
     def open(self, loader: Any) -> None:
         """Opens the running epoch: afresh, where it stands, or at the position of a loaded checkpoint."""
@@ -142,9 +143,12 @@ class Cursor:
         source, ordered = self._the_source(), in_global_order(self._loader)
         certain = source.exact or isinstance(self._loader, (list, tuple, range))
         order = None if ordered is None else ordered.order
-        self.lengths = lengths_of_ranks(source.length, certain=certain, order=order)
-        if self.ranks == "together":
+        trains = self.ranks == "together"
+        data = fingerprint(self._loader) if trains else 0
+        self.lengths = lengths_of_ranks(source.length, certain=certain, order=order, data=data)
+        if trains:
             self.lengths.check_equal()
+            self.warn(repeated_by_ranks(self._loader, same_data=self.lengths.same_data))
 
     @property
     def _asks_at_each_step(self) -> bool:

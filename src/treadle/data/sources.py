@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from treadle.data.indexed import IndexedReader, Workers, draw_as_workers_do_when_they_start, has_state, is_known
 from treadle.data.rows import RowLoader
@@ -255,6 +255,24 @@ def _length(loader: Any) -> int | None:
         return None
 
 
+def refuse_dataset(loader: Any, argument: str = "loader") -> None:
+    """Raises ConfigError for a data set of single samples, which would be taken for batches.
+
+    Args:
+        loader: what was given.
+        argument: how it is called.
+
+    Example:
+        >>> refuse_dataset([1, 2])
+    """
+    if isinstance(loader, Dataset) and not hasattr(type(loader), "__iter__"):
+        raise ConfigError(
+            f"a {type(loader).__name__} is a data set, whose items are single samples and no batches; pass "
+            "DataLoader(dataset, batch_size=..., shuffle=True), with batch_size=None if its items are batches",
+            argument=argument,
+        )
+
+
 def _is_torchs_own(loader: Any) -> bool:
     """Returns whether a DataLoader iterates as torch's class does, so that another over the same parts gives the same.
 
@@ -276,7 +294,7 @@ def open_source(loader: Any) -> Source:
             TransferLoader.
 
     Raises:
-        ConfigError: it is not iterable.
+        ConfigError: it is not iterable, or a data set of single samples.
 
     Example:
         >>> open_source([1, 2]).kind
@@ -284,6 +302,7 @@ def open_source(loader: Any) -> Source:
     """
     if isinstance(loader, TransferLoader):
         return TransferredSource(open_source(loader.loader), loader)
+    refuse_dataset(loader)
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return _Stateful(loader)
     map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)

@@ -256,6 +256,7 @@ def apply_step_effects(engine: Engine, moved: Collection[Ema] = ()) -> Outcome:
 def finish_step(engine: Engine, outcome: Outcome) -> None:
     """Closes the record of a step, calls ``on_after_step``, writes what hooks ask for, and leaves at a signal."""
     engine.attempt.close(outcome, engine.progress.step_started, engine.progress.epoch_means)
+    engine.progress.in_step = False
     engine.events.emit(engine, "on_after_step")
     engine.events.write_requested()
     if engine.signals.plans:

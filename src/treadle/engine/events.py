@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.hook import STEP_EVENTS, BaseHook, listeners
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ class Events:
 
     Attributes:
         served: whether the hooks have received the records of the latest call of ``log`` or ``log_images``.
+        abandoned: whether a signal ended an evaluation that a hook ran; all ranks know, and the run leaves at the next
+            boundary.
 
     Example:
         >>> Events().hooks_for([BaseHook()], "on_after_step")
@@ -24,6 +27,7 @@ class Events:
 
     def __init__(self) -> None:
         self.served = False
+        self.abandoned = False
         self._listening: dict[str, list[BaseHook]] = {}
         self._listened: list[BaseHook] = []
         self._writes: list[Callable[[], Any]] = []
@@ -34,7 +38,10 @@ class Events:
         if self._listening and self._listened != hooks:
             self.cache_dispatch(hooks)  # hooks came or went
         for hook in self._listening.get(event, hooks):
-            getattr(hook, event)(engine, *args)
+            try:
+                getattr(hook, event)(engine, *args)
+            except EvaluationAbandoned:  # the other hooks see the event: what they keep is part of what is saved
+                self.abandoned = True
 
     def hooks_for(self, hooks: Sequence[BaseHook], event: str) -> list[BaseHook]:
         """Returns the hooks that do something at an event of a step."""
@@ -74,4 +81,7 @@ class Events:
             return
         writes, self._writes = self._writes, []
         for write in writes:
-            write()
+            try:
+                write()
+            except EvaluationAbandoned:
+                self.abandoned = True

@@ -103,6 +103,12 @@ class BaseHook:
     """Whether the hook writes files or reports to a log or a tracker; ``treadle replay`` leaves such hooks out."""
     _may_fail_to_write: bool = False
 
+    implicit: bool = False
+    """Whether a face added the hook by itself; such a hook is not listed when a run starts."""
+
+    idle: bool = False
+    """Whether the hook has nothing to do in the steps of this run; looked up once, after ``on_before_train``."""
+
     @property
     def state_key(self) -> str:
         """The key of this hook's state in a checkpoint; two hooks of one trainer must not share it."""
@@ -185,14 +191,15 @@ class BaseHook:
 
 
 def listeners(hooks: Sequence[BaseHook], event: str) -> list[BaseHook]:
-    """Returns the hooks that do something at an event, in order: whose class, or they themselves, have it replaced.
+    """Returns the hooks that do something at an event, in order: that are not idle and have it replaced.
 
     Example:
         >>> listeners([BaseHook()], "on_after_step")
         []
     """
     nothing = getattr(BaseHook, event)
-    return [hook for hook in hooks if getattr(getattr(hook, event), "__func__", None) is not nothing]
+    does = [hook for hook in hooks if getattr(getattr(hook, event), "__func__", None) is not nothing]
+    return [hook for hook in does if not hook.idle]
 
 
 def reaches_hooks(method: Callable[..., None], event: str) -> Callable[..., None]:

@@ -48,6 +48,7 @@ from treadle.engine.signals import ExitPlan, SignalListener
 from treadle.engine.state import Driver, RunState
 from treadle.engine.state_options import StateOptions
 from treadle.engine.stopping import Target
+from treadle.engine.voice import speaking
 from treadle.means import RunningMeans
 from treadle.optim.ema import Ema
 from treadle.optim.evaluation_point import at_evaluation_point
@@ -76,6 +77,7 @@ class Engine:
         capture: whether the step is replayed as one CUDA graph, see ``treadle.capture``: True, False, or ``"auto"``,
             which says in a warning why it is not where that is impossible.
         logger: by default ``treadle.engine``.
+        progress: False shows nothing of a run where no handler of the user's logs it.
         face: name of the front end, written into checkpoints.
         config: plain values, written into checkpoints.
         workspace: the folder of the run; None for none.
@@ -144,6 +146,7 @@ class Engine:
         eval_seed: int = 0,
         capture: Capture = False,
         logger: logging.Logger | None = None,
+        progress: bool = True,
         face: str = "engine",
         config: Any = None,
         workspace: Path | str | None = None,
@@ -161,6 +164,7 @@ class Engine:
             max_non_finite_grad_retries=max_non_finite_grad_retries,
             eval_seed=eval_seed,
             capture=capture,
+            progress=progress,
         )
         self._configure(settings, precision, logger=logger or logging.getLogger("treadle.engine"))
         self.hooks = list(hooks)
@@ -230,12 +234,12 @@ class Engine:
             NonFiniteError: a gradient is not finite and the retries are used up.
         """
         self.target = Target(max_steps, epochs, score_epoch, after_epoch)
-        with failing_by_name(self):
+        with failing_by_name(self), speaking(self):
             self.prepare()
             resume_from_hooks(self)
-        if self.target.reached(self):
-            self._log_nothing_to_do()
-            return
+            if self.target.reached(self):
+                self._log_nothing_to_do()
+                return
         self.should_stop = False
         if self.step == 0 and not self.state.loaded:
             for ema in self.averages.values():  # the weights may have changed since the averages were made

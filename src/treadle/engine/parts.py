@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from treadle import distributed
 from treadle.checkpoint.attributes import unequal
 from treadle.checkpoint.base_fingerprints import without
-from treadle.checkpoint.schema import FORMAT_NAME, FORMAT_VERSION, KEYS, OPTIONAL_KEYS, to_plain, versions
+from treadle.checkpoint.files import FORMAT_NAME
+from treadle.checkpoint.schema import FORMAT_VERSION, KEYS, OPTIONAL_KEYS, to_plain, versions
 from treadle.distributed import is_dtensor
 from treadle.distributed.shards import placed_like, placed_state
 from treadle.distributed.state_names import check_model_state, load_model_state, model_state, without_wrappers
@@ -321,7 +322,7 @@ class HooksPart(StatePart):
                 yield Notice(text, topic="ignored hook state")
         own_keys = set(saved.tree) - set(KEYS) - set(OPTIONAL_KEYS)  # a hook may keep its state under a key of its own
         for hook in engine.hooks:
-            keeps_state = type(hook).on_state_dict is not BaseHook.on_state_dict
+            keeps_state = type(hook).on_state_dict is not BaseHook.on_state_dict and not hook.implicit
             if keeps_state and "hooks" in saved.tree and not own_keys and hook.state_key not in kept:
                 yield Notice(f"the checkpoint has no state of hook {hook.state_key!r}: it starts fresh")
 

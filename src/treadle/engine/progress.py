@@ -22,6 +22,7 @@ class Progress:
         applied_steps: steps that changed the weights.
         micro_steps: micro-batches taken by attempts.
         tries: groups tried for the present step, from 1.
+        in_step: whether a step has begun and has not been counted as applied, skipped or refused.
         step_started: when the present step began, in seconds of ``time.perf_counter``.
         epoch_applied_steps: applied steps of the running epoch.
         last_lr: learning rates of the epoch's last applied step, by parameter group; of an attempt before there is one.
@@ -39,6 +40,7 @@ class Progress:
         self.applied_steps = 0
         self.micro_steps = 0
         self.tries = 1
+        self.in_step = False
         self.step_started = 0.0
         self.epoch_applied_steps = 0
         self.last_lr: Sequence[Any] = []
@@ -49,6 +51,7 @@ class Progress:
         """Counts a step."""
         self.step += 1
         self.tries = 1
+        self.in_step = True
         self.step_started = time.perf_counter()
 
     def begin_attempt(self, num_micro_batches: int, optimizer: Optimizer) -> list[Any]:

@@ -9,22 +9,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch.nn.parameter import is_lazy
 
 from treadle import distributed
 from treadle.distributed.state_names import clean_name
+from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.failure import failing_by_name
 from treadle.engine.first_save import refuse_hidden_tensors
 from treadle.engine.hook import BaseHook
 from treadle.engine.out_of_memory import explaining_out_of_memory
 from treadle.engine.rehearsal import try_folders, try_schedule
-from treadle.engine.start_log import start_block
+from treadle.engine.single_samples import explaining_single_samples
+from treadle.engine.start_log import end_line, start_block, start_line
 from treadle.engine.streams import separate_streams
+from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
 from treadle.optim.ema import Ema
 from treadle.optim.evaluation_point import into_training_point
 from treadle.optim.nonfinite import FiniteGuard, RefusalPlan, skips_on_device
 from treadle.optim.optimizer import check_scheduler, uncovered_parameters
+from treadle.optim.schedules import check_plateau
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
@@ -112,17 +117,24 @@ def training_session(engine: Engine) -> Iterator[None]:
     """Opens the hooks and signal handlers for a run and closes them whatever happens."""
     opened: list[BaseHook] = []
     failure: BaseException | None = None
-    with contextlib.ExitStack() as held:
+    with speaking(engine), contextlib.ExitStack() as held:
         signals = _make_ready(engine, held)
+        first_step, started = engine.progress.step, time.perf_counter()
         try:
-            with engine.signals.listening(signals), failing_by_name(engine), explaining_out_of_memory(engine):
-                for hook in engine.hooks:
-                    opened.append(hook)
-                    hook.on_before_train(engine)
-                engine.events.cache_dispatch(engine.hooks)
-                into_training_mode(engine)
-                engine.state.begin_run()
-                yield
+            with (
+                engine.signals.listening(signals),
+                failing_by_name(engine),
+                explaining_out_of_memory(engine),
+                explaining_single_samples(engine),
+            ):
+                with contextlib.suppress(EvaluationAbandoned):  # of a callback, or of a hook before the first step
+                    for hook in engine.hooks:
+                        opened.append(hook)
+                        hook.on_before_train(engine)
+                    engine.events.cache_dispatch(engine.hooks)
+                    into_training_mode(engine)
+                    engine.state.begin_run()
+                    yield
                 leave_on_signal(engine)  # one that came after the last boundary must not be lost
         except BaseException as error:
             failure = error
@@ -135,6 +147,9 @@ def training_session(engine: Engine) -> Iterator[None]:
             engine.exchange.close()
             engine.events.clear_dispatch()
             close_hooks(engine, opened, failure)
+        if distributed.rank() == 0:
+            seconds = time.perf_counter() - started
+            engine.logger.info(end_line(engine, first_step, seconds), extra={"topic": "end"})
 
 
 def into_training_mode(engine: Engine) -> None:
@@ -184,11 +199,13 @@ def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
         check_before_training(engine)
         engine.state.run_trial(engine)
         engine.attempt.receive([])
+        engine.events.abandoned = False
+        engine.progress.in_step = False
         if engine.progress.step == 0 and not engine.state.loaded:
             separate_streams()
     signals = engine.signals.expect([plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None])
     if distributed.rank() == 0:
-        engine.logger.info(start_block(engine), extra={"topic": "start block"})
+        engine.logger.info(start_block(engine), extra={"topic": "start block", "short": start_line(engine)})
     return signals
 
 
@@ -209,8 +226,8 @@ def check_before_training(engine: Engine) -> None:
     """Raises or warns about what would train a wrong model in silence.
 
     Raises:
-        ConfigError: a lazy parameter is not initialised, the optimizer wants a closure, or the scheduler moves another
-            optimizer's learning rate.
+        ConfigError: a lazy parameter is not initialised, the optimizer wants a closure or holds no parameter of the
+            model, or the scheduler moves another optimizer's learning rate.
     """
     lazy = [name for name, parameter in engine.model.named_parameters() if is_lazy(parameter)]
     if lazy:
@@ -220,6 +237,8 @@ def check_before_training(engine: Engine) -> None:
             argument="model",
         )
     check_scheduler(engine.lr_scheduler, engine.optimizer)
+    if engine.target.score_epoch is None:
+        check_plateau(engine.lr_scheduler, "train_loss", "min")
     engine.state.objects.collect()  # a state that no checkpoint can hold is named now and not at the first save
     refuse_hidden_tensors(engine.optimizer)
     try_schedule(engine)
@@ -231,12 +250,32 @@ def check_before_training(engine: Engine) -> None:
             "here a step runs it once. Use an optimizer whose step() needs no closure",
             argument="optimizer",
         )
+    _warn_of_half_sums(engine)
     engine.stray_parameters = [parameter for _, parameter in uncovered_parameters(engine.model, engine.optimizer)]
     names = [name for name, _ in uncovered_parameters(engine.model, engine.optimizer)]
+    if names and len(names) == sum(parameter.requires_grad for parameter in engine.model.parameters()):
+        raise ConfigError(
+            f"none of the {len(names)} trainable parameters of the model is in it, so nothing would be trained; build "
+            "it over model.parameters() of the model that you pass, after the model was moved, wrapped or loaded",
+            argument="optimizer",
+        )
     if names:
         engine.logger.warning(
             "%d parameters require gradients but are in no optimizer group and will not be trained: %s",
             len(names), ", ".join(names[:10]),
+        )  # fmt: skip
+
+
+def _warn_of_half_sums(engine: Engine) -> None:
+    """Warns where gradients of several micro-batches are summed in a type that drops small ones."""
+    half = {torch.bfloat16, torch.float16}
+    kinds = {p.dtype for group in engine.optimizer.param_groups for p in group["params"] if p.dtype in half}
+    if kinds and engine.settings.accumulation_steps > 1:
+        kind = str(kinds.pop()).removeprefix("torch.")
+        engine.logger.warning(
+            "weights are %s and so are their gradients, so the sum over %d micro-batches loses small ones (256 + 1 is "
+            "256 in bfloat16); keep the weights in float32 and ask for mixed precision, or accumulate over fewer",
+            kind, engine.settings.accumulation_steps,
         )  # fmt: skip
 
 
@@ -262,15 +301,19 @@ def ranks_stop(engine: Engine) -> bool:
 
 def leave_after_step(engine: Engine) -> None:
     """Leaves as :func:`leave_on_signal` does, by the messages of the step: nothing more is exchanged."""
-    if engine.num_ranks == 1:
+    if engine.num_ranks == 1 or engine.events.abandoned:
         leave_on_signal(engine)
     elif engine.signals.plans:
         _leave(engine, int(max((sent[0] for sent in engine.attempt.rank_messages), default=0)))
 
 
 def interruption(engine: Engine) -> Callable[[], bool] | None:
-    """Returns a callable that tells whether an evaluation is to be abandoned for a signal; None if no hook waits."""
-    if not engine.signals.plans:
+    """Returns a callable that tells whether an evaluation is to be abandoned for a signal; None if it is not to be.
+
+    No evaluation is abandoned inside a step: a hook that was cut short there would leave other gradients than it meant
+    to, and a step that has begun has no state to be saved.
+    """
+    if not engine.signals.plans or engine.progress.in_step:
         return None
     return lambda: bool(distributed.agree(engine.signals.received or 0))
 

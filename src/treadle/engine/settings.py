@@ -31,6 +31,7 @@ class EngineSettings:
         max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None is 0.
         eval_seed: seeds the random state of every evaluation.
         capture: True, False or ``"auto"``.
+        progress: whether a run shows its log where no handler of the user's does; see ``treadle.engine.voice``.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -49,6 +50,7 @@ class EngineSettings:
     max_non_finite_grad_retries: int | None = 0
     eval_seed: int = 0
     capture: Capture = False
+    progress: bool = True
 
     def __post_init__(self) -> None:
         interval, grad_clip, retries = self.scheduler_interval, self.grad_clip, self.max_non_finite_grad_retries
@@ -62,6 +64,8 @@ class EngineSettings:
         if retries is not None and not (isinstance(retries, int) and retries >= 0):
             raise ConfigError("must be None or >= 0", argument="max_non_finite_grad_retries", value=retries)
         check_capture(self.capture)
+        if not isinstance(self.progress, bool):
+            raise ConfigError("must be True or False", argument="progress", value=self.progress)
         object.__setattr__(self, "grad_clip", grad_clip or None)
         object.__setattr__(self, "max_non_finite_grad_retries", retries or 0)
         object.__setattr__(self, "eval_seed", as_seed("eval_seed", self.eval_seed))

@@ -1,13 +1,16 @@
-"""The block of decisions that a run logs when it starts: each with its reason."""
+"""The block of decisions that a run logs when it starts, each with its reason, and the line at its end."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from treadle import distributed
 from treadle.distributed.state_names import clean_name
+from treadle.engine.best import BestRule
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
@@ -22,9 +25,71 @@ def start_block(engine: Engine) -> str:
         "start": _start(engine),
         "target": f"{engine.target}",
         "non-finite": _non_finite(engine),
-        "hooks": ", ".join(hook.state_key for hook in engine.hooks) or "none",
+        "hooks": ", ".join(hook.state_key for hook in engine.hooks if not hook.implicit) or "none",
     }
     return "\n".join(["training starts", *(f"  {name:<11}{text}" for name, text in lines.items())])
+
+
+def start_line(engine: Engine) -> str:
+    """Returns the block in one line: where a run starts, on what, and where it is to end."""
+    where = f"on {engine.device}, to {engine.target}"
+    if not engine.progress.step:
+        return f"training starts {where}"
+    source = "" if engine.state.source is None else f" ({_short(engine.state.source)})"
+    return f"training resumes at step {engine.progress.step}, epoch {engine.epoch}{source}, {where}"
+
+
+def end_line(engine: Engine, first_step: int, seconds: float) -> str:
+    """Returns why a run ended, where, after how long, with the best value and the last checkpoint.
+
+    Args:
+        engine: at the end of its run.
+        first_step: the step at which this process took it up.
+        seconds: time since then.
+    """
+    place = f"step {engine.progress.step}, epoch {engine.epoch}"
+    speed = f"{_duration(seconds)} for {engine.progress.step - first_step} steps"
+    parts = [f"{_why_ended(engine)} at {place}", speed]
+    parts += [
+        f"best {rule.metric} {rule.best:.4g} at {place} {rule.best_epoch}"
+        for rule, place in best_rules(engine)
+        if rule.best_epoch is not None
+    ]
+    if engine.state.saved is not None:
+        parts.append(f"saved {_short(engine.state.saved)}")
+    return "; ".join(parts)
+
+
+def best_rules(engine: Engine) -> list[tuple[BestRule, str]]:
+    """Returns the rules in force that select a state, each with what it counts in, ``"epoch"`` or ``"step"``."""
+    rules = [(getattr(driver, "best", None), "epoch") for driver in engine.state.drivers]
+    rules += [(getattr(hook, "best_rule", None), "step") for hook in engine.hooks]
+    return [(rule, place) for rule, place in rules if isinstance(rule, BestRule)]
+
+
+def _why_ended(engine: Engine) -> str:
+    for rule, place in best_rules(engine):
+        if rule.should_stop:
+            what = "epoch" if place == "epoch" else "evaluation"
+            return f"stopped early, {rule.count} {what}{'s' if rule.count > 1 else ''} without a better {rule.metric},"
+    if engine.target.reached(engine):
+        return "done"
+    return f"stopped before {engine.target}, as should_stop was set,"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def _short(path: str) -> str:
+    """Returns a path relative to the working directory where it lies below it."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return os.fspath(path)
 
 
 def _why_device(engine: Engine) -> str:

@@ -15,9 +15,11 @@ from treadle import distributed
 from treadle.checkpoint.attributes import Attributes
 from treadle.checkpoint.base_fingerprints import FrozenBase
 from treadle.checkpoint.buffers import HostBuffers
+from treadle.checkpoint.order import Reach
 from treadle.checkpoint.schema import KEYS, to_plain
 from treadle.engine.first_save import try_loading
 from treadle.engine.module_state import ModuleState
+from treadle.engine.origin import RunOrigin
 from treadle.engine.own_objects import OwnObjects
 from treadle.engine.parts import MOVED_BY_STEPS, PARTS
 from treadle.engine.state_options import StateOptions
@@ -64,7 +66,11 @@ class RunState:
         base: fingerprints of frozen weights that checkpoints leave out.
         loaded: whether a state was loaded, by hand or by a hook.
         resumed: whether hooks were asked for a checkpoint to resume from.
+        searched: whether a front end chose the state among those of all hooks too, so that hooks need not look.
         source: the checkpoint that the run resumed from, for the log.
+        saved: the newest checkpoint that this process wrote, for the log; None before one.
+        saved_step: the step of its state.
+        origin: where the run began.
         scored: the weights that the last evaluation scored, ``"model"`` or ``"ema"``; None before one.
         num_loads: how often a state was loaded; tensors of the optimizer lie in other memory after each.
         training: whether a run takes steps.
@@ -84,7 +90,11 @@ class RunState:
         self.drivers: list[Driver] = []
         self.loaded = False
         self.resumed = False
+        self.searched = False
         self.source: str | None = None
+        self.saved: str | None = None
+        self.saved_step: int | None = None
+        self.origin = RunOrigin()
         self.scored: str | None = None
         self.num_loads = 0
         self.training = False
@@ -159,6 +169,7 @@ class RunState:
         self._load(engine, saved, PARTS, warns=True)
         self._refuse_what_differs(engine, saved)
         self.loaded = True
+        self.origin.moved(Reach(engine.progress.step, engine.epoch))
 
     def _refuse_what_differs(self, engine: Engine, saved: Saved) -> None:
         """Collects the state again and compares it with the checkpoint that was loaded.
@@ -203,7 +214,15 @@ class RunState:
 
     def record_source(self, source: object) -> None:
         """Records the checkpoint that the run resumed from."""
-        self.source = str(source)
+        self.source = self.origin.source = str(source)
+
+    def record_searched(self) -> None:
+        """Records that the state was chosen among those of all hooks."""
+        self.searched = True
+
+    def record_saved(self, path: object, step: int) -> None:
+        """Records a checkpoint that was written, and the step whose state it holds."""
+        self.saved, self.saved_step = str(path), step
 
     def record_resumed(self) -> None:
         """Records that hooks were asked for a checkpoint."""

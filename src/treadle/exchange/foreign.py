@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from treadle.checkpoint.files import FORMAT_NAME
 from treadle.checkpoint.safe.claims import shortened
-from treadle.checkpoint.schema import FORMAT_NAME
 from treadle.distributed.state_names import clean_name
 from treadle.errors import CheckpointError
 

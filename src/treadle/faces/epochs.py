@@ -14,7 +14,9 @@ from treadle.engine.best import BestRule
 from treadle.engine.evaluation import for_each_batch, refuse_no_batch
 from treadle.engine.predictions import joined, kept_outputs
 from treadle.engine.rehearsal import try_evaluation
+from treadle.engine.session import interruption
 from treadle.optim.evaluation_point import at_evaluation_point, has_modes
+from treadle.optim.schedules import check_plateau
 from treadle.task import Task
 
 
@@ -51,7 +53,7 @@ class EpochTrainer:
     def fit(
         self,
         train_loader: Iterable[Any],
-        val_loader: Iterable[Any] | None,
+        val_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None,
         epochs: int,
         *,
         after_epoch: Callable[[dict[str, Any]], None] | None = None,
@@ -60,13 +62,18 @@ class EpochTrainer:
 
         Args:
             train_loader: micro-batches for training.
-            val_loader: micro-batches for evaluation, or None.
+            val_loader: micro-batches for evaluation, or None; of a dict each loader is evaluated under its name.
             epochs: absolute target.
             after_epoch: called with the epoch's record after ``on_after_epoch``: checkpoints and user callbacks.
 
         Returns:
             The history.
+
+        Raises:
+            ConfigError: a plateau scheduler goes by the other direction than the best rule's metric, or the loss.
         """
+        metric, mode = ("the loss", "min") if self.best is None else (self.best.metric, self.best.mode)
+        check_plateau(self.engine.lr_scheduler, metric, mode)
         if val_loader is not None:
             self.engine.state.try_before_step_1(lambda: self._try_evaluation(val_loader))
         self.engine.run(
@@ -111,6 +118,13 @@ class EpochTrainer:
         refuse_no_batch(self.engine.eval_cursor.position, "val_loader: it")
         return values
 
+    def evaluate_each(self, loaders: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
+        """Returns the results over a loader, or over each of a dict with the names before those of the results."""
+        if not isinstance(loaders, Mapping):
+            return self.evaluate(loaders)
+        results = {name: self.evaluate(loader) for name, loader in loaders.items()}
+        return {f"{name}_{key}": value for name, values in results.items() for key, value in values.items()}
+
     def predict(self, loader: Iterable[Any], forward: Callable[[Any], Any]) -> Any:
         """Returns the joined outputs of ``forward(batch)`` over a loader, by the rules of an evaluation."""
         engine, outputs = self.engine, []
@@ -122,6 +136,7 @@ class EpochTrainer:
                 precision=engine.precision,
                 eval_seed=engine.eval_seed,
                 cursor=engine.eval_cursor,
+                interrupted=interruption(engine) if engine.num_ranks == 1 else None,  # one rank may predict alone
             )
         return joined(outputs)
 
@@ -151,13 +166,13 @@ class EpochTrainer:
         """Returns what a record says about the training of its epoch: ``train_loss``; a face may say more."""
         return {"train_loss": means.get("loss", math.nan)}
 
-    def _score(self, val_loader: Iterable[Any] | None) -> float:
+    def _score(self, val_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None) -> float:
         """Evaluates a complete epoch, appends its record, and returns the value that plateau schedulers watch."""
         engine = self.engine
         train = engine.train_means()
         record: dict[str, Any] = {"epoch": engine.epoch + 1, **self.train_record(train)}
         if val_loader is not None:
-            self.metrics = self.evaluate(val_loader)
+            self.metrics = self.evaluate_each(val_loader)
             engine.state.record_scored("ema" if engine.averages or has_modes(engine.optimizer) else "model")
             record.update({f"{self.prefix}{name}": value for name, value in self.metrics.items()})
         record["lr"] = _as_float(engine.last_lr[0]) if engine.last_lr else math.nan
@@ -166,7 +181,8 @@ class EpochTrainer:
             value = self.best.value_in(record)
             self.improved = self.best.update(record["epoch"], value)
         elif val_loader is not None:
-            value = float(record.get(f"{self.prefix}{self.loss_name}", value))
+            first = f"{next(iter(val_loader))}_" if isinstance(val_loader, Mapping) else ""
+            value = float(record.get(f"{self.prefix}{first}{self.loss_name}", value))
         self.history.append(record)
         return value
 

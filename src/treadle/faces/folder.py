@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from treadle.checkpoint.order import Reach
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks
 from treadle.checkpoint.store import copy_checkpoint, find_latest, save_checkpoint
 from treadle.engine import Engine
 from treadle.errors import CheckpointError, ConfigError
+from treadle.hooks.checkpointing import CheckpointingHook, step_states
 
 
 def loss_name(loss_fn: Any) -> str:
@@ -64,11 +66,14 @@ class RunFolder:
     def __init__(self, engine: Engine, argument: str):
         self.engine = engine
         self._argument = argument
+        self._on_disk: Reach | None = None
         self.path: Path | None = None
 
     def use(self, path: str | Path | None) -> None:
         """Names the folder, where it is now: a callback may change the working directory. None for none."""
         self.path = self.engine.workspace = None if path is None else Path(path).absolute()
+        if self.path is not None:
+            self.engine.state.origin.watch(self.path, self.states)
 
     def held(self) -> AbstractContextManager[None]:
         """Holds the folder for this run inside the block; all ranks enter it.
@@ -79,7 +84,39 @@ class RunFolder:
         return contextlib.nullcontext() if self.path is None else held_by_rank_0(self.path)
 
     def candidates(self, folder: Path) -> Iterable[Path]:
-        """Returns what ``resume_from="auto"`` looks at."""
+        """Returns the trainer's own checkpoints in a folder; of equally far ones, the first is resumed from."""
+        raise NotImplementedError
+
+    def states(self, folder: Path) -> list[Path]:
+        """Returns every state in a folder: the trainer's own, then those that a CheckpointingHook wrote there."""
+        by_step = [state for place in (folder, folder / "checkpoints") for state in step_states(place)]
+        return [*self.candidates(folder), *by_step]
+
+    def _states_of_run(self) -> list[Path]:
+        """Returns what ``resume_from="auto"`` looks at, whichever writer of the run it is from."""
+        assert self.path is not None
+        hooks = [hook for hook in self.engine.hooks if isinstance(hook, CheckpointingHook) and hook.loads_latest]
+        return [*self.states(self.path), *(state for hook in hooks for state in step_states(hook.folder(self.engine)))]
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def before_write(self) -> None:
+        """Sets aside states of earlier runs that the coming one could be taken for; all ranks call it."""
+        self.engine.state.origin.clear()
+
+    def record_written(self) -> None:
+        """Records that a file holds the present state."""
+        self._on_disk = Reach(self.engine.step, self.engine.epoch)
+
+    def write_end(self) -> None:
+        """Writes the state that a run ended with if no file holds it; all ranks call it."""
+        now = Reach(self.engine.step, self.engine.epoch)
+        if self.path is not None and now not in (self._on_disk, self.engine.state.origin.reach):
+            self.write_last()
+            self.record_written()
+
+    def write_last(self) -> None:
+        """Writes the present state to a file that :meth:`candidates` has; all ranks take part."""
         raise NotImplementedError
 
     def resume(self, source: str | Path | None) -> Path | None:
@@ -99,10 +136,10 @@ class RunFolder:
                 raise ConfigError(f"='auto': needs {self._argument}, the folder to look in", argument="resume_from")
             if self.engine.step > 0:
                 return None
-            folder = self.path
-            found = find_latest(on_rank_0(lambda: list(self.candidates(folder))), load=open_on_ranks)
+            found = find_latest(on_rank_0(self._states_of_run), load=open_on_ranks)
             if found is None:
                 return None
+            self.engine.state.record_searched()
             self.restore(found[1], found[0])
             return found[0]
         if self.engine.step > 0:
@@ -137,11 +174,12 @@ class RunFolder:
             ) from error
         say_if_other_loss(engine, tree, self.loss_settings)
         engine.state.record_source(source)
-        engine.logger.info("resumed from %s at step %d, epoch %d", source, engine.step, engine.epoch)
+        text = "resumed from %s at step %d, epoch %d"
+        engine.logger.info(text, source, engine.step, engine.epoch, extra={"topic": "resumed"})
 
 
 def write_best_and_last(tree: Mapping[str, Any], folder: Path, *, is_best: bool, last_name: str = "last.pt") -> None:
-    """Writes ``best.pt`` if it is the best, then the last: killed in between, the newest file knows of the best."""
+    """Writes ``best.pt`` if it is the best, then the last: killed in between, the furthest file knows of the best."""
     best, last = folder / "best.pt", folder / last_name
     if is_best and save_checkpoint(tree, best) == best:
         copy_checkpoint(best, last)

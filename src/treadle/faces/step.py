@@ -30,6 +30,7 @@ from treadle.engine.state import RunState
 from treadle.engine.state_options import state_options
 from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
+from treadle.faces.default_hooks import with_default_hooks
 from treadle.hooks.trackers import TrackerChoice, with_trackers
 from treadle.hooks.validate import check_hooks
 from treadle.optim.precision import Precision, check_precision
@@ -77,6 +78,7 @@ class BaseTrainer(Engine):
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
         compile: True compiles what ``build_model`` returns, in place; ``"blocks"`` each of its repeated blocks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
+        progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
 
     Raises:
         ConfigError: a value is outside its range, or one of ``state_dict_options`` has no meaning here.
@@ -119,6 +121,7 @@ class BaseTrainer(Engine):
         trackers: str | Sequence[TrackerChoice] = (),
         capture: Capture = False,
         compile: Compile = False,
+        progress: bool = True,
     ):
         if not isinstance(max_steps, int) or max_steps < 0:
             raise ConfigError("must be a whole number of optimizer steps, >= 0", argument="max_steps", value=max_steps)
@@ -134,6 +137,7 @@ class BaseTrainer(Engine):
             syncs_each=not no_sync_accumulate,
             max_non_finite_grad_retries=max_non_finite_grad_retries,
             capture=capture,
+            progress=progress,
         )
         logger, options = logger or logging.getLogger("treadle.trainer"), state_options(state_dict_options)
         self._configure(settings, mixed_precision, logger=logger, state_options=options)
@@ -243,7 +247,8 @@ class BaseTrainer(Engine):
             hooks = self._built("build_hooks")
             if self._given_hooks:
                 hooks = [*check_hooks(hooks), *self._given_hooks]
-            self.hooks = with_trackers(hooks, self.trackers)
+            hooks = with_trackers(hooks, self.trackers)
+            self.hooks = with_default_hooks(hooks, given=hooks, progress=self.settings.progress)
         super().prepare()
 
     def _refuse_replaced_parts(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
-from treadle.engine.best import BestRule, Mode
+from treadle.data.sources import refuse_dataset
+from treadle.engine.best import BestRule, EarlyStopping, Mode
+from treadle.engine.hook import BaseHook
 from treadle.engine.names import overridden_on_instance, uncalled_methods
 from treadle.errors import ConfigError
 from treadle.functional.driver import PREFIX, FaceEpochs, MetricRule
 from treadle.functional.settings import TrainingSettings
-from treadle.optim.optimizer import can_be_fused, move_optimizer_state
+from treadle.optim.optimizer import can_be_fused, decay_groups, move_optimizer_state
 
 _log = logging.getLogger("treadle.functional")
 # What `train` calls the arguments of a best rule.
@@ -25,7 +29,9 @@ _OURS = {"mode": "best_mode", "patience": "early_stopping_patience"}
 
 
 def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: TrainingSettings) -> Optimizer:
-    """Returns the optimizer as given, its state beside the parameters, or an AdamW over the model, fused if it can be.
+    """Returns the optimizer as given, its state beside the parameters, or an AdamW over what is trainable.
+
+    The one that is built is fused if it can be, and decays matrices only: no biases and no normalisation layers.
 
     A setting that differs from a given optimizer's is warned about; the optimizer stays as it is.
 
@@ -46,8 +52,9 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
     if optimizer is None:
         lr = 1e-4 if settings.learning_rate is None else settings.learning_rate
         decay = 0.01 if settings.weight_decay is None else settings.weight_decay
-        fused = can_be_fused(model.parameters()) or None
-        return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay, fused=fused)
+        groups = decay_groups(model, decay)
+        fused = can_be_fused(parameter for group in groups for parameter in group["params"]) or None
+        return torch.optim.AdamW(groups, lr=lr, weight_decay=decay, fused=fused)
     move_optimizer_state(optimizer)
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
         wanted = getattr(settings, name)
@@ -117,9 +124,15 @@ def check_call(
     save_freq: Any,
     *,
     callbacks: Sequence[Callable[..., Any]] | None,
-    eval_loader: Iterable[Any] | None,
+    loaders: tuple[Iterable[Any], Iterable[Any] | Mapping[str, Iterable[Any]] | None],
 ) -> None:
-    """Raises ConfigError for an argument of ``train`` that is out of range."""
+    """Raises ConfigError for an argument of ``train`` that is out of range; the loaders are those of both kinds."""
+    train_loader, eval_loader = loaders
+    check_loader(train_loader, "train_dataloader")
+    if isinstance(train_loader, Mapping):
+        raise ConfigError(
+            "a dict of loaders can be evaluated and not trained on; pass one", argument="train_dataloader"
+        )
     if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
         raise ConfigError(
             "must be a whole number of epochs >= 0, counted from the start", argument="num_epochs", value=num_epochs
@@ -131,38 +144,105 @@ def check_call(
     if callable(callbacks):
         raise ConfigError("must be a list of functions; write [callback]", argument="callbacks", value=callbacks)
     for callback in callbacks or ():
-        if not callable(callback):
-            raise ConfigError(
-                f"{callback!r} cannot be called; write functions (trainer, epoch, metrics)", argument="callbacks"
-            )
-    if isinstance(eval_loader, Sized):
+        check_callback(callback)
+    if isinstance(eval_loader, Mapping):
+        for name, loader in eval_loader.items():
+            _check_eval_loader(loader, f"eval_dataloader[{name!r}]")
+        if all(isinstance(name, str) and name for name in eval_loader) and eval_loader:
+            return
+        raise ConfigError("a dict of loaders needs a name for each, and at least one", argument="eval_dataloader")
+    _check_eval_loader(eval_loader, "eval_dataloader")
+
+
+def check_callback(callback: Any) -> None:
+    """Raises ConfigError for a callback that cannot be called as ``callback(trainer, epoch, metrics)``.
+
+    Example:
+        >>> check_callback(lambda trainer, epoch, metrics: None)
+    """
+    instead = ""
+    if isinstance(callback, (EarlyStopping, BestRule)):
+        instead = "; to stop early pass early_stopping_patience= and best_model_metric= to train()"
+    elif isinstance(callback, BaseHook):
+        instead = "; it is a hook: pass it as hooks=[...] when the trainer is made"
+    elif callable(callback) and _takes(callback, 3):
+        return
+    raise ConfigError(
+        f"{callback!r} cannot be called with (trainer, epoch, metrics){instead or '; write a function of these'}",
+        argument="callbacks",
+    )
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    """Returns whether a function can be called with so many arguments; True where its signature is not known."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
+def check_loader(loader: Any, argument: str) -> None:
+    """Raises ConfigError for a data set, or several loaders in a list, where a loader belongs.
+
+    Args:
+        loader: what was given.
+        argument: how it is called.
+
+    Example:
+        >>> check_loader([torch.ones(2, 1)], "train_dataloader")
+    """
+    refuse_dataset(loader, argument)
+    if isinstance(loader, (list, tuple)) and any(isinstance(one, DataLoader) for one in loader):
+        raise ConfigError(
+            "is a list of loaders, whose items would be taken for batches; evaluate several as a dict of names and "
+            "loaders, and join data sets to train on by ConcatDataset",
+            argument=argument,
+        )
+
+
+def _check_eval_loader(loader: Any, argument: str) -> None:
+    check_loader(loader, argument)
+    if isinstance(loader, Sized):
         try:
-            length = len(eval_loader)
+            length = len(loader)
         except TypeError:  # a DataLoader over a stream
             return
         if length == 0:
-            raise ConfigError(
-                "it is empty, so there is nothing to take a mean over; pass None", argument="eval_dataloader"
-            )
+            raise ConfigError("it is empty, so there is nothing to take a mean over; pass None", argument=argument)
 
 
-def known_keys(overrides: Callable[[str], bool], *, evaluated: bool, has_metrics: bool) -> list[str] | None:
+def eval_losses(loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None) -> list[str]:
+    """Returns the keys of evaluated losses in a record: one, or one for each loader of a dict.
+
+    Example:
+        >>> eval_losses(None), eval_losses([]), eval_losses({"near": [], "far": []})
+        ([], ['eval_loss'], ['eval_near_loss', 'eval_far_loss'])
+    """
+    if isinstance(loader, Mapping):
+        return [f"{PREFIX}{name}_loss" for name in loader]
+    return [] if loader is None else [f"{PREFIX}loss"]
+
+
+def known_keys(overrides: Callable[[str], bool], *, losses: Sequence[str], has_metrics: bool) -> list[str] | None:
     """Returns the keys of a record that can be selected by; None where only an overridden method or a metric knows.
 
     Args:
         overrides: whether a subclass has a method of its own, by name.
-        evaluated: whether there is a loader to evaluate.
+        losses: keys of the losses that are evaluated.
         has_metrics: whether evaluations have metrics.
 
     Example:
-        >>> known_keys(lambda method: False, evaluated=True, has_metrics=False)
+        >>> known_keys(lambda method: False, losses=["eval_loss"], has_metrics=False)
         ['train_loss', 'lr', 'eval_loss']
     """
     if overrides("train_step") or overrides("train_epoch"):
         return None
-    if evaluated and (has_metrics or overrides("eval_step") or overrides("evaluate")):
+    if losses and (has_metrics or overrides("eval_step") or overrides("evaluate")):
         return None
-    return ["train_loss", "lr", "eval_loss"] if evaluated else ["train_loss", "lr"]
+    return ["train_loss", "lr", *losses]
 
 
 def rule_for(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from treadle.engine import Engine
 
 _log = logging.getLogger("treadle.functional")
-BEST = "best_model.pt"
+BEST, LAST = "best_model.pt", "last.pt"
 _FIRST = ("epoch", "train_loss", "lr")
 
 
@@ -29,9 +29,10 @@ def epoch_file(folder: Path, epoch: int) -> Path:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Returns the checkpoints of a run's folder, those that are not finite included."""
-    pattern = re.compile(r"checkpoint_epoch_\d+(\.nonfinite)?\.pt|best_model(\.nonfinite)?\.pt")
-    return [path for path in folder.glob("*.pt") if pattern.fullmatch(path.name)]
+    """Returns the checkpoints of a run's folder, those that are not finite included; the best comes last."""
+    pattern = re.compile(r"(checkpoint_epoch_\d+|last|best_model)(\.nonfinite)?\.pt")
+    found = [path for path in sorted(folder.glob("*.pt")) if pattern.fullmatch(path.name)]
+    return sorted(found, key=lambda path: path.name.startswith("best_model"))
 
 
 def in_order(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def as_columns(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 def log_epoch(epoch: int, record: Mapping[str, Any]) -> None:
     """Logs the numbers of an epoch in one line, on rank 0; ``epoch`` counts from 0, as callbacks are told it."""
     if distributed.rank() == 0:
-        _log.info("Epoch %d: %s", epoch + 1, numbers_of(in_order(record)))
+        _log.info("Epoch %d: %s", epoch + 1, numbers_of(in_order(record)), extra={"topic": "epoch"})
 
 
 class HistoryFile(HistoryHook):

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from treadle.checkpoint.order import is_aside
 from treadle.checkpoint.ranks import on_all_ranks, on_rank_0
-from treadle.checkpoint.store import copy_checkpoint, is_aside, save_checkpoint
+from treadle.checkpoint.store import copy_checkpoint, save_checkpoint
 from treadle.engine import Engine
 from treadle.exchange.pretrained import has_save_pretrained, write_pretrained
 from treadle.faces.folder import RunFolder
-from treadle.functional.files import BEST, HistoryFile, checkpoints_in, epoch_file
+from treadle.functional.files import BEST, LAST, HistoryFile, checkpoints_in, epoch_file
 
 Save = Callable[[Path, int, float | None], None]
 
@@ -85,6 +86,7 @@ class NumberedFolder(RunFolder):
         """
         if self.path is None:
             return
+        self.before_write()
         self._history.write()
         epoch, self._written = self.engine.epoch, []
         try:
@@ -94,8 +96,18 @@ class NumberedFolder(RunFolder):
                 self._save(self.path / BEST, epoch, best)
             if self._is_due():
                 self._save(epoch_file(self.path, epoch), epoch, best)
+            if improved or self._is_due():
+                self.record_written()
         finally:
             self._written = None
+
+    def write_last(self) -> None:
+        """Writes the present state under the number of its epoch, or as the last one inside an epoch."""
+        assert self.path is not None
+        self.before_write()
+        epoch = self.engine.epoch
+        numbered = self._save_freq and self.engine.cursor.position == 0
+        self._save(epoch_file(self.path, epoch) if numbered else self.path / LAST, epoch, None)
 
     def _write_pretrained(self, path: Path, scored_weights: Callable[[], AbstractContextManager[None]]) -> None:
         model = self.engine.model
@@ -113,5 +125,6 @@ class NumberedFolder(RunFolder):
         if metric_value is not None:
             tree["best_metric"] = float(metric_value)
         written = on_rank_0(lambda: save_checkpoint(tree, path))
+        self.engine.state.record_saved(written, self.engine.step)
         if self._written is not None:
             self._written.append(written)

@@ -6,12 +6,12 @@ import dataclasses
 import difflib
 import logging
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, get_args
 
-from treadle.errors import ConfigError, refuse_unknown
+from treadle.errors import ConfigError, nearest, refuse_unknown
 from treadle.optim.precision import PrecisionName
 
 _log = logging.getLogger("treadle.functional")
@@ -98,18 +98,22 @@ class TrainingSettings:
         return self.mixed_precision
 
 
-def read_settings(config: Any) -> TrainingSettings:
+def read_settings(config: Any, keywords: Mapping[str, Any] | None = None) -> TrainingSettings:
     """Returns the settings in ``config.training``, or ``config["training"]``; the config is not changed.
 
     Args:
         config: None, a mapping (OmegaConf's too), or any object with attributes. Other parts of it are not read.
+        keywords: settings by their own names, which win over those of the config.
 
     Raises:
-        ConfigError: a key is unknown, naming the nearest known one, or a value is outside its range.
+        ConfigError: a key is unknown, naming the nearest known one, a setting lies beside the part ``training`` of a
+            config that has none, or a value is outside its range.
 
     Example:
         >>> read_settings({"training": {"max_grad_norm": 1.0}}).max_grad_norm
         1.0
+        >>> read_settings(None, {"max_grad_norm": 2.0}).max_grad_norm
+        2.0
         >>> read_settings(None) == read_settings({}) == TrainingSettings()
         True
     """
@@ -121,6 +125,12 @@ def read_settings(config: Any) -> TrainingSettings:
     if part is None and isinstance(config, Mapping):
         _warn_of_misspelt_part(config)
     misplaced = [name for name in known if isinstance(config, Mapping) and name in config]
+    if misplaced and part is None:
+        raise ConfigError(
+            f"only its part 'training' is read, and it has none: write {{'training': {{{misplaced[0]!r}: ...}}}}, or "
+            f"pass {misplaced[0]}= to the trainer",
+            argument="config",
+        )
     if misplaced:
         _log.warning(
             "config: only its 'training' part is read, and %r lies outside: write {'training': {%r: ...}}",
@@ -130,7 +140,14 @@ def read_settings(config: Any) -> TrainingSettings:
     given = {name: value for name, value in values.items() if name in known}
     # Where None means off it is kept; elsewhere it stands for the default.
     kept = {name: value for name, value in given.items() if value is not None or name == "log_interval"}
-    return TrainingSettings(**kept)
+    return TrainingSettings(**{**kept, **_checked_keywords(keywords or {}, known)})
+
+
+def _checked_keywords(keywords: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    for name in keywords:
+        if name not in known:
+            raise ConfigError(f"no such argument of the trainer; {nearest(name, known)}", argument=name)
+    return dict(keywords)
 
 
 def _warn_of_flat_settings(config: Any) -> None:

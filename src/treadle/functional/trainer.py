@@ -21,13 +21,16 @@ from treadle.engine import Engine
 from treadle.engine.best import Mode
 from treadle.engine.hook import BaseHook
 from treadle.engine.settings import Capture
+from treadle.engine.voice import speaking
 from treadle.faces.build import EngineCounters, place
+from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.folder import loss_name
 from treadle.faces.parallel import ParallelConfig
 from treadle.functional.batches import split_batch
 from treadle.functional.checks import (
     check_call,
     check_loss_fn,
+    eval_losses,
     known_keys,
     optimizer_for,
     rule_for,
@@ -64,6 +67,8 @@ class Trainer(EngineCounters):
         scheduler: stepped per epoch, or per applied step with ``training.scheduler_step_per_batch``.
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
+        settings: any of :class:`TrainingSettings` by its name, such as ``max_grad_norm=1.0``; they win over ``config``.
+        progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
         eval_seed: seeds the random numbers of every evaluation.
         metrics: torchmetrics objects, a collection or a dict of them; reported as ``eval_<name>``.
         parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
@@ -98,9 +103,11 @@ class Trainer(EngineCounters):
         parallel: ParallelConfig | str | None = None,
         capture: Capture = False,
         compile: Compile = False,
+        progress: bool = True,
+        **settings: Any,
     ):
         self.config = config
-        self.settings = read_settings(config)
+        self.settings = read_settings(config, settings)
         self.model, self.optimizer, self.device = place(
             model, partial(optimizer_for, optimizer=optimizer, settings=self.settings), device=device,
             scheduler=scheduler, compile=compile, parallel=parallel,
@@ -114,16 +121,19 @@ class Trainer(EngineCounters):
         own_eval = OverriddenEvalTask if self._overrides("eval_step") else EvalTask
         self._eval_task = own_eval(self, EpochMetrics(metrics, self.device))
         self._history_file = HistoryFile(lambda: self._epochs.history)
-        self._engine = self._build_engine(device, with_trackers(hooks, trackers), eval_seed, capture)
+        self._engine = self._build_engine(device, with_trackers(hooks, trackers), eval_seed, capture, progress)
         self._folder = NumberedFolder(self._engine, self._save_checkpoint, self._history_file)
         self._epochs = FaceEpochs(
             self._engine, self._eval_task, evaluate=self.evaluate if self._overrides("evaluate") else None
         )
 
-    def _build_engine(self, device: Any, hooks: Sequence[BaseHook], eval_seed: int, capture: Capture) -> Engine:
+    def _build_engine(
+        self, device: Any, hooks: Sequence[BaseHook], eval_seed: int, capture: Capture, progress: bool
+    ) -> Engine:
         settings = self.settings
         make: Callable[..., Engine] = Engine
         task = TrainerTask(self)
+        every = [*own_hooks(settings, self._history_file, given=hooks), *hooks]
         if self._overrides("train_step"):
             make = partial(OwnStepEngine, own_step=self.train_step, weighted=task.weighted)
         return make(
@@ -132,10 +142,11 @@ class Trainer(EngineCounters):
             task,
             scheduler=self.scheduler,
             device=device,
-            hooks=[*own_hooks(settings, self._history_file, given=hooks), *hooks],
+            hooks=with_default_hooks(every, given=hooks, progress=progress),
             eval_seed=eval_seed,
             capture=capture,
             logger=_log,
+            progress=progress,
             face="functional",
             config={**dataclasses.asdict(settings), "loss": loss_name(self.loss_fn)},
             **settings.engine_arguments(),
@@ -248,7 +259,7 @@ class Trainer(EngineCounters):
         self,
         train_dataloader: Iterable[Any],
         num_epochs: int,
-        eval_dataloader: Iterable[Any] | None = None,
+        eval_dataloader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
         save_dir: str | Path | None = None,
         save_freq: int | None = 1,
         best_model_metric: str | None = "eval_loss",
@@ -263,17 +274,20 @@ class Trainer(EngineCounters):
         Args:
             train_dataloader: micro-batches; re-iterated for each epoch.
             num_epochs: absolute target; a run that has reached it returns its history at once.
-            eval_dataloader: evaluated after each epoch.
+            eval_dataloader: evaluated after each epoch; of a dict each loader, as ``eval_<name>_loss`` and so on, and
+                ``"eval_loss"`` then means the loss of the first.
             save_dir: folder of ``checkpoint_epoch_{n}.pt``, ``best_model.pt``, ``history.json``, and ``pretrained``
                 with the best weights of a model with ``save_pretrained``; None writes nothing.
-            save_freq: epochs between checkpoints; None or 0 writes none.
+            save_freq: epochs between numbered checkpoints; None or 0 writes none. The state that the call ends with is
+                always written: under the number of its epoch, or as ``last.pt`` without numbers or inside an epoch.
             best_model_metric: a key of the epoch's record, with ``eval_`` or without; selects the best epoch, stops
                 early, and moves a plateau scheduler. Without ``eval_dataloader``, ``"eval_loss"`` means the training
                 loss. None selects nothing.
             early_stopping_patience: epochs without improvement until training stops.
             callbacks: called as ``callback(trainer, epoch, metrics)`` after each epoch, ``epoch`` counted from 0.
             best_mode: ``"min"``, ``"max"``, or None for the direction of the metric's name.
-            resume_from: None, ``"auto"`` (the newest intact checkpoint in ``save_dir``), or a path, also in it.
+            resume_from: None, ``"auto"`` (the furthest intact checkpoint in ``save_dir`` and the folders of hooks that
+                load the latest), or a path, also in ``save_dir``.
 
         Returns:
             The history: lists by key, one entry per completed epoch.
@@ -284,26 +298,35 @@ class Trainer(EngineCounters):
         """
         for warning in unused_names(self, Trainer):
             _log.warning("%s", warning)
-        check_call(num_epochs, save_freq, callbacks=callbacks, eval_loader=eval_dataloader)
-        if best_model_metric in ("eval_loss", "loss") and eval_dataloader is None:
-            best_model_metric = "train_loss"
-        evaluated, has_metrics = eval_dataloader is not None, bool(self._eval_task.metrics)
+        check_call(num_epochs, save_freq, callbacks=callbacks, loaders=(train_dataloader, eval_dataloader))
+        losses = eval_losses(eval_dataloader)
+        if best_model_metric in ("eval_loss", "loss"):
+            best_model_metric = losses[0] if losses else "train_loss"
         make_rule = rule_for(
             best_model_metric, best_mode, patience=early_stopping_patience, min_delta=self.settings.min_delta,
-            known=known_keys(self._overrides, evaluated=evaluated, has_metrics=has_metrics),
+            known=known_keys(self._overrides, losses=losses, has_metrics=bool(self._eval_task.metrics)),
         )  # fmt: skip
         self._folder.use(save_dir, save_freq)
         after_epoch = partial(self._end_epoch, callbacks or ())
-        with self._folder.held():
+        with speaking(self._engine), self._folder.held():
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             say_if_finished(self._epochs, num_epochs)
-            if self._overrides("train_epoch"):
-                epoch = partial(self.train_epoch, train_dataloader, eval_dataloader)
-                self._epochs.fit_through(epoch, num_epochs, after_epoch)
-            else:
-                self._epochs.fit(train_dataloader, eval_dataloader, num_epochs, after_epoch=after_epoch)
+            self._train_to(num_epochs, train_dataloader, eval_dataloader, after_epoch)
+            self._folder.write_end()
         return self.history
+
+    def _train_to(
+        self,
+        num_epochs: int,
+        train_loader: Iterable[Any],
+        eval_loader: Iterable[Any] | None,
+        after_epoch: Callable[[dict[str, Any]], None],
+    ) -> None:
+        if self._overrides("train_epoch"):
+            self._epochs.fit_through(partial(self.train_epoch, train_loader, eval_loader), num_epochs, after_epoch)
+        else:
+            self._epochs.fit(train_loader, eval_loader, num_epochs, after_epoch=after_epoch)
 
     def _end_epoch(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
         improved = None if self._epochs.best is None else self._epochs.improved

@@ -38,6 +38,7 @@ from treadle.graphs.encodings import (
     rwse_pe,
     spd_pe,
 )
+from treadle.graphs.ensemble import SmilesPrediction, predict_smiles
 from treadle.graphs.losses import GraphLoss, get_loss_fn
 from treadle.graphs.metrics import GraphMetrics, get_metrics
 from treadle.graphs.model import GraphTransformer, get_model
@@ -45,6 +46,7 @@ from treadle.graphs.model_options import ModelOptions
 from treadle.graphs.optimizer import get_optimizer, get_optimizer_from_config
 from treadle.graphs.padded import PaddedGraphBatch, PaddingCollater, pad_batch
 from treadle.graphs.scheduler import get_scheduler
+from treadle.graphs.statistics import GraphStatistics, graph_statistics
 from treadle.graphs.task import GraphTask
 from treadle.graphs.trainer import GraphTrainer
 from treadle.graphs.utilities import GradientAccumulator, count_parameters, log_model_info
@@ -61,6 +63,7 @@ __all__ = [
     "GraphEncoding",
     "GraphLoss",
     "GraphMetrics",
+    "GraphStatistics",
     "GraphTask",
     "GraphTrainer",
     "GraphTransformer",
@@ -77,6 +80,7 @@ __all__ = [
     "RelativePEConfig",
     "ReproducibilityContext",
     "RoleConfig",
+    "SmilesPrediction",
     "Trainer",
     "bfs_pe",
     "cached_encodings",
@@ -95,6 +99,7 @@ __all__ = [
     "get_optimizer",
     "get_optimizer_from_config",
     "get_scheduler",
+    "graph_statistics",
     "hks_pe",
     "hop_distances",
     "landmark_pe",
@@ -103,6 +108,7 @@ __all__ = [
     "pad_batch",
     "parse_pe_config",
     "plan_buckets",
+    "predict_smiles",
     "resistance_pe",
     "role_pe",
     "rwse_pe",

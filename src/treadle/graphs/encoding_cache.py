@@ -20,7 +20,7 @@ from treadle.graphs.encodings.many import EncodedGraphs, encode_graphs
 _log = logging.getLogger("treadle.graphs")
 
 # To be raised by every change of a value that an encoding gives.
-_VERSION = 1
+_VERSION = 2
 
 
 def cached_encodings(

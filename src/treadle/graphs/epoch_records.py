@@ -57,7 +57,7 @@ class GraphEpochs(SelectingEpochs):
         outputs: keeps the outputs of the training steps.
 
     Example:
-        >>> # epochs = GraphEpochs(engine, task, TrainOutputsHook(task))
+        >>> # epochs = GraphEpochs(engine, task, TrainOutputsHook(task, metrics))
     """
 
     def __init__(self, engine: Engine, task: GraphTask, outputs: TrainOutputsHook):
@@ -106,13 +106,17 @@ class GraphEpochs(SelectingEpochs):
         self._opened = time.perf_counter()
         return value
 
-    def evaluate(self, loader: Iterable[Any]) -> dict[str, Any]:
+    def evaluate(self, loader: Iterable[Any], *, mask: str = "val_mask") -> dict[str, Any]:
         """Returns the weighted mean loss and the metrics over a loader, each graph counted once.
 
+        Args:
+            loader: batches.
+            mask: which rows count of batches that have masks of the field.
+
         Raises:
-            ConfigError: the loader is empty.
+            ConfigError: the loader is empty, or its batches have other masks than this.
         """
-        with self._task.counting_once(loader):
+        with self._task.counting_once(loader, mask=mask):
             return super().evaluate(loader)
 
 

@@ -39,16 +39,37 @@ def _mlp(input_dim: int, hidden_dim: int, num_classes: int, dropout: float) -> n
 
 
 class GraphHead(nn.Module):
-    """Outputs of whole graphs."""
+    """Outputs of whole graphs.
 
-    def __init__(self, hidden_dim: int, num_classes: int, *, dropout: float, readout: str) -> None:
+    Args:
+        hidden_dim: D.
+        num_classes: C.
+        dropout: behind the hidden layer.
+        readout: ``"mean"``, ``"add"``, ``"max"``, or ``"mean_add"``: the mean beside the sum over ``mean_nodes``. The
+            mean alone does not tell how large a graph is; sums of normalised nodes alone grow with it, and train badly.
+        mean_nodes: nodes of a training graph on average, for ``"mean_add"``.
+    """
+
+    mean_nodes: Tensor | None
+
+    def __init__(
+        self, hidden_dim: int, num_classes: int, *, dropout: float, readout: str, mean_nodes: float | None = None
+    ) -> None:
         super().__init__()
         self.readout = readout
-        self.mlp = _mlp(hidden_dim, hidden_dim, num_classes, dropout)
+        both = readout == "mean_add"
+        self.register_buffer("mean_nodes", torch.tensor(mean_nodes) if both and mean_nodes is not None else None)
+        self.mlp = _mlp(2 * hidden_dim if both else hidden_dim, hidden_dim, num_classes, dropout)
 
     def forward(self, nodes_ND: Tensor, batch: Any, structure: Structure) -> Tensor:
         """Returns (G, C)."""
-        outputs_GC: Tensor = self.mlp(read_out(nodes_ND, structure.graph_N, structure.num_graphs, self.readout))
+        graph_N, num_graphs = structure.graph_N, structure.num_graphs
+        if self.mean_nodes is None:
+            joined = read_out(nodes_ND, graph_N, num_graphs, self.readout)
+        else:
+            mean_GD, sums_GD = (read_out(nodes_ND, graph_N, num_graphs, readout) for readout in ("mean", "add"))
+            joined = torch.cat([mean_GD, sums_GD / self.mean_nodes], dim=1)
+        outputs_GC: Tensor = self.mlp(joined)
         return outputs_GC
 
 

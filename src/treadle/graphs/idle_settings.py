@@ -7,7 +7,7 @@ from typing import Any
 
 from treadle.errors import ConfigError
 from treadle.graphs import ModelOptions, parse_pe_config
-from treadle.graphs.run_config import GraphsConfig, given
+from treadle.graphs.run_config import GraphsConfig
 
 _OF_RELATIVE = {
     "spd": ("num_buckets", "max_distance"),
@@ -18,11 +18,11 @@ _OF_RELATIVE = {
 }
 _OF_OPTIMIZER = {"adamw": ("betas", "eps"), "adam": ("betas", "eps"), "sgd": ("momentum",)}
 _OF_SCHEDULER = {
-    "cosine_warmup": ("warmup_epochs", "min_lr"),
+    "cosine_warmup": ("warmup_epochs", "warmup_offset", "min_lr"),
     "cosine": ("min_lr",),
     "linear": ("min_lr",),
     "step": ("step_size", "gamma"),
-    "warmup": ("warmup_epochs",),
+    "warmup": ("warmup_epochs", "warmup_offset"),
     "none": (),
 }
 
@@ -75,13 +75,17 @@ def _idle(config: GraphsConfig, level: str, task_type: str) -> Iterator[tuple[st
             yield f"training.loss.{task}", f"the task of the data is {task_type!r}"
     if level != "graph":
         yield "model.readout", f"the targets of the data are those of {'pairs' if level == 'edge' else 'nodes'}"
-    model = ModelOptions(num_features=1, **given(config.model))
+    model = ModelOptions(num_features=1, **config.model_options)
     if not (model.has_attention or (model.use_local and model.mpnn_type == "gat")):
         yield "model.num_heads", "the model has no attention"
+    if not model.use_local:
+        yield "model.mpnn_type", "model.use_local is False"
 
 
 def _idle_encodings(config: GraphsConfig) -> Iterator[tuple[str, str]]:
     read = parse_pe_config(config.pe)
+    if read.relative is not None and config.encodings is not config.pe:
+        yield "pe.relative", "model.name is 'mpnn', which has no attention"
     for name, section in (("node", read.node), ("relative", read.relative)):
         keys = config.pe.get(name, {})
         if section is None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from treadle.data.graph_sizes import noted_sizes
 from treadle.errors import ConfigError
+from treadle.graphs.statistics import GraphStatistics
 
 
 def needed(batch: Any, name: str) -> Tensor:
@@ -108,20 +109,39 @@ class FeatureEncoder(nn.Module):
 
 
 class NodeEncodingInput(nn.Module):
-    """Adds an encoding of the nodes through a network of its own and a learned gate per channel, half open at first.
+    """Network that adds an encoding of the nodes through a learned gate per channel, half open at first.
+
+    Args:
+        node_pe_dim: K.
+        hidden_dim: D.
+        statistics: of the training graphs; each column is brought to mean 0 and deviation 1 by them. The columns are
+            small and differ tenfold in scale, so that they drown beside the features as they are. None: as they are.
 
     Example:
         >>> NodeEncodingInput(4, 8)(torch.zeros(3, 8), torch.randn(3, 4)).shape
         torch.Size([3, 8])
     """
 
-    def __init__(self, node_pe_dim: int, hidden_dim: int) -> None:
+    mean: Tensor | None
+    scale: Tensor | None
+
+    def __init__(self, node_pe_dim: int, hidden_dim: int, statistics: GraphStatistics | None = None) -> None:
         super().__init__()
         self.node_pe_dim = node_pe_dim
+        known = statistics is not None and statistics.node_pe_mean is not None
+        self.register_buffer("mean", _copied(statistics.node_pe_mean) if statistics and known else None)
+        self.register_buffer("scale", _copied(statistics.node_pe_scale) if statistics and known else None)
         self.encode = nn.Sequential(nn.Linear(node_pe_dim, hidden_dim), nn.GELU(), nn.Linear(hidden_dim, hidden_dim))
         self.gate = nn.Parameter(torch.zeros(hidden_dim))
 
     def forward(self, nodes_ND: Tensor, node_pe_NK: Tensor) -> Tensor:
         """Returns (N, D)."""
-        encoded_ND: Tensor = self.encode(node_pe_NK.to(self.gate.dtype))
+        values_NK = node_pe_NK.to(self.gate.dtype)
+        if self.mean is not None and self.scale is not None:
+            values_NK = (values_NK - self.mean) * self.scale
+        encoded_ND: Tensor = self.encode(values_NK)
         return nodes_ND + self.gate.sigmoid() * encoded_ND
+
+
+def _copied(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.detach().clone()

@@ -6,6 +6,7 @@ Shapes: G = graphs (or nodes, or pairs of nodes), T = targets of each, C = class
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,13 +16,16 @@ from treadle.errors import ConfigError, MissingExtraError
 from treadle.graphs.task_types import aligned, check_labels, check_task_type, counted, margin, outputs_of
 
 _HALF = (torch.bfloat16, torch.float16)
+MOST_KEPT = 65_536
+"""Values of predictions that are kept before they are summed, or of those of a training, left out."""
 
 
 class GraphMetrics:
     """The metrics of a task; `get_metrics` builds it.
 
-    Predictions and targets are kept where they are until they are asked for. Whether they are logits is declared,
-    never guessed from their range. A prediction that is NaN makes every metric NaN.
+    Predictions and targets are kept where they are until they are asked for; of a regression only the latest, and sums
+    of those before, since its metrics are sums. Whether they are logits is declared, never guessed from their range. A
+    prediction that is NaN makes every metric NaN.
 
     Attributes:
         from_logits: whether predictions are logits; None where that does not matter, as in regression.
@@ -42,6 +46,33 @@ class GraphMetrics:
         if "roc_auc" in self.names:
             _curves()  # a missing package is said now, not after an epoch
         self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._num_kept = 0
+        self._sums: list[float | Tensor] = [0.0, 0.0, 0.0]  # count, squared and absolute errors
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the metrics are made of sums over the predictions."""
+        return self.task_type == "regression"
+
+    def like(self) -> GraphMetrics:
+        """Returns empty metrics with the same settings."""
+        return GraphMetrics(self.task_type, self.num_classes or 2, from_logits=bool(self.from_logits), k=self.k)
+
+    def fold(self) -> None:
+        """Replaces the predictions of a regression that are kept by their sums; waits for no device."""
+        for pred, target, known in self._kept:
+            error = torch.where(known, _wide(pred) - _wide(target), 0.0)
+            added = (known.sum(), error.square().sum(), error.abs().sum())
+            self._sums = [total + part for total, part in zip(self._sums, added, strict=True)]
+        self._kept, self._num_kept = [], 0
+
+    def sums(self) -> list[float]:
+        """Returns the sums of what was folded: count, squared errors and absolute errors."""
+        return [float(total) for total in self._sums]
+
+    def add_sums(self, sums: Sequence[float]) -> None:
+        """Adds what :meth:`sums` returned."""
+        self._sums = [total + part for total, part in zip(self._sums, sums, strict=True)]
 
     def _names(self) -> tuple[str, ...]:
         if self.task_type == "regression":
@@ -56,7 +87,7 @@ class GraphMetrics:
 
     def reset(self) -> None:
         """Forgets everything."""
-        self._kept = []
+        self._kept, self._num_kept, self._sums = [], 0, [0.0, 0.0, 0.0]
 
     def update(self, pred: Tensor, target: Tensor, mask: Tensor | None = None) -> None:
         """Adds the predictions of a batch.
@@ -76,6 +107,9 @@ class GraphMetrics:
         if self.task_type != "regression":
             check_labels(max(2, self.num_classes or 2), target, known)
         self._kept.append((pred.float() if pred.dtype in _HALF else pred, target, known))
+        self._num_kept += pred.numel()
+        if self.adds_up and self._num_kept > MOST_KEPT:
+            self.fold()
 
     def compute(self) -> dict[str, float]:
         """Returns the metrics over everything that was added on any rank.
@@ -83,6 +117,8 @@ class GraphMetrics:
         Raises:
             ConfigError: nothing was added.
         """
+        if self.adds_up and any(rank for rank in _from_all_ranks(self.sums()[0] > 0)):
+            return self._from_sums()
         parts = [part for rank in _from_all_ranks(_joined(self._kept)) for part in rank]
         if not parts:
             raise ConfigError(
@@ -105,6 +141,15 @@ class GraphMetrics:
         if self.task_type == "edge_prediction":
             return {**_curve_values(score, target), f"precision@{self.k}": _precision_at(score, target, self.k)}
         return {**_labels(self._score(score) > 0.5, target), **_curve_values(score, target)}
+
+    def _from_sums(self) -> dict[str, float]:
+        kept, before = self._kept, self._sums
+        self.fold()
+        count, squared, absolute = (math.fsum(column) for column in zip(*_from_all_ranks(self.sums()), strict=True))
+        self._kept, self._sums = kept, before
+        if math.isnan(squared):
+            return dict.fromkeys(self.names, math.nan)
+        return {"mse": squared / count, "mae": absolute / count, "rmse": math.sqrt(squared / count)}
 
     def _score(self, logit: Tensor) -> Tensor:
         return logit.sigmoid() if self.from_logits else logit
@@ -142,6 +187,10 @@ def get_metrics(task_type: str, num_classes: int = 2, *, from_logits: bool = Tru
         {'mse': 2.5, 'mae': 1.5, 'rmse': 1.5811388300841898}
     """
     return GraphMetrics(task_type, num_classes, from_logits=from_logits, k=k)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.float() if values.device.type == "mps" else values.double()  # which has no double
 
 
 def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:

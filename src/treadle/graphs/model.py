@@ -19,6 +19,7 @@ from treadle.graphs.inputs import FeatureEncoder, NodeEncodingInput, graphs_of, 
 from treadle.graphs.layers import GatedGCNLayer, GATLayer, GCNLayer, GINELayer, GraphLayer, Structure
 from treadle.graphs.model_options import ModelOptions
 from treadle.graphs.padded import PaddedGraphBatch
+from treadle.graphs.statistics import GraphStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,8 @@ class GraphTransformer(nn.Module):
                 num_edge_features, width, what="edge_attr", argument="num_edge_features",
                 takes_fewer=options.num_edge_features is None,
             )  # fmt: skip
-        self.node_pe = NodeEncodingInput(options.node_pe_dim, width) if options.node_pe_dim else None
+        measured = options.measured
+        self.node_pe = NodeEncodingInput(options.node_pe_dim, width, measured) if options.node_pe_dim else None
         self.pair_bias = PairBias(options.relative_pe_dim, num_heads=num_heads) if options.relative_pe_dim else None
         self.has_attention = options.has_attention
         self.layers = nn.ModuleList(_layer(options, index) for index in range(options.num_layers))
@@ -164,7 +166,8 @@ def _layer(options: ModelOptions, index: int) -> GraphLayer:
 def _head(options: ModelOptions) -> nn.Module:
     width, num_classes, dropout = options.hidden_dim, options.num_classes, options.dropout
     if options.task == "graph":
-        return GraphHead(width, num_classes, dropout=dropout, readout=options.readout)
+        mean_nodes = None if options.measured is None else options.measured.mean_nodes
+        return GraphHead(width, num_classes, dropout=dropout, readout=options.pooling, mean_nodes=mean_nodes)
     if options.task == "node":
         return NodeHead(width, num_classes, dropout=dropout)
     return EdgeHead(width, num_classes, dropout=dropout)
@@ -203,10 +206,14 @@ def get_model(
     use_local: bool = True,
     use_global: bool | None = True,
     drop_path_rate: float = 0.0,
-    readout: str = "mean",
+    readout: str | None = None,
+    statistics: GraphStatistics | bool | None = None,
     **unknown: Any,
 ) -> GraphTransformer:
     """Builds a graph model by name; `ModelOptions` says what each option means. Every option is used or refused.
+
+    ``statistics=graph_statistics(training_graphs)`` standardises the encodings and makes ``"mean_add"`` the readout:
+    the recipe of ``treadle train graphs``. Without it, checkpoints of earlier releases fit.
 
     Raises:
         ConfigError: when an option is unknown (the nearest is named), outside its range, or without effect beside the

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from treadle.errors import ConfigError, nearest
+from treadle.graphs.statistics import GraphStatistics
 
 MODEL_NAMES = ("gps", "graph_transformer", "gt", "mpnn")
 TASKS = ("edge", "graph", "node")
 MPNN_TYPES = ("gat", "gatedgcn", "gcn", "gin")
-READOUTS = ("add", "max", "mean")
+READOUTS = ("add", "max", "mean", "mean_add")
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,30 @@ class ModelOptions:
     """Attention inside each graph, which ``"mpnn"`` has in no case; None: as True."""
     drop_path_rate: float = 0.0
     """Probability to leave the last layer out for a graph in training, falling to 0 at the first layer."""
-    readout: str = "mean"
-    """``"mean"``, ``"add"`` or ``"max"`` over the nodes of a graph; of use for ``task="graph"`` only."""
+    readout: str | None = None
+    """``"mean"``, ``"add"`` or ``"max"`` over the nodes of a graph, or ``"mean_add"``: the mean beside the sum over the
+    mean number of nodes, which needs ``statistics``. None: ``"mean_add"`` with statistics, else ``"mean"``. Of use for
+    ``task="graph"`` only."""
+    statistics: GraphStatistics | bool | None = None
+    """Of the training graphs (`graph_statistics`), kept in the state of the model: ``node_pe`` is standardised by them.
+    True: a checkpoint brings them, and outputs are NaN before it is loaded. None or False: none are used."""
 
     @property
     def has_attention(self) -> bool:
         """Whether there is attention inside each graph."""
         return self.name != "mpnn" and self.use_global is not False
+
+    @property
+    def measured(self) -> GraphStatistics | None:
+        """``statistics``, NaN in the place of those that a checkpoint brings; None without."""
+        if self.statistics is True:
+            return GraphStatistics.unknown(self.node_pe_dim)
+        return self.statistics or None
+
+    @property
+    def pooling(self) -> str:
+        """``readout``, or its default."""
+        return self.readout or ("mean" if self.measured is None else "mean_add")
 
     @property
     def ffn_width(self) -> int:
@@ -81,12 +99,13 @@ class ModelOptions:
             ("name", MODEL_NAMES), ("task", TASKS), ("mpnn_type", MPNN_TYPES), ("readout", READOUTS),
         ):  # fmt: skip
             value = getattr(self, option)
-            if value not in known:
+            if value not in known and not (option == "readout" and value is None):
                 raise ConfigError(f" is unknown; {nearest(str(value), known)}", argument=option, value=value)
         if self.num_features is None:
             raise ConfigError("num_features is required: the types of nodes or columns of x (dataset.num_features)")
         self._check_numbers()
         self._check_parts()
+        self._check_statistics()
 
     def _check_numbers(self) -> None:
         required = ("num_features", "num_classes", "hidden_dim", "num_layers", "num_heads")
@@ -125,7 +144,7 @@ class ModelOptions:
              "there is no attention"),
             ("mpnn_type", self.mpnn_type != "gin" and not self.use_local, "use_local is False"),
             ("num_edge_features", self.num_edge_features is not None and not self.use_local, "use_local is False"),
-            ("readout", self.readout != "mean" and self.task != "graph", f"task is {self.task!r}"),
+            ("readout", self.readout not in (None, "mean") and self.task != "graph", f"task is {self.task!r}"),
             ("drop_path_rate", self.drop_path_rate > 0 and self.num_layers == 1, "the first layer is never dropped"),
         ]  # fmt: skip
         for option, is_idle, reason in without_effect:
@@ -133,3 +152,20 @@ class ModelOptions:
                 raise ConfigError(
                     f" would be without effect, as {reason}; leave it out", argument=option, value=getattr(self, option)
                 )
+
+    def _check_statistics(self) -> None:
+        if self.readout == "mean_add" and self.measured is None:
+            raise ConfigError(
+                " divides sums by the mean number of nodes of a training graph, and statistics is "
+                f"{self.statistics!r}; pass statistics=graph_statistics(training_graphs), or another readout",
+                argument="readout",
+                value=self.readout,
+            )
+        if not isinstance(self.statistics, GraphStatistics):
+            return
+        found = self.statistics.node_pe_dim
+        if found != (self.node_pe_dim or None):
+            raise ConfigError(
+                f"statistics are of graphs whose node_pe has {found} columns, and node_pe_dim={self.node_pe_dim!r}; "
+                "measure the graphs that the model is trained on"
+            )

@@ -20,6 +20,7 @@ from torch import Tensor
 from treadle.errors import ConfigError, MissingExtraError
 from treadle.graphs.buckets import PadBucket, columns
 from treadle.graphs.inputs import graphs_of, needed
+from treadle.graphs.masks import masks_in
 from treadle.graphs.model_options import TASKS
 
 
@@ -128,6 +129,12 @@ def pad_batch(batch: Any, buckets: PadBucket | Sequence[PadBucket], *, level: st
     """
     if level not in TASKS:
         raise ConfigError(f" is unknown; known: {', '.join(TASKS)}", argument="level", value=level)
+    if masks_in(batch):
+        raise ConfigError(
+            "the batch has masks of the field, and padded batches have none, so that targets of "
+            "all splits would count; train without padding, or set the targets of other splits to NaN",
+            argument=masks_in(batch)[0],
+        )
     graph_N, num_graphs = graphs_of(batch)
     sizes = torch.bincount(graph_N, minlength=num_graphs)
     bucket, starts = _first_that_holds(batch, sizes.tolist(), [buckets] if isinstance(buckets, PadBucket) else buckets)

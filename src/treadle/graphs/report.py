@@ -65,7 +65,7 @@ def _decisions(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer) 
 
 def _encodings_line(config: GraphsConfig) -> str:
     pe = parse_pe_config(config.pe)
-    nodes = "none" if pe.node is None else f"{' + '.join(pe.node.blocks)} in {pe.node.dim} columns"
+    nodes = "none" if pe.node is None else f"{' + '.join(pe.node.blocks)} in {pe.node.width} columns"
     pairs = "none" if pe.relative is None else f"{pe.relative.type} in {pe.relative.dim} columns"
     return f"of nodes {nodes}; of pairs {pairs}"
 
@@ -82,7 +82,7 @@ def finish_run(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, 
         trainer: its model has the best weights.
         out: gets ``test_results.json`` and ``pictures/``.
     """
-    test = trainer.eval_epoch(loader(data.test, config.training.batch_size))
+    test = trainer.eval_epoch(loader(data.test, config.training.batch_size), mask="test_mask")
     found = to_json({
         "test_metrics": test,
         "best_epoch": trainer.best_epoch,

@@ -25,13 +25,14 @@ from treadle.graphs import (
     get_model,
     get_optimizer_from_config,
     get_scheduler,
+    graph_statistics,
 )
 from treadle.graphs.padding import buckets_for
 from treadle.graphs.run_config import GraphsConfig, given
 from treadle.runs.ranks import shared_batches
 from treadle.seed import set_seed
 
-_SCHEDULER_KEYS = ("type", "warmup_epochs", "min_lr", "step_size", "gamma")
+_SCHEDULER_KEYS = ("type", "warmup_epochs", "warmup_offset", "min_lr", "step_size", "gamma")
 
 
 def prepare_data(config: GraphsConfig, progress: Callable[[int, int], None] | None = None) -> GraphDataset:
@@ -46,18 +47,25 @@ def prepare_data(config: GraphsConfig, progress: Callable[[int, int], None] | No
         ImportError: a package is missing; the message names what to install.
     """
     try:
-        return get_dataset(**given(config.dataset), pe_config=config.pe, progress=progress)
+        return get_dataset(**given(config.dataset), pe_config=config.encodings, progress=progress)
     except FileNotFoundError as error:
         raise ConfigError(f"={config.dataset.get('name')}: {error}", argument="dataset") from error
 
 
-def build_model(config: GraphsConfig, data: GraphDataset) -> GraphTransformer:
+def build_model(config: GraphsConfig, data: GraphDataset, *, measure: bool = True) -> GraphTransformer:
     """Returns the model with its initial weights, for the widths and the level of the data.
+
+    Args:
+        config: the settings.
+        data: the data set.
+        measure: measure the training graphs where the settings ask for it; else a checkpoint brings the statistics.
 
     Raises:
         ConfigError: an option is unknown, out of range, or without effect.
     """
-    options = given(config.model)
+    options = config.model_options
+    if measure and "statistics" in options:
+        options["statistics"] = graph_statistics(data.train)
     if data.level != "graph":
         options.pop("readout", None)  # nothing is read out over the nodes; the groups have one for graph targets
     has_attention = options.get("name") != "mpnn" and options.get("use_global", True)
@@ -157,6 +165,7 @@ def build_trainer(
     checkpoint_dir: Path | None = None,
     hooks: Sequence[BaseHook] = (),
     parallel: str | None = None,
+    measure: bool = True,
 ) -> GraphTrainer:
     """Seeds, and returns the trainer with a new model, its optimizer and its schedule.
 
@@ -168,13 +177,14 @@ def build_trainer(
         checkpoint_dir: folder of checkpoints; None writes none.
         hooks: further hooks.
         parallel: how the model is spread over ranks.
+        measure: as for :func:`build_model`.
 
     Raises:
         ConfigError: a setting is unknown or wrong.
     """
     training = config.training
     set_seed(config.seed, deterministic=config.deterministic)
-    model = build_model(config, data).to(device)
+    model = build_model(config, data, measure=measure).to(device)
     optimizer, scheduler = optimizer_and_schedule(config, model)
     loss_fn = get_loss_fn(
         data.task_type,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +47,22 @@ RENAMED = {
 _AT_LEAST_0 = ("lr", "weight_decay", "eps", "momentum")
 _KINDS: dict[str, Any] = {
     "model.dropout": float, "model.attn_dropout": float | None, "model.drop_path_rate": float | None,
-    "model.use_local": bool | None, "model.use_global": bool | None,
+    "model.use_local": bool | None, "model.use_global": bool | None, "model.standardize": bool | None,
     "dataset.root": str, "dataset.pe_cache_dir": str | None, "dataset.use_preprocessed_pe": bool,
     "dataset.num_workers": int | None,
     **{f"training.optimizer.{name}": float | None for name in _AT_LEAST_0}, "training.optimizer.betas": list | None,
     "training.scheduler.warmup_epochs": int | None, "training.scheduler.step_size": int | None,
+    "training.scheduler.warmup_offset": int | None,
     "training.scheduler.min_lr": float | None, "training.scheduler.gamma": float | None,
 }  # fmt: skip
 """Of settings in sections whose keys are for others to know: what takes them compares or hands on without a look."""
+RECIPE: Mapping[str, Any] = {
+    "model.readout": None, "model.standardize": True, "model.mpnn_type": "gatedgcn", "model.hidden_dim": 56,
+    "training.scheduler.warmup_offset": 1, "training.optimizer.lr": 2e-3,
+    "pe.node.type": "rwse", "pe.node.dim": None, "pe.node.rwse.scales": list(range(1, 21)),
+}  # fmt: skip
+"""Defaults that are newer than some run folders; see :meth:`GraphsConfig.as_started`."""
+
 _TASKS = ("regression", "classification", "multilabel", "edge_prediction")
 _NONE_IS_A_CHOICE = ("pe.node.type", "pe.node.normalize", "pe.relative.type", "training.scheduler.type")
 _OPEN = ("dataset.graph_params", "dataset.task_params")  # their keys are for the data set to know
@@ -131,10 +139,25 @@ class GraphsConfig:
         at_least(1, threads=self.threads)
         at_least(0, dataset__num_workers=self.dataset.get("num_workers"))
         check_seeds(seed=self.seed)
-        options = given(self.model)
+        options = self.model_options
         if options.keys() <= vars(ModelOptions(num_features=1)).keys():  # what is unknown, get_model names
             with as_settings("model", self.model):
                 ModelOptions(num_features=1, **options)
+
+    @property
+    def encodings(self) -> dict[str, Any]:
+        """The section ``pe``, without encodings of pairs where the kind of model has no attention to read them."""
+        if self.model.get("name") != "mpnn":
+            return self.pe
+        return {name: section for name, section in self.pe.items() if name != "relative"}
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """Options of `get_model` that are set; with statistics where they are wanted, for a checkpoint to bring."""
+        options = given(self.model)
+        if options.get("use_local") is False and options.get("mpnn_type") == RECIPE["model.mpnn_type"]:
+            del options["mpnn_type"]  # the choice of the groups, which is of no use here
+        return {**options, "statistics": True} if options.pop("standardize", False) else options
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> GraphsConfig:
@@ -148,6 +171,27 @@ class GraphsConfig:
         values = with_kinds(values)
         section = {**added, **_section(values, "training")}
         return from_nested(cls, {**values, "training": section}, complete=True)
+
+    def as_started(self, stored: Mapping[str, Any], *, set_by_hand: Collection[str]) -> GraphsConfig:
+        """Returns these settings, with those of a run in the place of defaults that have changed since it was started.
+
+        Args:
+            stored: nested settings of the run; what it lacks is left out.
+            set_by_hand: dotted keys that are kept as they are.
+        """
+        values, mine, its = copied(self.to_dict()), flat(self.to_dict()), flat(stored)
+        for key in RECIPE.keys() - set(set_by_hand):
+            if mine.get(key) != RECIPE[key]:  # chosen by a group
+                continue
+            *path, name = key.split(".")
+            section = values
+            for part in path:
+                section = section[part]
+            if key in its:
+                section[name] = its[key]
+            else:
+                section.pop(name, None)
+        return self.from_values(values)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as nested plain values."""

@@ -6,6 +6,8 @@ What imports torch_geometric is imported where it is used: the help of the comma
 from __future__ import annotations
 
 import copy
+import dataclasses
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,9 +19,9 @@ from treadle.errors import ConfigError
 from treadle.graphs.run_config import FREE, RENAMED, GraphsConfig, read_settings
 from treadle.hooks.bar import work_bar
 from treadle.hooks.files import to_json
-from treadle.runs.folder import part_of, stored_json, write_changed
-from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run, load_newest
-from treadle.runs.ranks import rank_0_first
+from treadle.runs.folder import part_of, read_record, stored_json, write_changed
+from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run, Show, load_newest
+from treadle.runs.ranks import by_rank_0, rank_0_first
 from treadle.runs.replay import checkpoints_of
 from treadle.runs.report import Report
 from treadle.runs.setting_names import settings_named
@@ -27,8 +29,12 @@ from treadle.runs.settings import flat
 
 if TYPE_CHECKING:
     from treadle.graphs import GraphDataset, GraphTrainer
+    from treadle.graphs.masks import MaskName
 
     GraphsOpened = Opened[GraphsConfig, GraphDataset, GraphTrainer]
+
+
+_log = logging.getLogger("treadle.cli")
 
 
 class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
@@ -92,6 +98,11 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
 
     # -- a run ----------------------------------------------------------------------------------------------------
 
+    def run(self, run: Run[GraphsConfig], show: Show) -> dict[str, Any] | None:
+        """Trains with the settings of the folder's run in the place of defaults that have changed since it started."""
+        config = by_rank_0(lambda: _as_started(run))
+        return super().run(dataclasses.replace(run, config=config), show)
+
     def prepare(self, run: Run[GraphsConfig]) -> GraphDataset:
         """Loads the data set with its encodings; what rank 0 downloads and encodes, the others read."""
         from treadle.graphs import run_build
@@ -118,6 +129,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
             if run.trains
             else (),
             parallel=run.parallel,
+            measure=run.trains,
         )
         # Wrong values are refused before idle ones.
         idle_settings.refuse_idle(run.given, run.config, level=data.level, task_type=data.task_type)
@@ -197,7 +209,8 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
 
         trainer, graphs = opened.trainer, _graphs_of(opened.data, split)
         batches = loader(graphs, batch_size or opened.run.config.training.batch_size, num_workers=num_workers)
-        metrics = to_json(trainer.eval_epoch(batches))
+        masks: dict[str, MaskName] = {"train": "train_mask", "val": "val_mask", "test": "test_mask"}
+        metrics = to_json(trainer.eval_epoch(batches, mask=masks[split]))
         file, compared = opened.home / "test_results.json", None
         stored: Any = stored_json(file)
         reported = split == "test" and opened.path.name == "best.pt" and stored is not None
@@ -222,6 +235,24 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         prediction = outputs.float().numpy()
         target = torch.cat([graph.y.reshape(1) if graph.y.dim() == 0 else graph.y for graph in graphs]).numpy()
         return Predictions({"prediction": prediction, **({"target": target} if len(target) == len(prediction) else {})})
+
+
+def _as_started(run: Run[GraphsConfig]) -> GraphsConfig:
+    if not run.resume:
+        return run.config
+    try:
+        record = read_record(run.out)
+        if record is None or record.face != "graphs":
+            return run.config
+        by_hand = {text.partition("=")[0].strip().lstrip("+") for text in run.given}
+        started = run.config.as_started(record.config, set_by_hand=by_hand)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return run.config  # what is wrong with the record is named where the folder is opened
+    before, now = flat(started.to_dict()), flat(run.config.to_dict())
+    kept = [f"{key}={before.get(key)}" for key in now if before.get(key) != now[key]]
+    if kept:
+        _log.info("%s keeps the settings that it was started with: %s", run.out, ", ".join(kept))
+    return started
 
 
 def _graphs_of(data: GraphDataset, split: str) -> Sequence[Any]:

@@ -15,11 +15,14 @@ from treadle.optim.schedules import check_warmup, warmup_cosine_factor
 
 # What each reads beside total_epochs, which belongs to the run and is no choice of a schedule.
 _READ = {
-    "cosine_warmup": ("warmup_epochs", "min_lr", "warmup_start_lr"), "cosine": ("min_lr",), "linear": ("min_lr",),
-    "step": ("step_size", "gamma"), "warmup": ("warmup_epochs", "warmup_start_lr"), "none": (),
+    "cosine_warmup": ("warmup_epochs", "min_lr", "warmup_start_lr", "warmup_offset"), "cosine": ("min_lr",),
+    "linear": ("min_lr",), "step": ("step_size", "gamma"),
+    "warmup": ("warmup_epochs", "warmup_start_lr", "warmup_offset"), "none": (),
 }  # fmt: skip
 _SCHEDULERS = tuple(_READ)
-_DEFAULTS = {"warmup_epochs": 10, "min_lr": 1e-6, "step_size": 30, "gamma": 0.1, "warmup_start_lr": 1e-7}
+_DEFAULTS = {
+    "warmup_epochs": 10, "min_lr": 1e-6, "step_size": 30, "gamma": 0.1, "warmup_start_lr": 1e-7, "warmup_offset": 0,
+}  # fmt: skip
 
 
 def get_scheduler(
@@ -32,17 +35,17 @@ def get_scheduler(
     gamma: float = 0.1,
     *,
     warmup_start_lr: float = 1e-7,
+    warmup_offset: int = 0,
 ) -> LRScheduler | None:
     """Builds a schedule from the epoch index e = 0, 1, … to a learning rate, with the group's own rate b as its base.
 
-    With W = ``warmup_epochs``, T = ``total_epochs``, m = ``min_lr``, s = ``warmup_start_lr``:
+    With W = ``warmup_epochs``, T = ``total_epochs``, m = ``min_lr``, s = ``warmup_start_lr``, o = ``warmup_offset``:
 
-    - ``"cosine_warmup"``: s + (e/W)(b - s) while e < W, then m + (b - m)/2 · (1 + cos(pi · min(1, (e - W)/(T - W)))).
+    - ``"cosine_warmup"``: s + ((e+o)/W)(b - s) while e < W, then m + (b - m)/2 · (1 + cos(pi · min(1, (e-W)/(T-W)))).
     - ``"cosine"``: the same with W = 0.
     - ``"linear"``: from b at 0 to m at T.
     - ``"step"``: b · gamma^floor(e / step_size).
-    - ``"warmup"``: the first part of cosine_warmup, then b.
-    - ``"none"``: no schedule; returns None.
+    - ``"warmup"``: the first part of cosine_warmup, then b. ``"none"``: no schedule; returns None.
 
     Args:
         optimizer: its groups' learning rates are the base rates.
@@ -53,6 +56,7 @@ def get_scheduler(
         step_size: epochs, >= 1.
         gamma: factor of ``"step"``, >= 0.
         warmup_start_lr: s >= 0.
+        warmup_offset: o, 0 or 1; with 0 the first epoch has the rate s, which learns nothing.
 
     Returns:
         One of torch's schedulers, whose state holds plain numbers only.
@@ -67,11 +71,10 @@ def get_scheduler(
         [1e-07]
     """
     if scheduler_type not in _SCHEDULERS:
-        near = nearest(str(scheduler_type), _SCHEDULERS)
-        raise ConfigError(f" is unknown; {near}", argument="scheduler_type", value=scheduler_type)
+        raise ConfigError(nearest(str(scheduler_type), _SCHEDULERS), argument="scheduler_type", value=scheduler_type)
     given = {
         "warmup_epochs": warmup_epochs, "min_lr": min_lr, "step_size": step_size, "gamma": gamma,
-        "warmup_start_lr": warmup_start_lr,
+        "warmup_start_lr": warmup_start_lr, "warmup_offset": warmup_offset,
     }  # fmt: skip
     _check_numbers({"total_epochs": total_epochs, **given})
     say_what_is_idle(scheduler_type, {name: (given[name], _DEFAULTS[name]) for name in given}, _READ[scheduler_type])
@@ -80,23 +83,24 @@ def get_scheduler(
     if scheduler_type == "step":
         return StepLR(optimizer, step_size, gamma)
     warmup = 0 if scheduler_type == "cosine" else warmup_epochs
-    curve = _Curve(warmup, total_epochs, start=warmup_start_lr, end=min_lr)
+    curve = _Curve(warmup, total_epochs, start=warmup_start_lr, end=min_lr, offset=warmup_offset)
     return _follow(curve, scheduler_type, optimizer)
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """Factors of a base rate b in an epoch; W, T, s and m as in `get_scheduler`."""
+    """Factors of a base rate b in an epoch; W, T, s, m and o as in `get_scheduler`."""
 
     warmup: int
     total: int
     start: float
     end: float
+    offset: int
 
     def warm(self, base: float, epoch: int) -> float:
         if epoch >= self.warmup or base == 0:
             return 1.0
-        return (self.start + epoch / self.warmup * (base - self.start)) / base
+        return (self.start + (epoch + self.offset) / self.warmup * (base - self.start)) / base
 
     def cosine(self, base: float, epoch: int) -> float:
         if epoch < self.warmup or base == 0:
@@ -122,6 +126,8 @@ def _follow(curve: _Curve, scheduler_type: str, optimizer: Optimizer) -> LambdaL
 
 
 def _check_numbers(numbers: Mapping[str, float]) -> None:
+    if numbers["warmup_offset"] not in (0, 1):
+        raise ConfigError("must be 0 or 1", argument="warmup_offset", value=numbers["warmup_offset"])
     for name, value in numbers.items():
         least = 1 if name in ("total_epochs", "step_size") else 0
         if not value >= least:

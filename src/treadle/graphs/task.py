@@ -17,6 +17,7 @@ from treadle.device import to_device
 from treadle.errors import ConfigError
 from treadle.graphs.duplicates import graphs_in, real_samples, rows_of_first
 from treadle.graphs.losses import GraphLoss
+from treadle.graphs.masks import counted_rows
 from treadle.graphs.metrics import GraphMetrics
 from treadle.graphs.padded import PaddedGraphBatch
 from treadle.graphs.padding import Padding, PreparedGraphs
@@ -86,12 +87,12 @@ class FedMetrics:
     def update(self, outputs: Outputs) -> None:
         """Adds the outputs of one micro-batch."""
         pred, target, mask = outputs
-        if mask is None:
-            self._metrics.update(pred, target)
-        elif isinstance(self._metrics, GraphMetrics):
+        if isinstance(self._metrics, GraphMetrics):
             self._metrics.update(pred, target, mask)
         else:
-            self._metrics.update(pred[mask], target[mask])
+            if mask is not None:
+                pred, target = pred[mask], target[mask]
+            self._metrics.update(*_known(pred, target))
         self._fed += 1
 
     def compute(self) -> Mapping[str, Any]:
@@ -99,10 +100,20 @@ class FedMetrics:
         return dict(self._metrics.compute()) if distributed.agree(self._fed) else {}
 
 
+def _known(pred: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Leaves out the entries whose target is NaN, for metrics that would be NaN by them."""
+    if not target.is_floating_point() or pred.shape != target.shape:
+        return pred, target
+    known = ~target.isnan()
+    return (pred, target) if bool(known.all()) else (pred[known], target[known])
+
+
 class GraphTask:
     """Supervised learning on graphs, nodes or pairs.
 
-    A batch with a ``target_mask`` (bool, True = counted), as padded batches have, is counted by it.
+    A batch with a ``target_mask`` (bool, True = counted), as padded batches have, is counted by it. Of a batch with
+    ``train_mask``, ``val_mask`` and ``test_mask``, training counts the rows of the first, and an evaluation those of
+    the mask that it names. Targets that are NaN are unknown and do not count.
 
     Args:
         device: where batches are moved.
@@ -134,6 +145,8 @@ class GraphTask:
         self.padding = Padding() if padding is None else padding
         self.step_outputs: list[Outputs] = []
         self._graphs_left: int | None = None
+        self._evaluated_mask = "val_mask"
+        self._tries_loss = not isinstance(loss_fn, GraphLoss)
 
     def step(
         self,
@@ -151,13 +164,16 @@ class GraphTask:
         num_graphs = graphs_in(batch)
         kept = self._without_copies(batch, num_graphs)
         weight = self._weight(batch, kept)
+        has_unknown = self._tries_loss and _has_unknown(batch)
         batch = _moved(batch, self.device)
-        target, mask = target_of(batch), getattr(batch, "target_mask", None)
+        target, mask = target_of(batch), counted_rows(batch, self._split_mask)
         pred = model(batch)
         if isinstance(pred, Tensor):
             pred, target = self._same_shape(pred, target)
             if kept is not None:
                 pred, target, mask = pred[kept], target[kept], None if mask is None else mask[kept]
+        if has_unknown:
+            self._refuse_unknown(pred, target)
         loss = self._loss(pred, target, mask)
         outputs = None
         if isinstance(pred, Tensor):
@@ -188,14 +204,18 @@ class GraphTask:
     def _adds_up(self) -> bool:
         return getattr(self.loss_fn, "reduction", None) == "sum"
 
+    @property
+    def _split_mask(self) -> str:
+        return "train_mask" if torch.is_grad_enabled() else self._evaluated_mask
+
     @contextlib.contextmanager
-    def counting_once(self, loader: Any) -> Iterator[None]:
-        """Leaves out, inside the block, what a padding sampler of the loader repeats on this rank."""
-        self._graphs_left = real_samples(loader)
+    def counting_once(self, loader: Any, *, mask: str = "val_mask") -> Iterator[None]:
+        """Counts, inside the block, the rows of a mask, and leaves out what a padding sampler repeats on this rank."""
+        self._graphs_left, self._evaluated_mask = real_samples(loader), mask
         try:
             yield
         finally:
-            self._graphs_left = None
+            self._graphs_left, self._evaluated_mask = None, "val_mask"
 
     def _without_copies(self, batch: Any, num_graphs: int | None) -> Tensor | None:
         """Returns the rows of the batch that are no copies; None for all."""
@@ -205,7 +225,7 @@ class GraphTask:
         return None if real >= num_graphs else rows_of_first(batch, target_of(batch), real)
 
     def _weight(self, batch: Any, kept: Tensor | None) -> float | Tensor:
-        target, mask = host_of(target_of(batch)), getattr(batch, "target_mask", None)
+        target, mask = host_of(target_of(batch)), counted_rows(batch, self._split_mask)
         mask = None if mask is None else host_of(mask)
         if kept is not None:
             target, mask = target[kept], None if mask is None else mask[kept]
@@ -230,12 +250,28 @@ class GraphTask:
             return self.loss_fn(pred, target, mask)
         if mask is not None:
             raise ConfigError(
-                "the batch is padded (it has a target_mask), and only a loss of get_loss_fn leaves padding out",
+                "the batch has a mask of its targets (target_mask where it is padded, or train_mask, val_mask, "
+                "test_mask), and only a loss of get_loss_fn counts by it; use one",
                 argument="loss_fn",
                 value=self.loss_fn,
             )
         loss: Tensor = in_full_precision(self.loss_fn, pred, target, self.device)
         return loss
+
+    def _refuse_unknown(self, pred: Any, target: Tensor) -> None:
+        """Raises ConfigError, once and before a step is applied, if a loss does not leave out targets that are NaN."""
+        self._tries_loss = False
+        if not isinstance(pred, Tensor):
+            return
+        with torch.no_grad():
+            tried = in_full_precision(self.loss_fn, pred.detach(), target, self.device)
+        if bool(tried.isnan().any()):
+            raise ConfigError(
+                "the batch has targets that are NaN, which are unknown, and the loss is NaN by them; use a loss of "
+                "get_loss_fn, which leaves them out, or leave these graphs out of the data",
+                argument="loss_fn",
+                value=self.loss_fn,
+            )
 
     def new_metrics(self) -> FedMetrics:
         """Returns the metrics of an evaluation, emptied."""
@@ -252,6 +288,12 @@ def _moved(batch: Any, device: torch.device) -> Any:
     if sizes is not None:
         note_sizes(there, sizes)
     return there
+
+
+def _has_unknown(batch: Any) -> bool:
+    """Whether targets on the host are NaN; those on a device are not looked at, which would wait for it."""
+    target = host_of(target_of(batch))
+    return target.is_floating_point() and target.device.type == "cpu" and bool(target.isnan().numpy().any())
 
 
 def _waits_for(device: torch.device) -> bool:

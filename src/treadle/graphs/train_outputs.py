@@ -1,4 +1,8 @@
-"""The outputs of the training steps of an epoch, kept for the metrics of its record; exact over a resume."""
+"""The outputs of the training steps of an epoch, for the metrics of its record; exact over a resume.
+
+What is kept has a bound, however long an epoch is: older outputs of a regression are kept as sums, those of other tasks
+and metrics are left out, so that such metrics are over the latest values of the epoch.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,32 @@ from torch import Tensor
 
 from treadle import distributed
 from treadle.engine.hook import BaseHook
-from treadle.graphs.task import GraphTask, Outputs
+from treadle.graphs.metrics import MOST_KEPT, GraphMetrics
+from treadle.graphs.task import EpochMetrics, FedMetrics, GraphTask, Outputs
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
 
 
 class TrainOutputsHook(BaseHook):
-    """Keeps the outputs of an epoch's steps, on the device, for the metrics of its record.
+    """Keeps the latest outputs of an epoch's steps, on the device, for the metrics of its record.
 
     Args:
         task: whose outputs.
+        metrics: those of the task.
 
     Example:
-        >>> # hook = TrainOutputsHook(task)
+        >>> # hook = TrainOutputsHook(task, get_metrics("regression"))
     """
 
-    def __init__(self, task: GraphTask):
+    def __init__(self, task: GraphTask, metrics: EpochMetrics):
         self._task = task
         self._outputs: list[Outputs] = []
+        self._num_kept = 0
+        self._metrics = metrics
+        self._older = metrics.like() if isinstance(metrics, GraphMetrics) and metrics.adds_up else None
+        self._has_older = False
+        self._left_out = False
 
     def on_before_step(self, trainer: Engine) -> None:
         """Forgets what no step has counted."""
@@ -38,27 +49,66 @@ class TrainOutputsHook(BaseHook):
         """Keeps what the step counted: of a step that was tried again, the last try."""
         taken, self._task.step_outputs = self._task.step_outputs, []
         counted = len(trainer.attempt.outputs)
-        self._outputs += taken[len(taken) - counted :] if counted else []
+        for outputs in taken[len(taken) - counted :] if counted else []:
+            self._outputs.append(outputs)
+            self._num_kept += outputs[0].numel()
+        if self._num_kept > MOST_KEPT:
+            self._forget_oldest(trainer)
+
+    def _forget_oldest(self, trainer: Engine) -> None:
+        """Keeps the bound: sums the older outputs where the metrics are sums, and leaves them out otherwise."""
+        if self._older is not None:
+            older = FedMetrics(self._older)
+            for outputs in self._outputs[:-1]:
+                older.update(outputs)
+            self._older.fold()
+            self._has_older = True
+            self._outputs = self._outputs[-1:]
+        elif not self._left_out:
+            self._left_out = True
+            trainer.logger.warning(
+                "the metrics of training outputs are over the latest %s values of each epoch, which has more; those of "
+                "an evaluation are over all", f"{MOST_KEPT:,}",
+            )  # fmt: skip
+        while len(self._outputs) > 1 and self._total() > MOST_KEPT:
+            del self._outputs[0]
+        if self._older is None:
+            self._outputs[0] = _latest(self._outputs[0], MOST_KEPT)
+        self._num_kept = self._total()
+
+    def _total(self) -> int:
+        return sum(outputs[0].numel() for outputs in self._outputs)
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Starts anew."""
-        self._outputs = []
+        """Starts afresh."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._outputs, self._num_kept, self._has_older = [], 0, False
+        if self._older is not None:
+            self._older.reset()
 
     def measure(self) -> dict[str, float]:
         """Returns the task's metrics of what was kept."""
         metrics = self._task.new_metrics()
         for outputs in self._outputs:
             metrics.update(outputs)
+        if self._older is not None and isinstance(self._metrics, GraphMetrics):
+            self._metrics.add_sums(self._older.sums())
         return {name: float(value) for name, value in metrics.compute().items()}
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
         """Stores the outputs of every rank."""
         own = [[None if part is None else part.cpu() for part in outputs] for outputs in self._outputs]
-        state_dict["hooks"][self.state_key] = {"ranks": distributed.gather_objects(_packed(own))}
+        packed = _packed(own)
+        if self._older is not None and self._has_older:
+            packed["older"] = self._older.sums()
+        state_dict["hooks"][self.state_key] = {"ranks": distributed.gather_objects(packed)}
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
         """Restores them; on another number of ranks, the first one takes all, since metrics are over all ranks."""
-        self._outputs, self._task.step_outputs = [], []
+        self._task.step_outputs = []
+        self._clear()
         saved = ((state_dict.get("hooks") or {}).get(self.state_key) or {}).get("ranks", [])
         if len(saved) == distributed.world_size():
             saved = [saved[distributed.rank()]]
@@ -69,6 +119,19 @@ class TrainOutputsHook(BaseHook):
                 tuple(None if part is None else part.to(trainer.device) for part in outputs)  # type: ignore[misc]
                 for outputs in _unpacked(packed)
             ]
+            if self._older is not None and packed.get("older") is not None:  # files of before have none
+                self._older.add_sums(packed["older"])
+                self._has_older = True
+        self._num_kept = self._total()
+
+
+def _latest(outputs: Outputs, most: int) -> Outputs:
+    """Returns the last rows of an output that has more values than are kept."""
+    rows = max(1, most * len(outputs[0]) // max(1, outputs[0].numel()))
+    if outputs[0].numel() <= most or not all(part is None or len(part) == len(outputs[0]) for part in outputs):
+        return outputs
+    pred, target, mask = outputs
+    return pred[-rows:].clone(), target[-rows:].clone(), None if mask is None else mask[-rows:].clone()
 
 
 def _packed(outputs: Sequence[Sequence[Tensor | None]]) -> dict[str, Any]:

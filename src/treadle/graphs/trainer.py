@@ -21,7 +21,9 @@ from treadle.distributed import unwrap
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.engine.settings import Capture
+from treadle.engine.voice import speaking
 from treadle.faces.build import EngineCounters, place
+from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.folder import RunFolder, loss_name, write_best_and_last
 from treadle.faces.parallel import ParallelConfig
 from treadle.graphs.checks import (
@@ -42,6 +44,7 @@ from treadle.graphs.epoch_records import (
     train_part,
     val_part,
 )
+from treadle.graphs.masks import MaskName, check_mask_name
 from treadle.graphs.padding import Padding, PaddingHook, PadTo
 from treadle.graphs.task import EpochMetrics, GraphTask, LossFn, raw_outputs
 from treadle.graphs.train_outputs import TrainOutputsHook
@@ -75,6 +78,7 @@ class GraphTrainer(EngineCounters):
         max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None: none.
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
+        progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
         eval_seed: seeds the random numbers of every evaluation.
         parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
@@ -130,6 +134,7 @@ class GraphTrainer(EngineCounters):
         capture: Capture = False,
         pad_to: PadTo = None,
         compile: Compile = False,
+        progress: bool = True,
     ):
         self.model, self.optimizer, self.device = place(
             model, optimizer, device=device, scheduler=scheduler, compile=compile, parallel=parallel
@@ -142,19 +147,20 @@ class GraphTrainer(EngineCounters):
         )
         padding = Padding(pad_to, level=getattr(unwrap(model), "level", None), loss_fn=self.loss_fn)
         task = GraphTask(self.device, task_type, loss_fn=self.loss_fn, metrics=self.metrics, padding=padding)
-        self._outputs, self._log_hooks = TrainOutputsHook(task), LogHooks(log_every)
+        self._outputs, self._log_hooks = TrainOutputsHook(task, self.metrics), LogHooks(log_every)
         self._padding_hook = PaddingHook(padding)
         self.config = {
             "experiment_name": experiment_name, "task_type": task_type, "num_classes": self.num_classes,
             "loss": loss_name(self.loss_fn), "grad_clip": grad_clip, "mixed_precision": mixed_precision,
             "accumulation_steps": accumulation_steps, "scheduler_interval": scheduler_interval, "eval_seed": eval_seed,
         }  # fmt: skip
+        every = [*self._own_hooks(checkpoint_dir, log_every, hooks), *with_trackers(hooks, trackers)]
         self._engine = Engine(
             self.model, optimizer, task, scheduler=scheduler, scheduler_interval=scheduler_interval, device=device,
             precision=precision_named(mixed_precision), grad_clip=grad_clip, accumulation_steps=accumulation_steps,
             max_non_finite_grad_retries=max_non_finite_grad_retries, eval_seed=eval_seed, capture=capture, logger=_log,
-            hooks=[*self._own_hooks(checkpoint_dir, log_every, hooks), *with_trackers(hooks, trackers)],
-            face="graphs", config=self.config,
+            hooks=with_default_hooks(every, given=hooks, progress=progress), progress=progress, face="graphs",
+            config=self.config,
         )  # fmt: skip
         self._epochs = GraphEpochs(self._engine, task, self._outputs)
         self._folder = BestAndLast(self._engine, "checkpoint_dir")
@@ -219,7 +225,8 @@ class GraphTrainer(EngineCounters):
             minimize_metric: its direction; None: that of its name.
             early_stopping: epochs without improvement until training stops; None never stops.
             min_delta: smallest change that counts as an improvement.
-            resume_from: None, ``"auto"`` (the newest intact checkpoint of ``checkpoint_dir``), or a path, also in it.
+            resume_from: None, ``"auto"`` (the furthest intact checkpoint of ``checkpoint_dir`` and the folders of hooks
+                that load the latest), or a path, also in ``checkpoint_dir``.
 
         Returns:
             ``{"train": [...], "val": [...]}``. A training record has ``epoch`` (1-based), ``loss``, the metrics of the
@@ -234,10 +241,11 @@ class GraphTrainer(EngineCounters):
             metric_for_best, minimize_metric, early_stopping, min_delta,
             evaluated=val_loader is not None, metrics=self.metrics,
         )  # fmt: skip
-        with self._folder.held():
+        with speaking(self._engine), self._folder.held():
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             self._epochs.fit(train_loader, val_loader, epochs, after_epoch=self._end_epoch)
+            self._folder.write_end()
         return self.history
 
     def _end_epoch(self, record: Mapping[str, Any]) -> None:
@@ -258,13 +266,19 @@ class GraphTrainer(EngineCounters):
         """
         return self._epochs.train_epoch(train_loader)
 
-    def eval_epoch(self, val_loader: Iterable[Any]) -> dict[str, Any]:
+    def eval_epoch(self, val_loader: Iterable[Any], *, mask: MaskName = "val_mask") -> dict[str, Any]:
         """Returns ``loss`` and the metrics over a loader, of the averaged weights if there is an average.
 
+        Args:
+            val_loader: batches.
+            mask: of batches with ``train_mask``, ``val_mask`` and ``test_mask``, the one whose rows count. `fit` trains
+                on the rows of the first and validates on those of the second.
+
         Raises:
-            ConfigError: the loader is empty.
+            ConfigError: the loader is empty, or its batches have masks and not this one.
         """
-        return self._epochs.evaluate(val_loader)
+        check_mask_name(mask)
+        return self._epochs.evaluate(val_loader, mask=mask)
 
     def predict(self, loader: Iterable[Any]) -> Any:
         """Returns the model's raw outputs (logits) for a loader, in eval mode, in the loader's order.
@@ -299,6 +313,7 @@ class GraphTrainer(EngineCounters):
             The file.
         """
         path = Path(filename) if self._folder.path is None else self._folder.path / filename
+        self._folder.before_write()
         tree = self._engine.state_dict()
         if metrics is not None:
             tree["metrics"] = to_plain(dict(metrics), "metrics")
@@ -331,10 +346,19 @@ class BestAndLast(RunFolder):
 
     def candidates(self, folder: Path) -> Iterable[Path]:
         """Returns both, also where they are not finite."""
-        return [path for path in folder.glob("*.pt") if path.name.split(".")[0] in ("best", "last")]
+        names = (f"{stem}{aside}.pt" for stem in ("last", "best") for aside in ("", ".nonfinite"))
+        return [folder / name for name in names]
 
     def write_epoch(self, *, improved: bool) -> None:
         """Writes ``best.pt`` if it is the best, then ``last.pt``; all ranks take part."""
-        folder, tree = self.path, self.engine.state_dict()
+        folder = self.path
         assert folder is not None
+        self.before_write()
+        tree = self.engine.state_dict()
         on_rank_0(lambda: write_best_and_last(tree, folder, is_best=improved))
+        self.engine.state.record_saved(folder / "last.pt", self.engine.step)
+        self.record_written()
+
+    def write_last(self) -> None:
+        """Writes ``last.pt``; all ranks take part."""
+        self.write_epoch(improved=False)

@@ -22,6 +22,7 @@ from treadle.hooks.steplog import StepLogHook
 from treadle.hooks.tensorboard import TensorBoardHook
 from treadle.hooks.throughput import ThroughputHook
 from treadle.hooks.trackio import TrackioHook
+from treadle.hooks.validation import ValidationHook
 from treadle.hooks.wandb import WandbHook
 from treadle.hooks.watchdog import StuckRankHook
 
@@ -48,5 +49,6 @@ __all__ = [
     "ThroughputHook",
     "Tracker",
     "TrackioHook",
+    "ValidationHook",
     "WandbHook",
 ]

@@ -1,10 +1,11 @@
-"""ProgressBarHook: a bar on a terminal or in a notebook, plain log lines anywhere else."""
+"""ProgressBarHook: a bar on a terminal or in a notebook, plain log lines anywhere else; RunProgress, its default."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.engine.hook import BaseHook
+from treadle.engine.voice import VOICE
 from treadle.errors import ConfigError, MissingExtraError
+from treadle.hooks.tracking import epoch_records
 from treadle.hooks.values import hours
 from treadle.means import RunningMeans, read_scalars
 from treadle.seed import forked_rng
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 _BAR_WIDTH = 24
 _LEAST_BAR = 8
+_NOTEBOOK = 200
+_FIRST_LINES, _LAST_LINES = 5.0, 60.0  # seconds between two lines, at the start and later
 
 
 class ProgressBarHook(BaseHook):
@@ -91,6 +96,8 @@ class ProgressBarHook(BaseHook):
         self._progress = self._line = None
         if not self._silent:
             self._open(trainer)
+        if self._redraws and VOICE.screen is None:
+            VOICE.screen = self
 
     @forked_rng()  # rich draws from python's random for its styles; training must not notice
     def _open(self, trainer: Engine) -> None:
@@ -107,7 +114,7 @@ class ProgressBarHook(BaseHook):
         if not (console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)):
             return
         if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
-            self._line = _RedrawnLine(console.file)  # rich would show a warning and nothing else
+            self._line = _RedrawnLine(console.file, width=_NOTEBOOK)  # rich would show a warning and nothing else
             return
         self._bar = BarColumn(bar_width=_BAR_WIDTH, style="bright_black", complete_style="cyan", finished_style="green")
         text = TextColumn("{task.description}", markup=False)
@@ -126,7 +133,7 @@ class ProgressBarHook(BaseHook):
             self._means.add_value(("grad_norm",), trainer.step_info["grad_norm"])
         self._means.add_total(("num_samples",), trainer.step_info["num_samples"])
         waited = time.perf_counter() - self._last_time
-        if self._progress is not None or self._line is not None:
+        if self._redraws:
             if waited >= self.refresh_seconds or trainer.is_last_step:
                 self._show(trainer)
         elif waited >= self.line_seconds and not _at_the_end_of_an_epoch(trainer):
@@ -137,8 +144,7 @@ class ProgressBarHook(BaseHook):
         """Shows what the epoch's evaluation gave."""
         if self._silent:
             return
-        redrawn = self._progress is not None or self._line is not None
-        if redrawn or time.perf_counter() - self._last_time >= self.line_seconds:
+        if self._redraws or time.perf_counter() - self._last_time >= self.line_seconds:
             self._show(trainer, epoch=trainer.epoch)
 
     def on_after_train(self, trainer: Engine) -> None:
@@ -155,6 +161,19 @@ class ProgressBarHook(BaseHook):
         if self._line is not None:
             self._line.stop()
         self._progress = self._line = None
+        if VOICE.screen is self:
+            VOICE.screen = None
+
+    @property
+    def _redraws(self) -> bool:
+        return self._progress is not None or self._line is not None
+
+    def print_above(self, text: str) -> None:
+        """Prints a line of the log above what is redrawn."""
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif self._line is not None:
+            self._line.print_above(text)
 
     # -- what is shown --------------------------------------------------------------------------------------------
 
@@ -162,18 +181,14 @@ class ProgressBarHook(BaseHook):
     def _show(self, trainer: Engine, *, epoch: int | None = None) -> None:
         """Reads the means and shows them; the only place where the host waits for the device."""
         now = time.perf_counter()
-        means = self._means.compute()
-        samples = means.pop("num_samples", 0.0)
-        if samples and now > self._last_time:
-            means["rate"] = samples / (now - self._last_time)
+        means = self._read(trainer, now - self._last_time)
         if "lr" in trainer.step_info:
             means["lr"] = float(read_scalars(trainer.step_info["lr"][:1])[0])
         self._shown.update(means, step=trainer.step)
-        self._means.reset()
         self._last_time = now
         total = trainer.total_steps
         if self._line is not None:
-            self._line.show(" ".join(text for _, text in self._parts(trainer, epoch, total, now)))
+            self._line.show(fitting(self._parts(trainer, epoch, total, now), self._line.width - 1))
             return
         if self._progress is None:
             trainer.logger.info("%s", " ".join(text for _, text in self._parts(trainer, epoch, total, now)))
@@ -186,6 +201,15 @@ class ProgressBarHook(BaseHook):
         self._bar.bar_width = max(_LEAST_BAR, min(_BAR_WIDTH, self._progress.console.width - 1 - len(description)))
         self._progress.update(self._task, completed=trainer.step, total=total, description=description)
         self._progress.refresh()
+
+    def _read(self, trainer: Engine, seconds: float) -> dict[str, Any]:
+        """Returns the means since the last time something was shown, which was ``seconds`` ago."""
+        means = self._means.compute()
+        samples = means.pop("num_samples", 0.0)
+        if samples and seconds > 0:
+            means["rate"] = f"{samples / seconds:.0f}/s"
+        self._means.reset()
+        return means
 
     def _parts(self, trainer: Engine, epoch: int | None, total: int | None, now: float) -> list[tuple[int, str]]:
         """The texts in their order on the line, each with its rank: where room is short, high ranks go first."""
@@ -202,7 +226,7 @@ class ProgressBarHook(BaseHook):
         if "grad_norm" in shown:
             parts.append((5, f"grad {shown['grad_norm']:.2g}"))
         if "rate" in shown:
-            parts.append((6, f"{shown['rate']:.0f}/s"))
+            parts.append((6, shown["rate"]))
         done = trainer.step - self._first_step
         if total is not None and done > 0 and trainer.step < total:
             # Of this process alone: the steps before a resume took no time here.
@@ -213,17 +237,135 @@ class ProgressBarHook(BaseHook):
         return parts
 
 
-class _RedrawnLine:
-    """A line that is written over itself, which every notebook shows as one."""
+class RunProgress(ProgressBarHook):
+    """Progress that every face shows by itself, unless a handler or a hook of the user's shows it.
 
-    def __init__(self, stream: IO[str]):
+    A step costs it one look at the clock: the loss is read from the sums of the running epoch, which the engine keeps,
+    and the device is read when something is shown. Needs no package beyond torch; with rich the bar is nicer.
+
+    Where a face has a ProgressHook by itself, the lines of that one go to handlers of the user's only.
+
+    Example:
+        >>> hook = RunProgress()
+    """
+
+    state_key = "RunProgress"
+    implicit = True
+
+    def __init__(self) -> None:
+        super().__init__(line_seconds=_FIRST_LINES)
+        self._status: str = ""
+        self.status = lambda: self._status
+        self._last_step = 0
+        self._due = math.inf
+        self._before = (0, 0.0, 0.0)  # epoch, sum of losses and of weights when something was shown
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Starts the clock of this process; opens the bar if the run speaks and no other one is drawn."""
+        super().on_before_train(trainer)
+        self._status, self._last_step = "", trainer.step
+        self._before = (trainer.epoch, *trainer.epoch_means.sums("loss"))
+        self.idle = self._silent
+        if not self._silent:
+            VOICE.replaces_lines = True
+        self._plan()
+
+    def _open(self, trainer: Engine) -> None:
+        if not VOICE.speaks() or VOICE.screen is not None:
+            self._silent = True
+            return
+        try:
+            super()._open(trainer)
+        except MissingExtraError:
+            if is_terminal(sys.stderr):
+                self._line = _RedrawnLine(sys.stderr)
+
+    def _plan(self) -> None:
+        """Sets when something is shown next; the lines of a long run come less often."""
+        wait = self.refresh_seconds
+        if not self._redraws:
+            wait = min(max(self.line_seconds, (self._last_time - self._started) / 50), _LAST_LINES)
+        self._due = math.inf if self._silent else self._last_time + wait
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Shows the step when it is time."""
+        if time.perf_counter() >= self._due:
+            self._show(trainer)
+            self._plan()
+
+    def on_after_epoch(self, trainer: Engine) -> None:
+        """Notes what the epoch's evaluation gave, for the next time something is shown."""
+        self._before = (trainer.epoch, 0.0, 0.0)
+        for record in epoch_records(trainer)[-1:]:
+            numbers = {key: value for key, value in record.items() if isinstance(value, float)}
+            scores = {key: value for key, value in numbers.items() if key.startswith(("val_", "eval_"))}
+            self._status = " ".join(f"{key} {value:.4g}" for key, value in list(scores.items())[:3])
+            if "train_loss" in numbers:
+                self._shown["loss"] = numbers["train_loss"]
+        if self._redraws and time.perf_counter() >= self._due:
+            self._show(trainer, epoch=trainer.epoch)
+            self._plan()
+
+    def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
+        """Leaves the terminal as it was, with the last state of the bar on it."""
+        if not self._silent:
+            VOICE.replaces_lines = False
+        super().on_close(trainer, error)
+
+    def on_after_train(self, trainer: Engine) -> None:
+        """Shows the end of the run; without a terminal the line of the last epoch has told it."""
+        if self._redraws or not epoch_records(trainer):
+            super().on_after_train(trainer)
+
+    def _read(self, trainer: Engine, seconds: float) -> dict[str, Any]:
+        """Returns the mean loss since the last time, the norm of the latest gradient, and steps per second."""
+        found: dict[str, Any] = {}
+        epoch, value, weight = self._before
+        now = trainer.epoch_means.sums("loss")
+        value, weight = (value, weight) if epoch == trainer.epoch else (0.0, 0.0)
+        if now[1] > weight:
+            found["loss"] = (now[0] - value) / (now[1] - weight)
+        self._before = (trainer.epoch, *now)
+        if "grad_norm" in trainer.step_info:
+            found["grad_norm"] = float(read_scalars([trainer.step_info["grad_norm"]])[0])
+        if seconds > 0 and trainer.step > self._last_step:
+            found["rate"] = f"{(trainer.step - self._last_step) / seconds:.3g} steps/s"
+        self._last_step = trainer.step
+        return found
+
+    def _parts(self, trainer: Engine, epoch: int | None, total: int | None, now: float) -> list[tuple[int, str]]:
+        parts = super()._parts(trainer, epoch, total, now)
+        if trainer.state.saved_step is not None:
+            parts.append((7, f"saved {trainer.state.saved_step}"))
+        return parts
+
+
+class _RedrawnLine:
+    """A line that is written over itself, which every notebook shows as one.
+
+    Args:
+        stream: where it is written.
+        width: characters that fit; None asks the terminal.
+    """
+
+    def __init__(self, stream: IO[str], *, width: int | None = None):
         self._stream = stream
+        self._asked = width
+        self._text = ""
         self._width = 0
+
+    @property
+    def width(self) -> int:
+        return shutil.get_terminal_size().columns if self._asked is None else self._asked
+
+    def print_above(self, text: str) -> None:
+        self._stream.write(f"\r{text.ljust(self._width)}\n{self._text}")
+        self._stream.flush()
 
     def show(self, text: str) -> None:
         self._stream.write(f"\r{text.ljust(self._width)}")
         self._stream.flush()
-        self._width = len(text)
+        self._text, self._width = text, len(text)
 
     def stop(self) -> None:
         if self._width:

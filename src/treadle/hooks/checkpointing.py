@@ -32,6 +32,20 @@ _FILE = rf"{_FOLDER}\.pt"
 _LATEST = "checkpoint_latest"
 
 
+def step_states(folder: Path) -> list[Path]:
+    """Returns the states that a CheckpointingHook wrote to a folder: files, whole folders of shards, then links.
+
+    Example:
+        >>> step_states(Path("no_such_folder"))
+        []
+    """
+    numbered = sorted(folder.glob("checkpoint_step_*"))
+    files = [path for path in numbered if re.fullmatch(_FILE, path.name)]
+    folders = [path for path in numbered if re.fullmatch(_FOLDER, path.name) and is_whole(path)]
+    links = [folder / name for name in (_LATEST, f"{_LATEST}.pt") if os.path.lexists(folder / name)]
+    return [*files, *folders, *links]
+
+
 class CheckpointingHook(BaseHook):
     """Saves ``checkpoint_step_{step}.pt`` every ``interval`` steps, at the last step and at a signal.
 
@@ -44,7 +58,8 @@ class CheckpointingHook(BaseHook):
         keep_previous: how many of the newest to keep, the newest included; None keeps all.
         keep_interval: also save, and never delete, steps divisible by this; None or 0: off.
         path: folder; a relative one lies in the trainer's workspace.
-        load: ``"latest"``, a path (a bare name is looked up inside ``path``), or None.
+        load: ``"latest"``, the furthest intact state of the folder, whatever its write time; a path (a bare name is
+            looked up inside ``path``); or None.
         exit_signals: a signal or several that save and leave; None installs no handler.
         exit_code: ``"128+signal"`` or a number.
         exit_wait: seconds or a timedelta to sleep between saving and leaving.
@@ -98,6 +113,7 @@ class CheckpointingHook(BaseHook):
         self._exit = (exit_signals, exit_code, exit_wait)
         exit_plan(exit_signals, lambda: None, code=exit_code, wait=exit_wait)  # refuse bad values now
         self._saved_step: int | None = None
+        self._saved_epoch = 0
         self._resumed_from: Path | None = None
         self._background = background
         self._sharded = sharded
@@ -119,25 +135,33 @@ class CheckpointingHook(BaseHook):
         """
         self._resumed_from = None
         folder = self.folder(trainer)
-        links, numbered = on_rank_0(lambda: self._readied(folder))
+        states = on_rank_0(lambda: self._readied(folder))
         if self.load is None:
             return None
-        if str(self.load) != "latest":
+        if self.loads_latest and trainer.state.searched:
+            source = Path(trainer.state.source or "")
+            self._resumed_from = source if source.parent == folder else None
+            return None
+        if not self.loads_latest:
             path = Path(self.load)
             inside = folder / path
             self._resumed_from = inside if len(path.parts) == 1 and inside.exists() else path
             trainer.state.record_source(self._resumed_from)
             return open_on_ranks(self._resumed_from)
-        prefer = links[0] if links else None
-        found = find_latest([*numbered, *links], prefer=prefer, load=open_on_ranks)
+        found = find_latest(states, load=open_on_ranks)
         if found is None:
             return None
         self._resumed_from, tree = found
         trainer.state.record_source(self._resumed_from)
         return tree
 
-    def _readied(self, folder: Path) -> tuple[list[Path], list[Path]]:
-        """Checks that the folder is free, removes what is unfinished and lists the rest: links, and what has a number.
+    @property
+    def loads_latest(self) -> bool:
+        """Whether a run resumes from the furthest state of the folder."""
+        return str(self.load) == "latest"
+
+    def _readied(self, folder: Path) -> list[Path]:
+        """Checks that the folder is free, removes what is unfinished and lists the rest.
 
         Before any event, so that no hook touches the files of another run.
         """
@@ -147,11 +171,7 @@ class CheckpointingHook(BaseHook):
             with run_lock(folder):
                 for path in left:
                     tidy(path)
-        links = [folder / name for name in (_LATEST, f"{_LATEST}.pt") if os.path.lexists(folder / name)]
-        links.sort(key=lambda link: link.lstat().st_mtime_ns, reverse=True)  # copies, where there are no links
-        numbered = list(folder.glob("checkpoint_step_*"))
-        files = [path for path in numbered if re.fullmatch(_FILE, path.name)]
-        return links, [*files, *(path for path in numbered if re.fullmatch(_FOLDER, path.name) and is_whole(path))]
+        return step_states(folder)
 
     def claim(self, trainer: Engine) -> AbstractContextManager[None]:
         """Holds the folder for this process, and so checks that it can be written before any work is lost."""
@@ -161,7 +181,9 @@ class CheckpointingHook(BaseHook):
         """Makes ready to write."""
         if self._writes_folders(trainer):
             writers_group()  # made here, where all ranks are at the same point
+        trainer.state.origin.watch(self.folder(trainer), step_states)
         self._saved_step = trainer.step if self._resumed_from is not None else None
+        self._saved_epoch = trainer.epoch
 
     def on_after_step(self, trainer: Engine) -> None:
         """Asks for a checkpoint when one is due; it is written once every hook has seen the step."""
@@ -176,7 +198,7 @@ class CheckpointingHook(BaseHook):
         return self._writer.notice
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Saves the last step of a run that was stopped early, and waits for what is being written."""
+        """Saves the state that the run ended with, its last epoch included, and waits for what is being written."""
         trainer.request_write(lambda: self.save(trainer))
         trainer.request_write(self.wait_for_writes)
 
@@ -195,7 +217,7 @@ class CheckpointingHook(BaseHook):
         return exit_plan(signals, lambda: self._save_and_leave(trainer), code=code, wait=wait)
 
     def save(self, trainer: Engine) -> None:
-        """Writes the checkpoint of the present step, points the link to it and prunes; once per step.
+        """Writes the checkpoint of the present step, points the link to it and prunes; once per state.
 
         With ``background=True`` it returns once the state is copied.
 
@@ -225,8 +247,9 @@ class CheckpointingHook(BaseHook):
 
     def _save(self, trainer: Engine, *, background: bool) -> None:
         self.wait_for_writes()
-        if self._saved_step == trainer.step:
+        if (self._saved_step, self._saved_epoch) == (trainer.step, trainer.epoch):
             return
+        trainer.state.origin.clear()
         if self._writes_folders(trainer):
             self._writer.save_folder(
                 lambda buffers: trainer.state_dict(buffers=buffers, parts=True), self._write_folder(trainer),
@@ -236,7 +259,7 @@ class CheckpointingHook(BaseHook):
             self._writer.save_file(
                 lambda buffers: trainer.state_dict(buffers=buffers), self._write_file(trainer), background=background
             )
-        self._saved_step = trainer.step
+        self._saved_step, self._saved_epoch = trainer.step, trainer.epoch
 
     def _writes_folders(self, trainer: Engine) -> bool:
         if self._sharded is None:
@@ -244,9 +267,9 @@ class CheckpointingHook(BaseHook):
         return self._sharded
 
     def _write_file(self, trainer: Engine) -> Callable[[Mapping[str, Any]], None]:
-        """Returns what writes a copy of the present state; it asks nothing of the trainer or the hook any more."""
+        """Returns what writes a copy of the present state; it reads nothing of the trainer or the hook."""
         target = self.folder(trainer) / f"checkpoint_step_{trainer.step}.pt"
-        finish = self._finisher()
+        finish = self._finisher(trainer)
 
         def write(tree: Mapping[str, Any]) -> None:
             if save_checkpoint(tree, target) == target:
@@ -259,7 +282,7 @@ class CheckpointingHook(BaseHook):
         target = self.folder(trainer) / f"checkpoint_step_{trainer.step}"
         named = distributed.unwrap(trainer.model).named_parameters(remove_duplicate=False)
         equal = {clean_name(name) for name, parameter in named if not distributed.is_dtensor(parameter)}
-        finish = self._finisher()
+        finish = self._finisher(trainer)
 
         from treadle.checkpoint.sharded import save_sharded
 
@@ -268,15 +291,16 @@ class CheckpointingHook(BaseHook):
 
         return write
 
-    def _finisher(self) -> Callable[[Path], None]:
+    def _finisher(self, trainer: Engine) -> Callable[[Path], None]:
         """Returns what points the link to a new checkpoint and prunes the old ones."""
         protect = [] if self._resumed_from is None else [self._resumed_from]
-        retention = self.retention
+        retention, state, step = self.retention, trainer.state, trainer.step
 
         def finish(target: Path) -> None:
             point_to(target, f"{_LATEST}{target.suffix}")
             for other in {f"{_LATEST}.pt", _LATEST} - {f"{_LATEST}{target.suffix}"}:
                 remove_link(target.with_name(other))  # of a run that wrote the other kind
             retention.prune(target.parent, _PATTERN, [target, *protect])
+            state.record_saved(target, step)
 
         return finish

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from treadle import distributed
+from treadle.checkpoint.files import TEMPORARY, remove_leftover
 from treadle.checkpoint.find_step import nearest_state, stamp_of, states_in
-from treadle.checkpoint.retention import write_order
+from treadle.checkpoint.order import furthest_first
 from treadle.checkpoint.store import open_checkpoint, sync_folder, write_bytes, write_text
 from treadle.engine.hook import BaseHook
 from treadle.errors import CheckpointError, ConfigError
@@ -126,6 +127,8 @@ class NonFiniteHook(BaseHook):
     def on_before_train(self, trainer: Engine) -> None:
         """Sets the events of another run aside."""
         folder = in_workspace(trainer, self.path)
+        for leftover in folder.glob(f".*{TEMPORARY}"):
+            remove_leftover(leftover)
         if trainer.step == 0:
             files = states_in(in_workspace(trainer, self.checkpoints)) if self.policy == "rollback" else []
             self.foreign_states = {stamp_of(path) for path in files}
@@ -237,12 +240,12 @@ class NonFiniteHook(BaseHook):
         }  # fmt: skip
 
     def _nearest_file(self, trainer: Engine) -> str | None:
-        """Returns the newest checkpoint's file by its write time, unopened; None where there is none."""
+        """Returns the name of the furthest checkpoint; None where there is none."""
         if self.checkpoints.is_absolute() or trainer.workspace is not None:
             files = states_in(in_workspace(trainer, self.checkpoints))
             files = [path for path in files if stamp_of(path) not in self.foreign_states]
             if files:
-                return max(files, key=write_order).name
+                return furthest_first(files)[0].name
         return None
 
     def _write(self, trainer: Engine, event: dict[str, Any]) -> Path | None:
@@ -252,7 +255,7 @@ class NonFiniteHook(BaseHook):
         parent = in_workspace(trainer, self.path)
         rank = f"_rank_{distributed.rank()}" if distributed.world_size() > 1 else ""
         target = parent / f"step_{trainer.step:08d}_try_{trainer.progress.tries}{rank}"
-        staged = parent / f".{target.name}.{os.getpid()}"
+        staged = parent / f".{target.name}.{os.getpid()}{TEMPORARY}"
         try:
             if not target.exists() and parent.is_dir() and len(list(parent.iterdir())) >= self.max_events:
                 trainer.logger.debug("max_events=%d are written; this one is only logged", self.max_events)

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 class ProgressHook(IntervalHook):
     """Logs step, times, ETA, memory, loss, gradient norm and learning rates in one INFO line.
 
-    ``Step   100/10000: step 0.2500s data 0.0100s eta 6:00:00 loss 0.5234 grad_norm 2.3456 lr_0 1.00e-03``
+    ``Step   100/10000: step 0.2500s data 0.0100s eta 6:00:00 loss 0.5234 grad_norm 2.346 lr_0 1.00e-03``
+
+    Numbers have four significant digits. A line that comes before its interval is full, at the end of a run, gives the
+    number of steps that its means are taken over.
 
     Args:
         interval: steps between lines.
@@ -54,10 +57,12 @@ class ProgressHook(IntervalHook):
             parts.append(f"eta {hours(left)}")
         if "max_memory" in means:
             parts.append(f"mem {means['max_memory']:.2f}GiB")
-        parts += [f"{name} {means[name]:.4f}" for name in ("loss", "grad_norm") if name in means]
+        parts += [f"{name} {means[name]:.4g}" for name in ("loss", "grad_norm") if name in means]
         parts += [f"lr_{index} {value:.2e}" for index, value in enumerate(means["lr"])]
         line = " ".join(parts)
         if self.with_records and means.get("records"):
             flat = flatten_nested_dict(means["records"])
-            line += " | " + " ".join(f"{'/'.join(path)} {value:.4f}" for path, value in flat.items())
-        trainer.logger.info(line)
+            line += " | " + " ".join(f"{'/'.join(path)} {value:.4g}" for path, value in flat.items())
+        if rest := trainer.step % self.interval:
+            line += f" (means of the last {rest} step{'s' if rest > 1 else ''})"
+        trainer.logger.info(line, extra={"topic": "progress"})

@@ -120,21 +120,22 @@ class StepLogHook(BaseHook):
             return
         self._rows.add(trainer)
         if trainer.step % self.interval == 0 or trainer.is_last_step:
-            self._flush(trainer)
+            self.flush(trainer)
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
         """Writes what a run that resumes from this state would not see again."""
-        self._flush(trainer)
+        self.flush(trainer)
         state_dict["hooks"][self.state_key] = {"through": trainer.step}
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
         """Writes what is left, and the step that ended training as non-finite."""
         if self._file is not None and isinstance(error, NonFiniteError) and error.step == trainer.step:
             self._rows.add(trainer)
-        self._flush(trainer)
+        self.flush(trainer)
         self._file = None
 
-    def _flush(self, trainer: Engine) -> None:
+    def flush(self, trainer: Engine) -> None:
+        """Writes the rows that were collected."""
         if self._file is None or not len(self._rows):
             return
         lines = [json.dumps(to_json(row), allow_nan=False) for row in self._rows.read()]

@@ -24,9 +24,10 @@ def build_optimizer(
 ) -> AdamW:
     """Build AdamW with two groups: parameters that decay, then parameters that do not.
 
-    No decay for biases, the parameters of normalisation layers (told by the type of the module that owns
-    them) and names containing ``cls_token`` or ``pos_embed``. A parameter that several modules share is
-    undecayed if any of them says so. Frozen parameters are left out.
+    No decay for parameters with fewer than two dimensions, those of normalisation layers (told by the type of
+    the module that owns them), and class tokens and position tables that a module holds as ``cls_token`` or
+    ``pos_embed`` itself. A parameter that several modules share is undecayed if any of them says so. Frozen
+    parameters are left out.
 
     Args:
         model: The model; only parameters with ``requires_grad`` are taken.
@@ -79,11 +80,8 @@ def split_by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
     undecayed_ids = set()
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if is_normalisation(module) or "bias" in name.split("_"):
+            if is_normalisation(module) or param.dim() < 2 or name in _UNDECAYED_NAMES:
                 undecayed_ids.add(id(param))
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if any(part in name for part in _UNDECAYED_NAMES):
-            undecayed_ids.add(id(param))
     trainable = [param for param in model.parameters() if param.requires_grad]
     decayed = [param for param in trainable if id(param) not in undecayed_ids]
     undecayed = [param for param in trainable if id(param) in undecayed_ids]

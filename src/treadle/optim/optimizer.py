@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from treadle.distributed import unwrap
 from treadle.distributed.shards import placed_state
@@ -311,7 +313,7 @@ def move_optimizer_state(optimizer: Optimizer) -> None:
 
 
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
-    """Raises ConfigError if a scheduler moves another optimizer's learning rate."""
+    """Raises ConfigError if a scheduler moves another optimizer's learning rate, or its step wants an argument."""
     built_over = getattr(scheduler, "optimizer", optimizer)
     if built_over is not optimizer and getattr(built_over, "param_groups", None) is not optimizer.param_groups:
         raise ConfigError(
@@ -319,3 +321,21 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
             "one's learning rate; build it over the optimizer that you pass",
             argument="scheduler",
         )
+    if scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau) and (wants := _wanted_by_step(scheduler)):
+        raise ConfigError(
+            f"step() of the {type(scheduler).__name__} wants {wants!r}, as schedulers of timm do; here it is called "
+            "without arguments, as torch's are. Take a scheduler of torch.optim.lr_scheduler, or wrap this one in an "
+            "object whose step() counts and calls it",
+            argument="scheduler",
+        )
+
+
+def _wanted_by_step(scheduler: Any) -> str | None:
+    """Returns the first argument that ``step`` of a scheduler cannot do without, or None."""
+    try:
+        parameters = inspect.signature(scheduler.step).parameters.values()
+    except (AttributeError, TypeError, ValueError):
+        return None
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [one.name for one in parameters if one.default is inspect.Parameter.empty and one.kind not in kinds]
+    return needed[0] if needed else None

@@ -8,10 +8,59 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from treadle.errors import ConfigError
 
 logger = logging.getLogger("treadle.schedules")
+
+
+def step_plateau(scheduler: ReduceLROnPlateau, value: float) -> None:
+    """Steps a plateau scheduler, its relative threshold measured in the size of the best value.
+
+    torch's own is best * (1 - threshold), which lies on the wrong side of a negative best: there a value that stays the
+    same counts as better for ever. For values >= 0 both are the same.
+
+    Example:
+        >>> import torch
+        >>> scheduler = ReduceLROnPlateau(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), patience=0)
+        >>> for _ in range(3):
+        ...     step_plateau(scheduler, -1.0)
+        >>> round(scheduler.get_last_lr()[0], 6)
+        0.01
+    """
+    mode, threshold = scheduler.threshold_mode, scheduler.threshold
+    if mode == "rel" and -math.inf < scheduler.best < 0:
+        scheduler.threshold_mode, scheduler.threshold = "abs", threshold * -scheduler.best
+    try:
+        scheduler.step(value)
+    finally:
+        scheduler.threshold_mode, scheduler.threshold = mode, threshold
+
+
+def check_plateau(scheduler: Any, metric: str, mode: str) -> None:
+    """Raises if a plateau scheduler lowers the rate while its metric improves; other schedulers pass.
+
+    Args:
+        scheduler: of the run, or None.
+        metric: name of what it is stepped with.
+        mode: direction of that, ``"min"`` or ``"max"``.
+
+    Raises:
+        ConfigError: its mode is the other one.
+
+    Example:
+        >>> check_plateau(None, "val_loss", "min")
+    """
+    if isinstance(scheduler, ReduceLROnPlateau) and scheduler.mode != mode:
+        raise ConfigError(
+            f"a ReduceLROnPlateau(mode={scheduler.mode!r}) is stepped with {metric!r}, which is better the "
+            f"{'higher' if mode == 'max' else 'lower'} it is: it would lower the rate while training improves; build "
+            f"it with mode={mode!r}",
+            argument="scheduler",
+        )
 
 
 def warmup_cosine_factor(step: int, *, warmup_steps: int, total_steps: int, min_scale: float) -> float:

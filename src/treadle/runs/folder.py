@@ -11,10 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from treadle.checkpoint.store import write_text
+from treadle.checkpoint.files import write_text
 from treadle.config.yaml_files import parse
 from treadle.errors import CheckpointError, ConfigError, nearest
-from treadle.hooks.files import next_free
 from treadle.runs.settings import changes
 
 SPLITS = ("train", "val", "test")
@@ -198,6 +197,8 @@ def _cause(error: Exception) -> str:
 def set_aside(folder: Path) -> None:
     """Renames a file or folder of an earlier run; an empty folder, of one that was killed early, stays."""
     if folder.exists() and not (folder.is_dir() and all(path.name.startswith(".") for path in folder.iterdir())):
+        from treadle.hooks.files import next_free
+
         aside = next_free(folder)
         folder.rename(aside)
         _log.info("%s belonged to an earlier run and is now %s", folder.name, aside.name)

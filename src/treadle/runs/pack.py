@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from treadle.checkpoint.lock import check_free
+from treadle.checkpoint.order import furthest_first, is_aside
 from treadle.checkpoint.ranks import open_on_ranks
 from treadle.checkpoint.store import find_latest, load_weights, write_text
 from treadle.device import get_device
@@ -32,6 +33,7 @@ from treadle.errors import ConfigError
 from treadle.faces.step import BaseTrainer
 from treadle.hooks import SignalHook, StepLogHook
 from treadle.hooks.bar import ProgressBarHook
+from treadle.hooks.checkpointing import step_states
 from treadle.hooks.files import to_json
 from treadle.runs import folder as folders
 from treadle.runs.overrides import apply_overrides, leaves
@@ -649,7 +651,7 @@ def load_newest(run: Run[Any], trainer: Any, *, epochs: int, step: Callable[[], 
     """
     last = run.checkpoints / "last.pt"
     candidates = by_rank_0(lambda: [path for path in (last, last.with_name("best.pt")) if os.path.lexists(path)])
-    found = find_latest(candidates, prefer=last, load=open_on_ranks)
+    found = find_latest(candidates, load=open_on_ranks)  # a damaged last.pt is named, and best.pt taken in its place
     if found is None:
         return "fresh"
     trainer.load_checkpoint(found[0])
@@ -657,17 +659,17 @@ def load_newest(run: Run[Any], trainer: Any, *, epochs: int, step: Callable[[], 
 
 
 def newest_checkpoint(out: Path, parts: Sequence[str]) -> str:
-    """Returns where a run starts, by the newest checkpoint of its folder, of the last part that has one.
+    """Returns where a run starts, by the furthest checkpoint of its folder, of the last part that has one.
 
     Example:
         >>> newest_checkpoint(Path("no_such_run"), [""])
         'fresh'
     """
     for part in reversed(parts):
-        for name in ("checkpoint_latest.pt", "checkpoint_latest"):  # a file, or a folder of shards
-            latest = out / part / "checkpoints" / name
-            if os.path.lexists(latest):
-                return f"goes on from {latest.with_name(Path(os.path.realpath(latest)).name)}"
+        states = [state for state in step_states(out / part / "checkpoints") if not is_aside(state)]
+        if states:
+            furthest = furthest_first(states)[0]
+            return f"goes on from {furthest.with_name(Path(os.path.realpath(furthest)).name)}"
     return "fresh"
 
 

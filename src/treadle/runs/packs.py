@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treadle.errors import ConfigError, nearest
 from treadle.runs.folder import read_record
-from treadle.runs.pack import Pack
+
+if TYPE_CHECKING:
+    from treadle.runs.pack import Pack
 
 PACKS = {
     "spectra": "treadle.spectra.runs:PACK",
@@ -70,6 +72,8 @@ def find_pack(name: str) -> Pack[Any, Any, Any]:
             argument="face",
             value=name,
         ) from error
+    from treadle.runs.pack import Pack
+
     if not isinstance(found, Pack) or found.name != name:
         what = f"a pack called {found.name!r}" if isinstance(found, Pack) else f"a {type(found).__name__}"
         raise ConfigError(

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from treadle.checkpoint.store import write_text
+from treadle.checkpoint.files import write_text
 
 _PAGE = Template("""<!doctype html>
 <html lang="en">

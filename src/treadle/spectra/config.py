@@ -117,7 +117,7 @@ class TrainerConfig:
     early_stop_min_delta: float = 0.0
     """Smallest improvement that counts."""
     resume_from: str | Path | None = "auto"
-    """``"auto"``: ``checkpoints/last.pt`` if it is there; a path: must exist; None: start afresh."""
+    """``"auto"``: the furthest intact checkpoint of the run, if any; a path: must exist; None: start afresh."""
     selection: str = "best"
     """``"best"`` by validation with early stop, or ``"last"``: a fixed budget."""
     accumulation_steps: int = 1

@@ -2,14 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from treadle.checkpoint.rank_writer import RankWriter
+from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.store import averaged_weights, save_checkpoint, scored_weights
-from treadle.faces.folder import write_best_and_last
+from treadle.engine import Engine
+from treadle.faces.folder import RunFolder, write_best_and_last
 
 Selection = Literal["improved", "not improved", "last"]
+
+
+class SpectraFolder(RunFolder):
+    """Folder of ``checkpoints/last.pt`` and ``checkpoints/best.pt``, and of the exported weights.
+
+    Args:
+        engine: whose state they hold.
+        writer: writes them, perhaps in the background.
+        path: the folder.
+
+    Example:
+        >>> # folder = SpectraFolder(engine, RankWriter(), Path("run"))
+    """
+
+    loss_settings = ("loss_type", "reduction")
+
+    def __init__(self, engine: Engine, writer: RankWriter, path: Path):
+        super().__init__(engine, "out_dir")
+        self._writer = writer
+        self._resolved = False
+        self.use(path)
+
+    def candidates(self, folder: Path) -> Iterable[Path]:
+        """Returns the last and the best, also where they are not finite."""
+        return [
+            folder / "checkpoints" / f"{stem}{aside}.pt" for stem in ("last", "best") for aside in ("", ".nonfinite")
+        ]
+
+    def resume_once(self, source: str | Path | None) -> None:
+        """Loads what ``resume_from`` names, once and only into a run that has not started."""
+        if self._resolved or self.engine.step > 0 or source is None:
+            return
+        self._resolved = True
+        self.resume(source)
+
+    def restore(self, tree: Mapping[str, Any], source: str | Path) -> None:
+        """Restores a checkpoint tree in place; nothing is resumed from after it.
+
+        Raises:
+            CheckpointError: the model or the optimizer does not fit.
+        """
+        super().restore(tree, source)
+        self._resolved = True
+
+    def write_epoch(self, selection: Selection, *, background: bool) -> None:
+        """Writes the files of an epoch; all ranks take part."""
+        folder = self.path
+        assert folder is not None
+        self.before_write()
+        self._writer.save_file(
+            lambda buffers: self.engine.state_dict(buffers=buffers),
+            lambda tree: write_epoch(tree, folder, selection),
+            background=background,
+        )
+        self.record_written()
+
+    def write_checkpoints(self, *, is_best: bool) -> None:
+        """Writes ``checkpoints/last.pt``, and ``checkpoints/best.pt`` if it is the best; all ranks take part."""
+        folder = self.path
+        assert folder is not None
+        self._writer.wait()
+        self.before_write()
+        tree = self.engine.state_dict()
+        on_rank_0(lambda: write_best_and_last(tree, folder / "checkpoints", is_best=is_best))
+
+    def write_last(self) -> None:
+        """Writes ``checkpoints/last.pt``; all ranks take part."""
+        self.write_checkpoints(is_best=False)
 
 
 def write_epoch(tree: Mapping[str, Any], out_dir: Path, selection: Selection) -> None:

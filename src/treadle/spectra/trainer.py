@@ -17,19 +17,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from treadle import distributed
 from treadle.capture.compile import check_compile
 from treadle.checkpoint.rank_writer import RankWriter
-from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks
+from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.schema import to_plain
-from treadle.checkpoint.store import find_latest, load_checkpoint, save_checkpoint
+from treadle.checkpoint.store import load_checkpoint, save_checkpoint
 from treadle.device import get_device
 from treadle.distributed.state_names import model_state
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
 from treadle.engine.settings import check_capture
-from treadle.errors import CheckpointError, ConfigError
+from treadle.engine.voice import speaking
+from treadle.errors import ConfigError
 from treadle.faces.build import EngineCounters, place
+from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.epochs import numbers_of
-from treadle.faces.folder import say_if_other_loss, write_best_and_last
 from treadle.faces.parallel import ParallelConfig
 from treadle.hooks.background import BackgroundErrorHook
 from treadle.hooks.ema import EmaHook
@@ -39,7 +40,7 @@ from treadle.optim.ema import Ema
 from treadle.optim.precision import PrecisionName, tf32
 from treadle.spectra.config import TrainerConfig
 from treadle.spectra.epochs import SpectraEpochs
-from treadle.spectra.files import Selection, write_epoch
+from treadle.spectra.files import Selection, SpectraFolder
 from treadle.spectra.task import Augmenter, SpectraTask
 
 _log = logging.getLogger("treadle.spectra")
@@ -60,6 +61,7 @@ class SpectraTrainer(EngineCounters):
         scheduler_interval: ``"step"`` (applied steps) or ``"epoch"``.
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
+        progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
         augmenter: changes the model's input in training, see :class:`SpectraAugmenter`.
         parallel: as ``cfg.parallel``, or a ParallelConfig; wins over it.
 
@@ -87,6 +89,7 @@ class SpectraTrainer(EngineCounters):
         augmenter: Augmenter | None = None,
         trackers: str | Sequence[TrackerChoice] = (),
         parallel: ParallelConfig | str | None = None,
+        progress: bool = True,
     ):
         self.cfg = TrainerConfig() if cfg is None else dataclasses.replace(cfg)
         self._device_asked = self.cfg.device if device is None else device
@@ -97,16 +100,18 @@ class SpectraTrainer(EngineCounters):
         self.scheduler = scheduler
         self.train_loader = train_loader
         self.val_loader = val_loader
-        self.out_dir = Path(self.cfg.out_dir).absolute()
-        self._resolved = False
+        out_dir = Path(self.cfg.out_dir).absolute()
         self._writer = RankWriter()
         self._selects = self._choose_selection()
-        self._engine = self._build_engine(scheduler_interval, with_trackers(hooks, trackers), augmenter)
+        self._engine = self._build_engine(
+            scheduler_interval, with_trackers(hooks, trackers), augmenter, out_dir, progress=progress
+        )
         rule = None
         if self._selects:
             delta, patience = self.cfg.early_stop_min_delta, self.cfg.early_stop_patience
             rule = BestRule("val_loss", "min", delta, patience)
         self._epochs = SpectraEpochs(self._engine, best=rule)
+        self._folder = SpectraFolder(self._engine, self._writer, out_dir)
 
     def _choose_selection(self) -> bool:
         if self.cfg.selection == "best" and self.val_loader is None:
@@ -115,12 +120,18 @@ class SpectraTrainer(EngineCounters):
         return self.cfg.selection == "best"
 
     def _build_engine(
-        self, interval: Literal["step", "epoch"], hooks: Sequence[BaseHook], augmenter: Augmenter | None
+        self,
+        interval: Literal["step", "epoch"],
+        hooks: Sequence[BaseHook],
+        augmenter: Augmenter | None,
+        out_dir: Path,
+        *,
+        progress: bool,
     ) -> Engine:
         cfg = self.cfg
         own: list[BaseHook] = [EmaHook(cfg.ema_decay, use_buffers=True)] if cfg.use_ema else []
         keys = ("epoch", "train_loss", "val_loss", "lr")
-        own.append(HistoryHook(self.out_dir / "training_history.json", lambda: self.history, keep=keys))
+        own.append(HistoryHook(out_dir / "training_history.json", lambda: self.history, keep=keys))
         if cfg.background_saves:
             own.append(BackgroundErrorHook(self._writer))
         precision: PrecisionName | None = None
@@ -137,16 +148,27 @@ class SpectraTrainer(EngineCounters):
             grad_clip=cfg.grad_clip,
             accumulation_steps=cfg.accumulation_steps,
             max_non_finite_grad_retries=cfg.max_non_finite_grad_retries,
-            hooks=[*own, *hooks],
+            hooks=with_default_hooks([*own, *hooks], given=hooks, progress=progress),
+            progress=progress,
             eval_seed=cfg.eval_seed,
             capture=check_capture(cfg.capture),
             logger=_log,
             face="spectra",
             config=cfg.to_dict(),
-            workspace=self.out_dir,
+            workspace=out_dir,
         )
 
     # -- what happened so far -------------------------------------------------------------------------------------
+
+    @property
+    def out_dir(self) -> Path:
+        """The folder of the run; may be assigned between two calls."""
+        assert self._folder.path is not None
+        return self._folder.path
+
+    @out_dir.setter
+    def out_dir(self, path: str | Path) -> None:
+        self._folder.use(path)
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -188,9 +210,10 @@ class SpectraTrainer(EngineCounters):
             )
         if self._epochs.best is not None:
             self._epochs.best.start_epoch = max(1, int(epochs * self.cfg.early_stop_start_ratio))
-        with held_by_rank_0(self.out_dir), self._writer, tf32(self.cfg.enable_tf32):
+        with speaking(self._engine), self._folder.held(), self._writer, tf32(self.cfg.enable_tf32):
             self._resume()
             self._epochs.fit(self.train_loader, self.val_loader, epochs, after_epoch=self._write_epoch)
+            self._folder.write_end()
         return {"best": self.best, "epochs": self.epoch}
 
     def train_one_epoch(self) -> float:
@@ -211,43 +234,16 @@ class SpectraTrainer(EngineCounters):
     # -- files ----------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        """Loads what ``cfg.resume_from`` names, once and only into a run that has not started."""
-        source = self.cfg.resume_from
-        if self._resolved or self.step > 0 or source is None:
-            return
-        self._resolved = True
-        if str(source) != "auto":
-            self._restore(open_on_ranks(source), str(source))
-            return
-        folder = self.out_dir / "checkpoints"
-        last = folder / "last.pt"
-        found = find_latest([last, folder / "best.pt"], prefer=last, load=open_on_ranks)
-        if found is not None:
-            self._restore(found[1], str(found[0]))
-
-    def _restore(self, tree: Mapping[str, Any], source: str) -> None:
-        try:
-            self._engine.load_state_dict(tree)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{source}: {error}. Another model needs another out_dir, or resume_from=None to start afresh here"
-            ) from error
-        say_if_other_loss(self._engine, tree, ("loss_type", "reduction"))
-        self._engine.state.record_source(source)
-        _log.info("resumed from %s at step %d, epoch %d", source, self.step, self.epoch)
+        self._folder.resume_once(self.cfg.resume_from)
 
     def _write_epoch(self, record: Mapping[str, Any]) -> None:
-        out_dir = self.out_dir
         selection: Selection = "last"
         if self._selects:
             selection = "improved" if self._epochs.improved else "not improved"
-        self._writer.save_file(
-            lambda buffers: self._engine.state_dict(buffers=buffers),
-            lambda tree: write_epoch(tree, out_dir, selection),
-            background=self.cfg.background_saves,
-        )
+        self._folder.write_epoch(selection, background=self.cfg.background_saves)
+        self._engine.state.record_saved(self.out_dir / "checkpoints" / "last.pt", self.step)
         if distributed.rank() == 0:
-            _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record))
+            _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record), extra={"topic": "epoch"})
 
     def save_checkpoint(self, epoch: int, is_best: bool) -> None:
         """Writes ``checkpoints/last.pt``, and ``checkpoints/best.pt`` if ``is_best``.
@@ -260,9 +256,7 @@ class SpectraTrainer(EngineCounters):
             _log.warning(
                 "save_checkpoint(epoch=%d): the state is that of epoch %d and is saved as such", epoch, self.epoch
             )
-        self._writer.wait()
-        tree = self._engine.state_dict()
-        on_rank_0(lambda: write_best_and_last(tree, self.out_dir / "checkpoints", is_best=is_best))
+        self._folder.write_checkpoints(is_best=is_best)
 
     def save_weights_only(self, filename: str = "best_model.pt") -> Path:
         """Writes the weights that are evaluated (the average when it is on) as a plain state dict; all ranks call."""
@@ -276,8 +270,7 @@ class SpectraTrainer(EngineCounters):
         Raises:
             CheckpointError: the file is missing, damaged, or of another model.
         """
-        self._restore(load_checkpoint(path), str(path))
-        self._resolved = True
+        self._folder.restore(load_checkpoint(path), path)
         return self.epoch + 1
 
 

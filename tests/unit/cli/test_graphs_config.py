@@ -18,8 +18,8 @@ from treadle.graphs.groups import CONF
 from treadle.graphs.idle_settings import _OF_OPTIMIZER, _OF_SCHEDULER, refuse_idle
 from treadle.graphs.model_options import ModelOptions
 from treadle.graphs.run_build import build_trainer, prepare_data, train_loader
-from treadle.graphs.run_config import FREE, GraphsConfig, read_settings
-from treadle.runs.settings import flat
+from treadle.graphs.run_config import FREE, RECIPE, GraphsConfig, read_settings
+from treadle.runs.settings import changes, flat
 
 
 def choices(group: str, folder: str = "") -> list[str]:
@@ -53,8 +53,10 @@ def test_every_option_of_a_model_is_a_key_and_every_group_builds_one() -> None:
     of_the_data = {"num_features", "num_classes", "num_edge_features", "node_pe_dim", "relative_pe_dim", "task"}
     for choice in choices("model"):
         model = read_settings([f"model={choice}"]).model
-        assert model.keys() == vars(ModelOptions(num_features=1)).keys() - of_the_data
-        ModelOptions(num_features=1, **{key: value for key, value in model.items() if value is not None})
+        assert model.keys() == vars(ModelOptions(num_features=1)).keys() - of_the_data - {"statistics"} | {
+            "standardize"
+        }
+        ModelOptions(num_features=1, **read_settings([f"model={choice}"]).model_options)
 
 
 def test_the_keys_of_the_seed_document_hold() -> None:
@@ -164,7 +166,11 @@ PAIRS = {"level": "edge", "task_type": "regression"}
     [
         (["pe=light", "pe.node.lap.k=8"], "pe.node.lap.k=8: would be without effect, as pe.node.type is 'rwse'"),
         (["pe=light", "pe.node.rwse.scales=[2,4]"], None),
-        (["pe.node.lap.k=8", "pe.node.normalize=graph"], None),
+        (["pe.node.type=combined", "pe.node.lap.k=8", "pe.node.normalize=graph"], None),
+        (["pe.node.lap.k=8"], "as pe.node.type is 'rwse'"),
+        (["model.name=mpnn", "pe.relative.max_distance=5"], "as model.name is 'mpnn', which has no attention"),
+        (["model.use_local=false", "model.mpnn_type=gatedgcn"], "as model.use_local is False"),
+        (["model.use_local=false"], None),
         (["pe=none", "pe.node.dim=64"], "as pe.node.enabled is False"),
         (["pe=none", "pe.node.enabled=true"], None),
         (["pe.relative.type=none", "pe.relative.num_buckets=8"], "as pe.relative.type is 'none'"),
@@ -205,7 +211,13 @@ def test_what_only_some_types_read_is_what_they_are_changed_by() -> None:
         for key, value in {"betas": (0.5, 0.6), "eps": 0.1, "momentum": 0.5}.items():
             assert (get_optimizer(model, kind, **{key: value}).defaults != plain) == (key in used)
     for kind, used in _OF_SCHEDULER.items():
-        for key, value in {"warmup_epochs": 3, "min_lr": 1e-5, "step_size": 2, "gamma": 0.5}.items():
+        for key, value in {
+            "warmup_epochs": 3,
+            "warmup_offset": 1,
+            "min_lr": 1e-5,
+            "step_size": 2,
+            "gamma": 0.5,
+        }.items():
             assert (rates(kind, {key: value}) != rates(kind, {})) == (key in used), (kind, key)
 
 
@@ -240,3 +252,50 @@ def test_capture_pads_batches_into_a_few_shapes_and_other_runs_are_as_they_were(
         read_settings(["training.buckets=0"])
     with pytest.raises(ConfigError, match="capture='often': use True, False or 'auto'"):
         read_settings(["training.capture=often"])
+
+
+FORMER = {
+    "model.readout": "mean", "model.mpnn_type": "gin", "model.hidden_dim": 64, "training.optimizer.lr": 1e-3,
+    "pe.node.type": "combined", "pe.node.dim": 32, "pe.node.rwse.scales": [1, 2, 4, 8, 16],
+}  # fmt: skip
+
+
+def former() -> dict[str, Any]:
+    """Settings of a run of before the recipe, as its folder has them."""
+    values = read_settings([]).to_dict()
+    del values["model"]["standardize"], values["training"]["scheduler"]["warmup_offset"]
+    for key, value in FORMER.items():
+        *path, name = key.split(".")
+        section = values
+        for part in path:
+            section = section[part]
+        section[name] = value
+    return values
+
+
+def test_the_recipe_is_what_the_quick_groups_compose() -> None:
+    known = flat(read_settings([]).to_dict())
+    assert {key: known[key] for key in RECIPE} == RECIPE
+
+
+def test_a_run_of_before_keeps_the_defaults_that_it_was_started_with() -> None:
+    stored, now = former(), read_settings([])
+    started = now.as_started(stored, set_by_hand=())
+    assert changes(stored, started.to_dict()) == {}
+    assert started.as_started(started.to_dict(), set_by_hand=()).to_dict() == started.to_dict()
+    assert now.as_started(started.to_dict(), set_by_hand=()).to_dict() == started.to_dict()
+    assert "statistics" not in started.model_options
+    by_hand = now.as_started(stored, set_by_hand=["model.mpnn_type"])
+    assert changes(stored, by_hand.to_dict()) == {"model.mpnn_type": ("gin", "gatedgcn")}
+    light = read_settings(["pe=light"])
+    assert light.as_started({**stored, "pe": light.pe}, set_by_hand=()).pe == light.pe
+
+
+def test_a_run_of_today_is_not_changed_by_what_it_stored() -> None:
+    now = read_settings(["pe=none", "model=gps"])
+    assert now.as_started(now.to_dict(), set_by_hand=()).to_dict() == now.to_dict()
+
+
+def test_message_passing_alone_has_no_encodings_of_pairs() -> None:
+    assert set(read_settings(["model=gatedgcn"]).encodings) == {"node"}
+    assert set(read_settings([]).encodings) == {"node", "relative"}

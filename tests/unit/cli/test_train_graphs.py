@@ -312,7 +312,7 @@ def test_help_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
         ("train", "graphs", "--help"): ["--no-resume", "  treadle train graphs pe=none"],
         ("evaluate", "--help"): ["--split", "  treadle evaluate runs/graphs"],
         ("train", "graphs", "--show-settings", "pe=light"): [
-            "training.epochs=40", "pe.node.dim=16", "model.hidden_dim=64", "training.early_stopping=null",
+            "training.epochs=40", "pe.node.dim=16", "model.hidden_dim=56", "training.early_stopping=null",
         ],
     }.items():  # fmt: skip
         with pytest.raises(SystemExit) as left:

@@ -258,7 +258,7 @@ def test_torch_geometric_takes_the_transform_and_shifts_the_pairs():
     shapes = [path(3), cycle(4)]
     graphs = [transform(Data(edge_index=edges, num_nodes=n)) for edges, n in shapes]
     batch = Batch.from_data_list(graphs)
-    assert batch.node_pe.shape == (7, 32)
+    assert batch.node_pe.shape == (7, 20)
     assert batch.edge_pe.shape == (25, 32)
     assert torch.equal(batch.edge_pe_index[:, :9], graphs[0].edge_pe_index)
     assert torch.equal(batch.edge_pe_index[:, 9:], graphs[1].edge_pe_index + 3)
@@ -268,7 +268,7 @@ def test_torch_geometric_takes_the_transform_and_shifts_the_pairs():
 # Signs
 
 
-FLIP = {"node": {"lap": {"k": 4, "sign_invariant": "flip"}}}
+FLIP = {"node": {"type": "combined", "dim": 32, "lap": {"k": 4, "sign_invariant": "flip"}, "rwse": {"scales": [1, 2]}}}
 
 
 def test_which_columns_are_flipped_follows_from_the_settings():

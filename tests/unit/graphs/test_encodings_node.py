@@ -251,7 +251,7 @@ def test_a_component_does_not_see_the_others(encoding):
 def test_nodes_without_an_edge(shape):
     n = shape[1]
     close(lap_pe(*shape, k=3), torch.zeros(n, 3), 0)
-    close(rwse_pe(*shape), torch.zeros(n, 5), 0)
+    close(rwse_pe(*shape), torch.zeros(n, 20), 0)
     close(hks_pe(*shape), torch.ones(n, 5), 0)
     close(role_pe(*shape), torch.zeros(n, 3), 0)
 
@@ -307,8 +307,8 @@ def test_a_setting_outside_its_range_is_refused(call):
 
 def test_combined_is_the_four_side_by_side_and_padded():
     edges, n = random_graph(24, 0.15, 9)
-    found = compute_node_pe(edges, n, "default")
-    parts = [lap_pe(edges, n), rwse_pe(edges, n), hks_pe(edges, n), role_pe(edges, n)]
+    found = compute_node_pe(edges, n, "combined")
+    parts = [lap_pe(edges, n), rwse_pe(edges, n, scales=[1, 2, 4, 8, 16]), hks_pe(edges, n), role_pe(edges, n)]
     assert torch.equal(found, torch.cat([*parts, torch.zeros(n, 3)], dim=1))
     assert all(part.abs().sum() > 1 for part in parts)
 
@@ -319,5 +319,5 @@ def test_normalize_gives_mean_0_and_variance_1_and_a_constant_becomes_0():
     scaled = compute_node_pe(edges, n, {"node": {"type": "hks", "dim": 7, "normalize": "graph"}})
     close(scaled[:, :5], (plain[:, :5] - plain[:, :5].mean(0)) / plain[:, :5].std(0, correction=0), 1e-4)
     assert torch.equal(scaled[:, 5:], torch.zeros(n, 2))
-    assert torch.equal(compute_node_pe(*cycle(7), {"node": {"normalize": "graph", "type": "hks"}}), torch.zeros(7, 32))
-    assert torch.equal(compute_node_pe(*edgeless(1), {"node": {"normalize": "graph"}}), torch.zeros(1, 32))
+    assert torch.equal(compute_node_pe(*cycle(7), {"node": {"normalize": "graph", "type": "hks"}}), torch.zeros(7, 5))
+    assert torch.equal(compute_node_pe(*edgeless(1), {"node": {"normalize": "graph"}}), torch.zeros(1, 20))

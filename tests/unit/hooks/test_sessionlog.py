@@ -11,7 +11,7 @@ from hook_kit import Small, Stop, run_engine, run_mini
 from treadle import CheckpointingHook, SessionLogHook
 from treadle.engine.observers import observing
 from treadle.hooks import BaseHook, sessionlog
-from treadle.runs.record import SessionKeeper
+from treadle.runs.record_hooks import SessionKeeper
 
 
 def lines(folder):

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 REBUILDS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor")
 CALLABLE = {
     *(f"torch._utils.{name}" for name in REBUILDS),
@@ -31,7 +29,21 @@ _NAMES = {
     "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexDouble": "complex128",
     "ComplexFloat": "complex64",
 }  # fmt: skip
-_DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_DTYPES = {  # bytes of an element; a table, as looking into a file is to load no torch
+    f"torch.{name}": width
+    for width, names in {
+        1: (
+            "bool uint8 int8 quint8 qint8 quint4x2 quint2x4 bits1x8 bits2x4 bits4x2 bits8 bit uint1 uint2 uint3 uint4 "
+            "uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7 float8_e5m2 float8_e4m3fn float8_e5m2fnuz "
+            "float8_e4m3fnuz float8_e8m0fnu float4_e2m1fn_x2"
+        ),
+        2: "int16 short uint16 float16 half bfloat16 bits16",
+        4: "int32 int uint32 qint32 float32 float complex32 chalf",
+        8: "int64 long uint64 float64 double complex64 cfloat",
+        16: "complex128 cdouble",
+    }.items()
+    for name in names.split()
+}
 DATA = {
     *_DTYPES, "torch.Tensor", "torch.nn.parameter.Parameter", "torch.storage.UntypedStorage",
     *(f"torch.{kind}Storage" for kind in _ITEM_SIZES),
@@ -145,7 +157,7 @@ def tensor_of(function: str, arguments: tuple[Any, ...]) -> TensorEntry:
     width = _ITEM_SIZES[storage.kind]
     if function == "_rebuild_tensor_v3":
         dtype = dtype_name(arguments[6])
-        width = _DTYPES[f"torch.{dtype}"].itemsize
+        width = _DTYPES[f"torch.{dtype}"]
     if len(sizes) != len(strides):
         raise PickleError(f"a tensor has {len(sizes)} sizes and {len(strides)} strides")
     numel = math.prod(sizes)

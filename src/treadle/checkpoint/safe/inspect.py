@@ -17,12 +17,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from treadle.checkpoint.retention import write_order
+from treadle.checkpoint.files import FORMAT_NAME
 from treadle.checkpoint.safe.archive import Archive, ArchiveError, open_plain_file, read_archive, read_pickle
 from treadle.checkpoint.safe.claims import Made, Named, TensorEntry, shortened
 from treadle.checkpoint.safe.inspect_shards import inspect_shards
 from treadle.checkpoint.safe.pickled import walk_pickle
-from treadle.checkpoint.schema import FORMAT_NAME
 from treadle.checkpoint.shard_manifest import STATE, has_shards
 from treadle.errors import CheckpointError
 
@@ -41,7 +40,7 @@ def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
     Returns:
         For a file ``kind``, ``size``, ``problems`` (empty: intact and free of code), ``globals`` (what its pickle
         would import), ``tensors``, ``values`` and, where it has them, ``step``, ``epoch``, ``format``, ``versions``.
-        For a folder of shards also ``shards`` and ``ranks``. For another ``kind`` and ``checkpoints``, newest first.
+        For a folder of shards also ``shards`` and ``ranks``. For another ``kind`` and ``checkpoints``, furthest first.
 
     Raises:
         CheckpointError: there is no such file or folder, or it cannot be read.
@@ -276,7 +275,7 @@ def _inspect_folder(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{str(folder)!r} cannot be inspected: {error.strerror}") from None
     checkpoints = []
     files = [path for path in inside if path.suffix in (".pt", ".pth", ".ckpt", ".safetensors") or has_shards(path)]
-    for path in sorted(files, key=write_order, reverse=True):
+    for path in sorted(files):
         link = os.readlink(path) if path.is_symlink() else None
         try:
             found = inspect_path(path)
@@ -292,4 +291,5 @@ def _inspect_folder(folder: Path) -> dict[str, Any]:
                 **kept,
             }
         )
-    return {"path": os.fspath(folder), "kind": "folder", "checkpoints": checkpoints}
+    checkpoints.sort(key=lambda found: [found[key] if isinstance(found[key], int) else -1 for key in ("step", "epoch")])
+    return {"path": os.fspath(folder), "kind": "folder", "checkpoints": checkpoints[::-1]}

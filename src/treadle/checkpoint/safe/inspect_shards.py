@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from treadle.checkpoint.files import STORED
 from treadle.checkpoint.shard_manifest import folder_problems, read_marker
-from treadle.checkpoint.tensor_table import STORED
 from treadle.errors import CheckpointError
 
 

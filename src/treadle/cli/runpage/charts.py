@@ -24,7 +24,8 @@ def title_of(chart: str) -> str:
         ('Gradient norm', 'Loss ce')
     """
     words = chart.replace("_", " ").replace("/", ", ")
-    return _TITLES.get(chart, words[:1].upper() + words[1:])
+    unit = " (s)" if chart.endswith("_time") else ""
+    return _TITLES.get(chart, words[:1].upper() + words[1:] + unit)
 
 
 def charts_of(runs: Sequence[Sequence[Series]]) -> list[dict[str, Any]]:

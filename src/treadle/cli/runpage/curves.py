@@ -16,6 +16,7 @@ from treadle.cli.runpage.sessions import Timeline, read_sessions
 MOST_POINTS = 1500
 _PARTS = {"train": "training", "val": "validation", "eval": "validation", "valid": "validation", "test": "test"}
 _PLACES = ("step", "epoch", "global_step")
+_RATE_OF_A_GROUP = re.compile(r"lr[_/](group_?)?\d+")  # a step log has the rates already
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,15 @@ class Series:
 def series_of(records: RunRecords) -> list[Series]:
     """Returns the series of a run: those by step first, then those by epoch, then the marks."""
     axes = _axes_of(records)
-    found = [*_of_steps(records.steps, axes), *_of_points(records.points, axes)]
-    shown = {(one.chart, one.label) for one in found}
-    found += [one for one in _of_epochs(records.epochs, axes) if (one.chart, one.label) not in shown]
+    found = list(_of_steps(records.steps, axes))
+    for series in (_of_points(records.points, axes), _of_epochs(records.epochs, axes)):
+        shown = {(one.chart, one.label) for one in found}
+        has_rates = any(one.chart == "lr" for one in found)
+        found += [
+            one
+            for one in series
+            if (one.chart, one.label) not in shown and not (has_rates and _RATE_OF_A_GROUP.fullmatch(one.chart))
+        ]
     steps, rates = axes.timeline.speeds()
     if rates:
         found.append(_line("speed", "training", axes.of_steps(steps), rates))

@@ -16,7 +16,8 @@ from treadle.runs.record import CHECKPOINTS, SESSIONS
 
 Row = dict[str, Any]
 EXPORTS = "export"
-STEPS, POINTS = "steps.jsonl", "metrics.jsonl"
+SETTINGS = "settings.json"  # of every face, see treadle.faces.run_files
+STEPS, POINTS, VALIDATIONS = "steps.jsonl", "metrics.jsonl", "validation.jsonl"
 HISTORIES = ("training_history.json", "history.json")
 _RECORDS = (STEPS, SESSIONS, POINTS, *HISTORIES, "run.json", LOCK_NAME)
 _WEIGHTS = (".pt", ".pth", ".ckpt", ".safetensors")

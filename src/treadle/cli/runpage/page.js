@@ -7,7 +7,7 @@
     light: ["#0072b2", "#d55e00", "#009e73", "#aa4499", "#b58900", "#56b4e9", "#666666"],
     dark: ["#56b4e9", "#ff8c42", "#2fcf9f", "#e39ad0", "#f0c94b", "#9db8ff", "#bbbbbb"],
   };
-  const dashes = ["solid", "dash", "dot", "dashdot"];
+  const dashes = ["solid", "dash", "longdash", "dashdot"];  // dots are those of validation and test
   const parts = ["training", "validation", "test", "skipped", "retried"];
   const symbols = { best: "star", skipped: "x", retried: "triangle-up" };
   const axisTitles = { step: "Step", epoch: "Epoch" };
@@ -15,7 +15,7 @@
   const darkWanted = matchMedia("(prefers-color-scheme: dark)");
   const touched = matchMedia("(pointer: coarse)").matches;
   const state = {
-    axis: page.axes[0], smooth: page.smooth, log: false, hidden: [], theme: null, x: null, y: {}, ...load(),
+    axis: page.axes[0], smooth: page.smooth, log: decades(), hidden: [], theme: null, x: null, y: {}, ...load(),
   };
   if (!page.axes.includes(state.axis)) state.axis = page.axes[0];
   let following = false;  // true while charts take over the zoom of another
@@ -25,6 +25,21 @@
   }
   function save() {
     try { sessionStorage.setItem(key, JSON.stringify(state)); } catch { /* a browser without storage forgets */ }
+  }
+  function values(chart) {
+    return chart.series.flatMap((one) => one.y.filter((value) => value !== null));
+  }
+  function decades() {  // whether a loss falls so far that a linear axis would show a flat line
+    return page.charts.filter((chart) => chart.key === "loss").some((chart) => {
+      const all = values(chart), least = Math.min(...all);
+      return least > 0 && Math.max(...all) / least > 100;
+    });
+  }
+  function heights(chart, log) {  // a constant is drawn in the middle of an axis that has its value
+    const all = values(chart), least = Math.min(...all), most = Math.max(...all);
+    const constant = all.length > 0 && most - least <= 1e-9 * Math.abs(most);
+    return constant && most !== 0 && !log ? { range: [Math.min(0, 2 * most), Math.max(0, 2 * most)] }
+      : { autorange: true };
   }
   const theme = () => state.theme || (darkWanted.matches ? "dark" : "light");
   const plot = (chart) => document.getElementById(`chart-${chart.key}`);
@@ -64,16 +79,15 @@
         hovertemplate: `%{y:.4g}<extra>${several ? `${page.runs[one.run]}, ` : ""}${one.label}</extra>`,
       };
       const width = one.style === "line" ? 1.8 : 2;
-      const dash = several ? dashes[Math.floor(one.run / palettes.light.length) % dashes.length] : "solid";
+      const repeated = dashes[Math.floor(one.run / palettes.light.length) % dashes.length];
+      const dash = one.label === "validation" || one.label === "test" ? "dot" : several ? repeated : "solid";
       if (one.style === "mark") {
         return [{ ...trace, mode: "markers", text: one.texts, hovertemplate: "%{text}<extra></extra>",
           marker: { symbol: symbols[one.label] || "circle", size: 11, color: colour(one),
             line: { width: 1.5, color: css("--ground") } } }];
       }
       if (one.style === "dots") {
-        const joined = several && one.label !== "training" ? "dot" : dash;
-        return [{ ...trace, mode: "lines+markers", marker: { size: 5 },
-          line: { color: colour(one), width, dash: joined } }];
+        return [{ ...trace, mode: "lines+markers", marker: { size: 5 }, line: { color: colour(one), width, dash } }];
       }
       if (!state.smooth || !chart.smooth || one.y.length <= page.many) {
         const whole = one.raw ? { x: places(one.raw.axes), y: one.raw.y } : {};
@@ -91,7 +105,8 @@
     const title = axisTitles[state.axis] || `Training time (${span[1]})`;
     const names = new Set(chart.series.map((one) => one.label));
     const x = state.x && state.x.axis === state.axis ? { range: state.x.range } : { autorange: true };
-    const y = state.y[chart.key] ? { range: state.y[chart.key] } : { autorange: true };
+    const log = state.log && values(chart).every((value) => value > 0);
+    const y = state.y[chart.key] ? { range: state.y[chart.key] } : heights(chart, log);
     return {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: css("--ink"), size: 12 },
       margin: { l: 52, r: 12, t: 8, b: 40 }, hovermode: "x unified", dragmode: touched ? false : "zoom",
@@ -106,7 +121,7 @@
       xaxis: { ...grid, ...x, title: { text: title, standoff: 6 },
         spikethickness: 1, spikedash: "dot", spikecolor: css("--muted"),
         unifiedhovertitle: { text: `${title} %{x}` }, hoverformat: state.axis === "step" ? ",d" : ",.2f" },
-      yaxis: { ...grid, ...y, type: state.log ? "log" : "linear", exponentformat: "power", nticks: 7 },
+      yaxis: { ...grid, ...y, type: log ? "log" : "linear", exponentformat: "power", nticks: 7 },
     };
   }
   const config = { displaylogo: false, responsive: true, displayModeBar: touched ? false : "hover",

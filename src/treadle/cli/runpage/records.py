@@ -13,7 +13,9 @@ from treadle.cli.runpage.checkpoints import Checkpoint, epochs_of, read_checkpoi
 from treadle.cli.runpage.files import (
     HISTORIES,
     POINTS,
+    SETTINGS,
     STEPS,
+    VALIDATIONS,
     Row,
     as_epochs,
     find,
@@ -88,8 +90,8 @@ def read_run(folder: Path, name: str | None = None, *, brief: bool = False) -> R
     if not is_run(folder):
         raise ConfigError(
             "holds no record of a run: no steps.jsonl, sessions.jsonl, metrics.jsonl, history or "
-            "checkpoint. Give a run's own folder ('treadle runs' lists those below one), and add a StepLogHook to a "
-            "script whose curves you want",
+            "checkpoint. Give a run's own folder ('treadle runs' lists those below one); a trainer with a workspace or "
+            "a save_dir writes them",
             argument="RUN",
             value=str(folder),
         )
@@ -101,7 +103,7 @@ def read_run(folder: Path, name: str | None = None, *, brief: bool = False) -> R
         folder,
         name or folder.resolve().name,
         steps=_each_once(read_tail(steps) if brief else read_lines(steps)),
-        points=[] if brief else read_lines(find(folder, POINTS)),
+        points=[] if brief else [*read_lines(find(folder, POINTS)), *read_lines(find(folder, VALIDATIONS))],
         epochs=as_epochs(read_json(find(folder, *HISTORIES))) or epochs_of(values),
         sessions=read_lines(find(folder, SESSIONS)),
         config=config or {key.removeprefix(_SETTING): v for key, v in values.items() if key.startswith(_SETTING)},
@@ -125,7 +127,12 @@ def _holder(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    found = read_json(find(folder, "config.json")) or read_yaml(find(folder, "config.yaml")) or last_config(folder)
+    found = (
+        read_json(find(folder, "config.json"))
+        or read_yaml(find(folder, "config.yaml"))
+        or last_config(folder)
+        or read_json(find(folder, SETTINGS))
+    )
     return flat(found) if isinstance(found, Mapping) else {}
 
 

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from treadle.cli.runpage.files import Row
 
 
@@ -93,6 +91,8 @@ class Timeline:
         """Returns the seconds at steps; None where nothing is known, as before the first session."""
         if not self.steps:
             return [None] * len(steps)
+        import numpy as np  # here, as `treadle runs` does without
+
         asked = [math.nan if step is None else step for step in steps]
         found = np.interp(asked, self.steps, self.seconds, left=math.nan)
         return [None if math.isnan(value) else round(value, 3) for value in found.tolist()]

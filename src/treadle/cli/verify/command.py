@@ -9,7 +9,6 @@ import typer
 
 from treadle.cli.console import errors_as_one_line, message_console, result_console
 from treadle.cli.pack_options import AsJson, Target, TargetArguments
-from treadle.runs.exact import run_verification
 
 
 def verify(
@@ -45,6 +44,8 @@ def verify(
       treadle verify text --steps 60
     """
     with errors_as_one_line(message_console()):
+        from treadle.runs.exact import run_verification
+
         messages = message_console()
         result = run_verification(
             target, arguments or [], steps=steps, kills=kills, seed=seed,

@@ -111,6 +111,36 @@ def repeats_first(order: Indices, molecules: Indices) -> Indices:
     return order[np.argsort(place, kind="stable")]
 
 
+def scaffold_split(scaffolds: Sequence[str]) -> tuple[Indices, Indices, Indices]:
+    """Splits molecules 80/10/10 so that no scaffold is in two parts: the largest groups are for training.
+
+    The usual split of molecules (Wu et al. 2018, "MoleculeNet"): it tests on scaffolds that were not trained on.
+
+    Args:
+        scaffolds: that of each molecule, as `murcko_scaffold` names it.
+
+    Example:
+        >>> [part.tolist() for part in scaffold_split(["a"] * 7 + ["b", "c", "d"])]
+        [[0, 1, 2, 3, 4, 5, 6, 7], [8], [9]]
+    """
+    groups: dict[str, list[int]] = {}
+    for number, scaffold in enumerate(scaffolds):
+        groups.setdefault(scaffold, []).append(number)
+    most_train, most_val = (8 * len(scaffolds)) // 10, (9 * len(scaffolds)) // 10
+    train: list[int] = []
+    val: list[int] = []
+    test: list[int] = []
+    for group in sorted(groups.values(), key=lambda group: (-len(group), group[0])):
+        if len(train) + len(group) <= most_train:
+            train += group
+        elif len(train) + len(val) + len(group) <= most_val:
+            val += group
+        else:
+            test += group
+    first, second, third = (np.array(sorted(part), dtype=np.int64) for part in (train, val, test))
+    return first, second, third
+
+
 def tenths(numbers: Indices) -> tuple[Indices, Indices, Indices]:
     """Cuts numbers into the first 80 %, the next 10 % and the last 10 %, rounded in favour of the first.
 

@@ -174,6 +174,52 @@ def graphs_from_smiles(
     return graphs, unusable
 
 
+def usable_graphs(smiles: Sequence[str], *, num_workers: int | None = None) -> tuple[list[Data | None], list[str]]:
+    """Turns molecules into graphs without targets, in several processes.
+
+    Args:
+        smiles: the molecules.
+        num_workers: see :func:`parallel_map`; the result does not depend on it.
+
+    Returns:
+        A graph for each molecule, None where there is none, and one line about every molecule that gave none.
+
+    Example:
+        >>> graphs, unusable = usable_graphs(["CCO", "C1CC"], num_workers=0)
+        >>> graphs[1] is None, unusable
+        (True, ["number 2, 'C1CC': RDKit cannot read it"])
+    """
+    import_rdkit("Chem")
+    results = parallel_map(_arrays_or_reason, smiles, num_workers=num_workers)
+    graphs = [
+        None if isinstance(found, str) else _data(found, text) for text, found in zip(smiles, results, strict=True)
+    ]
+    unusable = [
+        f"number {number}, {text!r}: {found}"
+        for number, (text, found) in enumerate(zip(smiles, results, strict=True), 1)
+        if isinstance(found, str)
+    ]
+    return graphs, unusable
+
+
+def _arrays_or_reason(smiles: str) -> dict[str, _Array] | str:
+    try:
+        return _arrays(_molecule(smiles))
+    except UnusableMoleculeError as error:
+        return str(error)
+
+
+def murcko_scaffold(smiles: str) -> str:
+    """Returns the rings of a molecule and what joins them, as canonical SMILES; empty for a molecule without rings.
+
+    Example:
+        >>> murcko_scaffold("CCc1ccccc1"), murcko_scaffold("CCO")
+        ('c1ccccc1', '')
+    """
+    scaffold: str = import_rdkit("Chem.Scaffolds.MurckoScaffold").MurckoScaffoldSmiles(mol=_molecule(smiles))
+    return scaffold
+
+
 def number_molecules(smiles: Sequence[str]) -> Tensor:
     """Numbers molecules: equal ones have one number, whichever SMILES they are written as. Stereo does not count.
 

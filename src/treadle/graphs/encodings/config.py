@@ -33,7 +33,7 @@ class LapConfig:
 class RWSEConfig:
     """Settings of the return probabilities of a random walk."""
 
-    scales: Sequence[int] = (1, 2, 4, 8, 16)
+    scales: Sequence[int] = tuple(range(1, 21))
     """Numbers of steps, one column each."""
 
     def __post_init__(self) -> None:
@@ -73,15 +73,15 @@ class NodePEConfig:
 
     Example:
         >>> NodePEConfig().blocks
-        {'lap': 16, 'rwse': 5, 'hks': 5, 'role': 3}
-        >>> NodePEConfig(type="rwse", rwse=RWSEConfig((1, 2, 4)), dim=16).columns
-        3
+        {'rwse': 20}
+        >>> NodePEConfig(type="combined", dim=64).blocks
+        {'lap': 16, 'rwse': 20, 'hks': 5, 'role': 3}
     """
 
-    type: str = "combined"
+    type: str = "rwse"
     """``"lap"``, ``"rwse"``, ``"hks"``, ``"role"``, ``"combined"``: the four side by side, or ``"none"``."""
-    dim: int = 32
-    """Width of ``node_pe``; columns beyond those of the encoding are zero."""
+    dim: int | None = None
+    """Width of ``node_pe``; columns beyond those of the encoding are zero. None: as many as the encoding has."""
     lap: LapConfig = field(default_factory=LapConfig)
     rwse: RWSEConfig = field(default_factory=RWSEConfig)
     hks: HKSConfig = field(default_factory=HKSConfig)
@@ -92,8 +92,9 @@ class NodePEConfig:
     def __post_init__(self) -> None:
         _check_word("node.type", self.type, _NODE_TYPES)
         _check_word("node.normalize", self.normalize, ("none", "graph"))
-        _check_whole("node.dim", self.dim, at_least=1)
-        if self.columns > self.dim:
+        if self.dim is not None:
+            _check_whole("node.dim", self.dim, at_least=1)
+        if self.columns > self.width:
             parts = " + ".join(f"{name} {width}" for name, width in self.blocks.items())
             raise ConfigError(
                 f"={self.dim}: type {self.type!r} gives {self.columns} columns ({parts}); set dim to at least "
@@ -117,6 +118,11 @@ class NodePEConfig:
     def columns(self) -> int:
         """Columns that are not padding."""
         return sum(self.blocks.values())
+
+    @property
+    def width(self) -> int:
+        """``dim``, or its default."""
+        return self.columns if self.dim is None else self.dim
 
     @property
     def flip_columns(self) -> int:
@@ -174,7 +180,7 @@ class PEConfig:
     Example:
         >>> config = parse_pe_config("default")
         >>> config.node_dim, config.relative_dim
-        (32, 32)
+        (20, 32)
     """
 
     node: NodePEConfig | None = None
@@ -189,7 +195,7 @@ class PEConfig:
     @property
     def node_dim(self) -> int | None:
         """Width of ``node_pe``, None without it."""
-        return None if self.node is None else self.node.dim
+        return None if self.node is None else self.node.width
 
     @property
     def relative_dim(self) -> int | None:
@@ -328,6 +334,8 @@ def _check_times(name: str, values: Any) -> None:
 
 PE_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": {"node": {}, "relative": {}},
+    # The former default, without scale: it loses to the walks alone, standardised.
+    "combined": {"node": {"type": "combined", "dim": 32, "rwse": {"scales": [1, 2, 4, 8, 16]}}, "relative": {}},
     "light": {
         "node": {"type": "rwse", "dim": 16, "rwse": {"scales": [1, 2, 4]}},
         "relative": {"num_buckets": 16, "max_distance": 5},
@@ -336,6 +344,7 @@ PE_PRESETS: Mapping[str, Mapping[str, Any]] = {
     # without self-loops), heat from 0.1 to 10, and 3 columns of the role make 64.
     "mspe": {
         "node": {
+            "type": "combined",
             "dim": 64,
             "lap": {"k": 20},
             "rwse": {"scales": list(range(2, 33))},

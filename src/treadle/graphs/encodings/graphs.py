@@ -4,12 +4,16 @@ A plain graph is symmetric and has no edge twice and no edge from a node to itse
 in float64. Memory is that of dense B x N x N matrices: molecules by the thousand, or single graphs of a few thousand
 nodes.
 
+Whole numbers are exact in any order, so they are counted for all graphs at once. What rounds is computed for each
+graph apart (:func:`apart`): the encodings of a graph do not depend on those that it is computed beside.
+
 Shapes: B = graphs, N = nodes of each, E = directed edges of all of them, M = eigenvectors (= N).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,6 +21,36 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Runs a block on one thread, so that sums are taken in the same order everywhere; small matrices gain nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def apart(compute: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
+    """Applies a function to each graph's part of stacked tensors, and stacks the results.
+
+    BLAS and LAPACK choose their path by the number of matrices, by their alignment in memory (within a stack, matrices
+    of odd size are not all aligned alike) and by the number of threads. The last bits depend on the path, and where
+    eigenvalues repeat, whole eigenvectors do.
+
+    Args:
+        compute: takes one part of each stack, a copy at an address of its own, which is aligned.
+        stacks: (B, ...) each, B at least 1.
+
+    Example:
+        >>> apart(torch.trace, torch.eye(3).expand(2, 3, 3)).tolist()
+        [3.0, 3.0]
+    """
+    with one_thread():
+        return torch.stack([compute(*(part.clone() for part in parts)) for parts in zip(*stacks, strict=True)])
 
 
 class Spectrum(NamedTuple):
@@ -72,8 +106,9 @@ class PlainGraphs:
         scale_BN = self.degrees_BN.double().clamp(min=1).rsqrt()
         laplacian_BNN = -scale_BN.unsqueeze(-1) * self.adjacency_BNN * scale_BN.unsqueeze(-2)
         laplacian_BNN.diagonal(dim1=-2, dim2=-1).copy_((self.degrees_BN > 0).double())
-        values_BM, vectors_BNM = torch.linalg.eigh(laplacian_BNN)
-        return Spectrum(values_BM.clamp_(0.0, 2.0), vectors_BNM)
+        # The eigenvalues are one more row, so that both come out of one decomposition.
+        joined_B1NM = apart(_values_and_vectors, laplacian_BNN)
+        return Spectrum(joined_B1NM[:, 0].clamp(0.0, 2.0), joined_B1NM[:, 1:].contiguous())
 
     @cached_property
     def hops_BNN(self) -> Tensor:
@@ -137,6 +172,11 @@ class PlainGraphs:
             lost = self.sources_E[leaving[self.targets_E]]
             degrees -= torch.bincount(lost, minlength=degrees.numel())
         return cores.view(self.num_graphs, self.num_nodes)
+
+
+def _values_and_vectors(matrix_NN: Tensor) -> Tensor:
+    values_M, vectors_NM = torch.linalg.eigh(matrix_NN)
+    return torch.cat([values_M.unsqueeze(0), vectors_NM])
 
 
 def _plain_edges(edge_indices: Sequence[Tensor], num_nodes: int) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,8 @@ Shapes: G = graphs, B = graphs of one chunk, N = nodes of each, D = width.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from treadle.errors import ConfigError
 from treadle.graphs.encodings.compute import GraphEncoding
 from treadle.graphs.encodings.config import PEConfig, PEConfigLike, parse_pe_config
-from treadle.graphs.encodings.graphs import PlainGraphs, check_graph
+from treadle.graphs.encodings.graphs import PlainGraphs, check_graph, one_thread
 from treadle.graphs.encodings.node import node_encoding
 from treadle.graphs.encodings.relative import listed, pair_encoding
 
@@ -72,7 +71,8 @@ def encode_graphs(
 ) -> EncodedGraphs:
     """Computes the encodings of many graphs.
 
-    The result does not depend on the number of workers, and no random number is drawn from a global generator.
+    The encodings of a graph are the same to the bit alone, among any others, and for any number of workers. No random
+    number is drawn from a global generator.
 
     Args:
         graphs: ``(edge_index, num_nodes)`` of each.
@@ -87,7 +87,7 @@ def encode_graphs(
         >>> path, ring = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
         >>> encoded = encode_graphs([(path, 3), (ring, 4)], "default")
         >>> encoded[1].node_pe.shape, encoded[1].edge_pe.shape
-        (torch.Size([4, 32]), torch.Size([16, 32]))
+        (torch.Size([4, 20]), torch.Size([16, 32]))
     """
     settings = parse_pe_config(config)
     if num_workers < 0:
@@ -98,7 +98,7 @@ def encode_graphs(
     chunks = _Chunks([edge_index for edge_index, _ in graphs], _split(sizes), settings)
     gathered = _Gathered(settings, sizes)
     done = 0
-    with _one_thread():
+    with one_thread():  # in the workers of a DataLoader there is one, too
         for chunk in _computed(chunks, num_workers):
             gathered.put(chunk)
             done += len(chunk.members)
@@ -138,10 +138,7 @@ class _Chunks(Dataset[_Chunk]):
 
 
 def _split(sizes: Tensor) -> list[tuple[int, list[int]]]:
-    """Returns size and numbers of graphs of equal size, a chunk each; the largest first, so that no worker ends late.
-
-    A sum in floating point may depend on what is computed beside it, so the chunks depend on the data alone.
-    """
+    """Returns size and numbers of graphs of equal size, a chunk each, the largest first to end evenly."""
     chunks = []
     for size in sorted(set(sizes.tolist()), reverse=True):
         members = (sizes == size).nonzero().flatten().tolist()
@@ -155,17 +152,6 @@ def _computed(chunks: _Chunks, num_workers: int) -> Iterable[_Chunk]:
         return (chunks[number] for number in range(len(chunks)))
     # The loader would draw the seeds of its workers from the global generator, which belongs to the training.
     return DataLoader(chunks, batch_size=None, num_workers=num_workers, generator=torch.Generator())
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """As in the workers of a DataLoader, so that sums are taken in the same order; small matrices gain nothing."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Gathered:

@@ -8,12 +8,13 @@ Shapes: B = graphs, N = nodes, M = eigenvectors (= N), K = columns, T = scales.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from treadle.graphs.encodings.config import HKSConfig, LapConfig, NodePEConfig, RoleConfig, RWSEConfig
-from treadle.graphs.encodings.graphs import PlainGraphs
+from treadle.graphs.encodings.graphs import PlainGraphs, apart
 
 # Eigenvalues closer than this are one eigenvalue, and those below it are zero. eigh is right to about 1e-15.
 _EQUAL = 1e-6
@@ -29,10 +30,11 @@ def lap_pe(edge_index: Tensor, num_nodes: int, *, k: int = 16, sign_invariant: s
         edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
         num_nodes: N.
         k: columns; those without an eigenvector are 0.
-        sign_invariant: ``"abs"``: the absolute value. ``"square"``: the mean of φ² over the eigenspace, which does not
-            depend on the basis that was found for it. ``"flip"``: φ with its largest entry positive (the first of equal
-            ones); :class:`RandomSignFlip` draws the signs anew in training. Where eigenvalues repeat, ``"abs"`` and
-            ``"flip"`` depend on the numbering of the nodes.
+        sign_invariant: ``"abs"``: the absolute value; where eigenvalues repeat, the root of the mean of φ² over the
+            eigenspace. ``"square"``: the mean of φ² over the eigenspace. Neither depends on the basis that was found
+            for an eigenspace. ``"flip"``: φ with its largest entry positive (the first of equal ones);
+            :class:`RandomSignFlip` draws the signs anew in training. Where eigenvalues repeat, ``"flip"`` depends on
+            the numbering of the nodes.
 
     Returns:
         (N, k) float32.
@@ -48,7 +50,7 @@ def lap_pe(edge_index: Tensor, num_nodes: int, *, k: int = 16, sign_invariant: s
     return _alone(_lap, edge_index, num_nodes, LapConfig(k, sign_invariant))
 
 
-def rwse_pe(edge_index: Tensor, num_nodes: int, *, scales: Sequence[int] = (1, 2, 4, 8, 16)) -> Tensor:
+def rwse_pe(edge_index: Tensor, num_nodes: int, *, scales: Sequence[int] = RWSEConfig.scales) -> Tensor:
     """Returns the probability that a random walk is back at its start after t steps: diag(P^t), P = D⁻¹A.
 
     Args:
@@ -126,8 +128,8 @@ def node_encoding(graphs: PlainGraphs, config: NodePEConfig) -> Tensor:
     }
     found_BNK = torch.cat([parts[name]() for name in config.blocks], dim=-1)
     if config.normalize == "graph":
-        found_BNK = _standardised(found_BNK)
-    return torch.nn.functional.pad(found_BNK.float(), (0, config.dim - config.columns))
+        found_BNK = apart(_standardised, found_BNK)
+    return torch.nn.functional.pad(found_BNK.float(), (0, config.width - config.columns))
 
 
 def _alone(encoding: Callable[..., Tensor], edge_index: Tensor, num_nodes: int, config: object) -> Tensor:
@@ -136,7 +138,7 @@ def _alone(encoding: Callable[..., Tensor], edge_index: Tensor, num_nodes: int, 
 
 def _lap(graphs: PlainGraphs, config: LapConfig) -> Tensor:
     values_BM, vectors_BNM = graphs.spectrum
-    vectors_BNM = _without_sign(values_BM, vectors_BNM, config.sign_invariant)
+    vectors_BNM = apart(partial(_without_sign, how=config.sign_invariant), values_BM, vectors_BNM)
     zeros_B1 = (values_BM < _EQUAL).sum(dim=-1, keepdim=True)
     wanted_BK = zeros_B1 + torch.arange(config.k)
     there_BK = wanted_BK < graphs.num_nodes
@@ -144,24 +146,26 @@ def _lap(graphs: PlainGraphs, config: LapConfig) -> Tensor:
     return torch.where(there_BK.unsqueeze(1), vectors_BNM.gather(2, column_BNK), 0.0)
 
 
-def _without_sign(values_BM: Tensor, vectors_BNM: Tensor, how: str) -> Tensor:
-    if how == "abs":
-        return vectors_BNM.abs()
+def _without_sign(values_M: Tensor, vectors_NM: Tensor, how: str) -> Tensor:
+    size_NM = vectors_NM.abs()
     if how == "flip":
-        size_BNM = vectors_BNM.abs()
-        largest_BNM = size_BNM >= size_BNM.amax(dim=1, keepdim=True) - _EQUAL
-        first_B1M = largest_BNM.to(torch.uint8).argmax(dim=1, keepdim=True)
-        return vectors_BNM * vectors_BNM.gather(1, first_B1M).sign()
-    # Number the eigenspaces of each graph, add up φ² within each, and give every column the mean of its own.
-    new_BM = torch.diff(values_BM, dim=-1, prepend=values_BM[:, :1]) > _EQUAL
-    space_BNM = new_BM.cumsum(dim=-1).unsqueeze(1).expand_as(vectors_BNM)
-    summed_BNM = torch.zeros_like(vectors_BNM).scatter_add_(2, space_BNM, vectors_BNM.square())
-    counted_BNM = torch.zeros_like(vectors_BNM).scatter_add_(2, space_BNM, torch.ones_like(vectors_BNM))
-    return summed_BNM.gather(2, space_BNM) / counted_BNM.gather(2, space_BNM)
+        largest_NM = size_NM >= size_NM.amax(dim=0) - _EQUAL
+        first_1M = largest_NM.to(torch.uint8).argmax(dim=0, keepdim=True)
+        return vectors_NM * vectors_NM.gather(0, first_1M).sign()
+    # Number the eigenspaces, add up φ² within each, and give every column the mean of its own.
+    space_M = (torch.diff(values_M, prepend=values_M[:1]) > _EQUAL).cumsum(dim=0)
+    width_M = torch.bincount(space_M, minlength=len(space_M))[space_M]
+    summed_NM = torch.zeros_like(vectors_NM).index_add_(1, space_M, vectors_NM.square())[:, space_M]
+    mean_NM = summed_NM / width_M
+    return mean_NM if how == "square" else torch.where(width_M > 1, mean_NM.sqrt(), size_NM)
 
 
 def _rwse(graphs: PlainGraphs, config: RWSEConfig) -> Tensor:
-    powers = {1: graphs.transition_BNN}
+    return apart(partial(_return_probabilities, scales=config.scales), graphs.transition_BNN)
+
+
+def _return_probabilities(transition_NN: Tensor, scales: Sequence[int]) -> Tensor:
+    powers = {1: transition_NN}
 
     def power(steps: int) -> Tensor:
         if steps not in powers:
@@ -170,22 +174,25 @@ def _rwse(graphs: PlainGraphs, config: RWSEConfig) -> Tensor:
 
     def returning(steps: int) -> Tensor:
         if steps == 1:  # no edge leads from a node to itself
-            return torch.zeros_like(graphs.degrees_BN, dtype=torch.float64)
+            return transition_NN.new_zeros(len(transition_NN))
         # The diagonal of a product needs no product.
         return (power((steps + 1) // 2) * power(steps // 2).mT).sum(dim=-1)
 
-    return torch.stack([returning(steps) for steps in config.scales], dim=-1)
+    return torch.stack([returning(steps) for steps in scales], dim=-1)
 
 
 def _hks(graphs: PlainGraphs, config: HKSConfig) -> Tensor:
-    values_BM, vectors_BNM = graphs.spectrum
     times_T = torch.tensor(list(config.scales), dtype=torch.float64)
-    return vectors_BNM.square() @ torch.exp(-values_BM.unsqueeze(-1) * times_T)
+
+    def signature(values_M: Tensor, vectors_NM: Tensor) -> Tensor:
+        return vectors_NM.square() @ torch.exp(-values_M.unsqueeze(-1) * times_T)
+
+    return apart(signature, *graphs.spectrum)
 
 
 def _role(graphs: PlainGraphs, config: RoleConfig) -> Tensor:
     features: dict[str, Callable[[], Tensor]] = {
-        "degree": lambda: torch.log1p(graphs.degrees_BN.double()),
+        "degree": lambda: apart(torch.log1p, graphs.degrees_BN.double()),
         "clustering": lambda: _clustering(graphs),
         "kcore": lambda: graphs.cores_BN.double(),
     }
@@ -193,16 +200,16 @@ def _role(graphs: PlainGraphs, config: RoleConfig) -> Tensor:
 
 
 def _clustering(graphs: PlainGraphs) -> Tensor:
-    """Triangles at a node over pairs of its neighbours; 0 where there is no pair."""
+    """Triangles at a node over pairs of its neighbours, whole numbers both; 0 where there is no pair."""
     adjacency_BNN = graphs.adjacency_BNN
     twice_triangles_BN = ((adjacency_BNN @ adjacency_BNN) * adjacency_BNN).sum(dim=-1)
     degrees_BN = graphs.degrees_BN
     return twice_triangles_BN / (degrees_BN * (degrees_BN - 1)).clamp(min=1)
 
 
-def _standardised(values_BNK: Tensor) -> Tensor:
-    centred_BNK = values_BNK - values_BNK.mean(dim=1, keepdim=True)
-    deviation_B1K = centred_BNK.square().mean(dim=1, keepdim=True).sqrt()
+def _standardised(values_NK: Tensor) -> Tensor:
+    centred_NK = values_NK - values_NK.mean(dim=0)
+    deviation_K = centred_NK.square().mean(dim=0).sqrt()
     # Rounding leaves about 1e-16 of a constant; real columns differ by much more.
-    constant_B1K = deviation_B1K <= 1e-12 * values_BNK.abs().amax(dim=1, keepdim=True).clamp(min=1.0)
-    return torch.where(constant_B1K, 0.0, centred_BNK / deviation_B1K)
+    constant_K = deviation_K <= 1e-12 * values_NK.abs().amax(dim=0).clamp(min=1.0)
+    return torch.where(constant_K, 0.0, centred_NK / deviation_K)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from treadle.errors import ConfigError
 from treadle.graphs.encodings.config import RelativePEConfig
-from treadle.graphs.encodings.graphs import PlainGraphs
+from treadle.graphs.encodings.graphs import PlainGraphs, apart
 
 
 def spd_pe(
@@ -222,10 +222,11 @@ def _buckets(graphs: PlainGraphs, config: RelativePEConfig) -> Tensor:
 
 
 def _diffusion(graphs: PlainGraphs, scales: Sequence[float]) -> Tensor:
-    values_BM, vectors_BNM = graphs.spectrum
-    heat = [(vectors_BNM * torch.exp(-t * values_BM).unsqueeze(1)) @ vectors_BNM.mT for t in scales]
+    def heat(values_M: Tensor, vectors_NM: Tensor) -> Tensor:
+        return torch.stack([(vectors_NM * torch.exp(-t * values_M)) @ vectors_NM.mT for t in scales], dim=-1)
+
     # Between components the sum is 0 but for rounding.
-    return (torch.stack(heat, dim=-1) * graphs.connected_BNN.unsqueeze(-1)).float()
+    return (apart(heat, *graphs.spectrum) * graphs.connected_BNN.unsqueeze(-1)).float()
 
 
 def _resistance(graphs: PlainGraphs) -> Tensor:
@@ -239,7 +240,7 @@ def _resistance(graphs: PlainGraphs) -> Tensor:
     weight_BM = torch.where(positive_BM, values_BM.clamp(min=1e-300).rsqrt(), 0.0)
     scale_BN = graphs.degrees_BN.double().clamp(min=1).rsqrt()
     spread_BNM = vectors_BNM * weight_BM.unsqueeze(1) * scale_BN.unsqueeze(-1)
-    gram_BNN = spread_BNM @ spread_BNM.mT
+    gram_BNN = apart(lambda spread_NM: spread_NM @ spread_NM.mT, spread_BNM)
     own_BN = gram_BNN.diagonal(dim1=-2, dim2=-1)
     ohm_BNN = (own_BN.unsqueeze(-1) + own_BN.unsqueeze(-2) - 2 * gram_BNN).clamp(min=0.0)
     ohm_BNN.diagonal(dim1=-2, dim2=-1).zero_()

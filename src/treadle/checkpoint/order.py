@@ -1,0 +1,167 @@
+"""Order of the checkpoints of a folder: by the step and the epoch that they hold, never by when they were written.
+
+A copy of a folder, a clock that was set back and a restored backup change the times of files and not what is in them.
+A run that begins before states that are in its folder, after a rewind or from the start, sets those aside under another
+name before it writes: so the furthest state of a folder is always one of its latest run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable
+from itertools import count, groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from treadle.checkpoint.files import reported, sync_folder
+from treadle.checkpoint.safe.archive import ArchiveError, read_pickle
+from treadle.checkpoint.safe.pickled import walk_pickle
+from treadle.checkpoint.shard_manifest import STATE
+
+_log = logging.getLogger("treadle.checkpoint")
+NONFINITE, _SUPERSEDED = ".nonfinite", ".superseded"
+_NUMBERED = re.compile(r"step_(\d+)")
+
+
+class Reach(NamedTuple):
+    """How far a state is in its run.
+
+    Attributes:
+        step: optimizer steps attempted.
+        epoch: epochs completed.
+    """
+
+    step: int = 0
+    epoch: int = 0
+
+
+def reach_of(path: Path) -> Reach | None:
+    """Returns how far the state in a file or a folder of shards is; None if it cannot be read. Reads no tensors.
+
+    A state that holds no step counts as that of the last number in its name.
+
+    Example:
+        >>> reach_of(Path("no_such_file.pt")) is None
+        True
+    """
+    try:
+        archive = read_pickle(path / STATE if path.is_dir() else path)
+    except (ArchiveError, OSError):
+        return None
+    tree = walk_pickle(archive.pickle, archive.storages).value
+    if not isinstance(tree, dict):
+        return None
+    step, epoch = tree.get("global_step"), tree.get("epoch")
+    if not isinstance(step, int):
+        digits = re.findall(r"\d+", path.stem)
+        step = int(digits[-1]) if digits else 0
+    return Reach(step, epoch if isinstance(epoch, int) else 0)
+
+
+def furthest_first(paths: Iterable[Path]) -> list[Path]:
+    """Returns checkpoints in the order in which a run that resumes should try them.
+
+    Those that cannot be read come first, so that they are named; of equally far ones, those that were given first. A
+    step in the name is believed; it spares opening thousands of files.
+
+    Example:
+        >>> [path.name for path in furthest_first([Path("checkpoint_step_9.pt"), Path("checkpoint_step_10.pt")])]
+        ['checkpoint_step_10.pt', 'checkpoint_step_9.pt']
+    """
+    known: dict[Path, Reach | None] = {}
+
+    def reach(path: Path) -> Reach | None:
+        if path not in known:
+            known[path] = reach_of(path)
+        return known[path]
+
+    def step(path: Path) -> float:
+        named = _NUMBERED.search(path.stem)
+        if named is not None:
+            return int(named[1])
+        found = reach(path)
+        return float("inf") if found is None else found.step
+
+    def epoch(path: Path) -> float:
+        found = reach(path)
+        return float("inf") if found is None else found.epoch
+
+    ordered: list[Path] = []
+    steps = {path: step(path) for path in paths}
+    for _, equal in groupby(sorted(steps, key=lambda path: -steps[path]), key=lambda path: steps[path]):
+        together = list(equal)
+        ordered += together if len(together) == 1 else sorted(together, key=lambda path: -epoch(path))
+    return ordered
+
+
+def is_aside(path: Path) -> bool:
+    """Returns whether a state was put aside: it is not finite, or a later run began before it.
+
+    Example:
+        >>> is_aside(Path("best.nonfinite.pt")), is_aside(Path("best.superseded-2.pt")), is_aside(Path("best.pt"))
+        (True, True, False)
+    """
+    return any(suffix.split("-")[0] in (NONFINITE, _SUPERSEDED) for suffix in (path.suffix, Path(path.stem).suffix))
+
+
+def aside_of(target: Path) -> Path:
+    """Returns the name for a state that is not finite, beside the one it would have had.
+
+    Example:
+        >>> aside_of(Path("best.pt")).name
+        'best.nonfinite.pt'
+    """
+    return target.with_name(f"{target.stem}{NONFINITE}{target.suffix}")
+
+
+def set_aside_beyond(paths: Iterable[Path], begun: Reach, *, source: str | None = None) -> list[Path]:
+    """Renames the checkpoints that are further than where a run began, with a warning; deletes none.
+
+    Args:
+        paths: files, folders of shards, and links to them, which are removed.
+        begun: where the run began.
+        source: what it resumed from, for the message.
+
+    Returns:
+        The new names.
+
+    Raises:
+        CheckpointError: one cannot be renamed.
+    """
+    present = [path for path in paths if os.path.lexists(path) and not is_aside(path)]
+    beyond = [path for path in present if not path.is_symlink() and _is_beyond(path, begun)]
+    targets = {os.path.realpath(path) for path in beyond}
+    links = [path for path in present if path.is_symlink() and os.path.realpath(path) in targets]
+    renamed = []
+    for path in links:
+        with reported(path):
+            path.unlink()
+    for path in beyond:
+        free = _free_name(path)
+        with reported(free):
+            os.rename(path, free)
+        renamed.append(free)
+    if renamed:
+        sync_folder(renamed[0].parent)
+        _log.warning(
+            "%s: %d checkpoints of an earlier run are further than step %d, epoch %d, where this run began%s: they are "
+            "renamed (%s, ...) and not resumed from any more; to go back to one, name it",
+            renamed[0].parent, len(renamed), begun.step, begun.epoch, f" ({source})" if source else "", renamed[0].name,
+        )  # fmt: skip
+    return renamed
+
+
+def _is_beyond(path: Path, begun: Reach) -> bool:
+    named = _NUMBERED.search(path.stem)
+    if named is not None and int(named[1]) < begun.step:
+        return False  # unopened
+    found = reach_of(path)
+    return found is not None and found > begun
+
+
+def _free_name(path: Path) -> Path:
+    stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
+    names = (f"{stem}{_SUPERSEDED}{'' if number == 1 else f'-{number}'}{suffix}" for number in count(1))
+    return next(free for name in names if not os.path.lexists(free := path.with_name(name)))

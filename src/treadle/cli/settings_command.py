@@ -1,0 +1,40 @@
+"""A command whose settings are ``KEY=VALUE``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # of click, or of the copy of it that typer brings
+
+
+class SettingsCommand(TyperCommand):
+    """Command with settings as ``KEY=VALUE``; tells whoever writes one as an option how to write it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Reads the arguments."""
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except _USAGE_ERROR as error:
+            option = getattr(error, "option_name", None)
+            if option is not None and not getattr(error, "possibilities", None):
+                error.message += f"; settings are KEY=VALUE: {_as_setting(option, words)}"
+            raise
+
+
+def _as_setting(option: str, words: list[str]) -> str:
+    """Returns an option in the form of a setting.
+
+    Example:
+        >>> _as_setting("--batch-size", ["--batch-size", "8"]), _as_setting("--lr", ["--lr=0.1"])
+        ('batch_size=8', 'lr=0.1')
+    """
+    key = option.lstrip("-").replace("-", "_")
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        name, equals, value = word.partition("=")
+        if name == option:
+            return f"{key}={value if equals else 'VALUE' if following.startswith('-') else following}"
+    return f"{key}=VALUE"

@@ -1,0 +1,72 @@
+"""Origin of a run: the step and epoch at which it began, and the earlier states of its folders beyond them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from treadle.checkpoint.order import Reach, set_aside_beyond
+from treadle.checkpoint.ranks import on_rank_0
+
+States = Callable[[Path], Iterable[Path]]
+
+
+class _Watched(NamedTuple):
+    """A folder that one of the run's writers uses, and the function that lists its states there."""
+
+    folder: Path
+    states: States
+
+
+class RunOrigin:
+    """Start of a run, which decides which states of its folders are of an earlier run.
+
+    Attributes:
+        reach: step and epoch of the state that was loaded; those of a fresh run are 0.
+        source: the checkpoint that was loaded, for messages.
+
+    Example:
+        >>> RunOrigin().reach
+        Reach(step=0, epoch=0)
+    """
+
+    def __init__(self) -> None:
+        self.reach = Reach()
+        self.source: str | None = None
+        self._watched: list[_Watched] = []
+        self._cleared: set[_Watched] = set()
+
+    def moved(self, reach: Reach) -> None:
+        """Sets where the run begins: a state was loaded."""
+        self.reach = reach
+        self._cleared = set()
+
+    def watch(self, folder: Path, states: States) -> None:
+        """Names a folder that the run writes states to.
+
+        Args:
+            folder: may not be there yet.
+            states: lists what a run that resumes from the folder would look at.
+        """
+        entry = _Watched(folder, states)
+        if entry not in self._watched:
+            self._watched.append(entry)
+
+    def clear(self) -> None:
+        """Sets aside the states of earlier runs beyond the origin, in every folder, before the run's first write.
+
+        Else the next resume would take one of them for the furthest of this run. All ranks call this.
+
+        Raises:
+            CheckpointError: one of them cannot be renamed.
+        """
+        for entry in self._watched:
+            if entry in self._cleared:
+                continue
+            on_rank_0(partial(self._clear, entry))
+            self._cleared.add(entry)
+
+    def _clear(self, entry: _Watched) -> None:
+        set_aside_beyond(entry.states(entry.folder), self.reach, source=self.source)

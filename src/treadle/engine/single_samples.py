@@ -1,0 +1,63 @@
+"""What a run says where a batch of one sample meets a BatchNorm layer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from treadle.distributed.state_names import clean_name
+from treadle.errors import ConfigError, TreadleError
+
+if TYPE_CHECKING:
+    from treadle.engine.loop import Engine
+
+
+@contextlib.contextmanager
+def explaining_single_samples(engine: Engine) -> Iterator[None]:
+    """Turns the error of a batch of one sample in a BatchNorm layer into one that names batch and fix.
+
+    Raises:
+        ConfigError: a step failed on such a batch.
+    """
+    try:
+        yield
+    except ValueError as error:
+        found = None if isinstance(error, TreadleError) else _single_sample(engine)
+        if found is None:
+            raise
+        batch, layer = found
+        raise ConfigError(
+            f"batch {batch} of epoch {engine.epoch + 1} (step {engine.step}) has one sample, and {layer} normalises "
+            "over the samples of a batch in training: one has no variance. Pass drop_last=True to the loader, another "
+            "batch_size, or put the layer into eval mode"
+        ) from error
+
+
+def _single_sample(engine: Engine) -> tuple[int, str] | None:
+    """Returns the number of the micro-batch with one sample and the layer that cannot take it, if a step failed so."""
+    if not engine.progress.in_step:
+        return None
+    layers = [
+        f"{clean_name(name)} ({type(module).__name__})"
+        for name, module in engine.model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+    ]
+    batches = engine.attempt.group.batches
+    done = len(engine.attempt.outputs)
+    if not layers or done >= len(batches) or _num_samples(batches[done]) != 1:
+        return None
+    return engine.cursor.position - len(batches) + done + 1, layers[0]
+
+
+def _num_samples(batch: Any) -> int | None:
+    """Returns the size of the first tensor's first dimension; of a batch that counts its graphs, their number."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else None
+    graphs = getattr(batch, "num_graphs", None)
+    if isinstance(graphs, int):
+        return graphs
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((size for part in parts if (size := _num_samples(part)) is not None), None)

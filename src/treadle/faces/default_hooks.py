@@ -1,0 +1,31 @@
+"""Hooks that every face adds by itself: progress that is shown, and files that describe the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from treadle.engine.hook import BaseHook
+from treadle.engine.voice import turned_off
+from treadle.faces.run_files import RunFilesHook
+from treadle.hooks.bar import ProgressBarHook, RunProgress
+from treadle.hooks.progress import ProgressHook
+
+
+def with_default_hooks(hooks: Sequence[BaseHook], *, given: Sequence[BaseHook], progress: bool) -> list[BaseHook]:
+    """Returns hooks with the default ones behind them.
+
+    Args:
+        hooks: all of the run.
+        given: those of them that the user gave; one that shows progress replaces the default one.
+        progress: whether the run shows its progress.
+
+    Example:
+        >>> hooks = [ProgressHook(10)]
+        >>> [hook.state_key for hook in with_default_hooks(hooks, given=hooks, progress=True)]
+        ['ProgressHook', 'RunFilesHook']
+    """
+    own: list[BaseHook] = [RunFilesHook()]
+    kinds = (ProgressHook, ProgressBarHook)
+    if progress and not turned_off() and not any(isinstance(hook, kinds) for hook in given):
+        own.append(RunProgress())
+    return [*hooks, *own]

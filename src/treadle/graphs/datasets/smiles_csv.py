@@ -1,0 +1,135 @@
+"""Molecules of a file of one's own: a column of SMILES and columns of targets, some of which may be unknown."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from treadle.errors import ConfigError, nearest
+from treadle.graphs.datasets.base import Described, Source, repeats_first, scaffold_split, tenths
+from treadle.graphs.datasets.molecules import (
+    ATOM_COLUMNS,
+    BOND_COLUMNS,
+    describe_unusable,
+    murcko_scaffold,
+    number_molecules,
+    usable_graphs,
+)
+from treadle.graphs.datasets.packed import GraphSplit, pack
+
+__all__ = ["load_smiles_csv", "read_smiles_csv"]
+
+_log = logging.getLogger("treadle.graphs")
+
+_TASKS = ("regression", "multilabel")
+_SPLITS = ("scaffold", "random")
+
+
+def load_smiles_csv(
+    name: str,
+    root: Path,
+    *,
+    num_workers: int | None,
+    file: str | os.PathLike[str] | None = None,
+    smiles: str = "smiles",
+    targets: Sequence[str] | None = None,
+    task: str = "regression",
+    split: str = "scaffold",
+) -> Source:
+    """Reads molecules and their targets; an empty field is NaN, which losses and metrics leave out.
+
+    Args:
+        name: of the data set.
+        root: is not used; the file is read where it is.
+        num_workers: processes that read molecules.
+        file: with a line of names.
+        smiles: the column of SMILES.
+        targets: columns to predict; None: all others.
+        task: ``"regression"``, or ``"multilabel"`` for columns of 0 and 1.
+        split: ``"scaffold"``, or ``"random"`` (80/10/10 by seed 0).
+
+    Raises:
+        ConfigError: an argument is wrong, or the file has not the columns, or a target is no number.
+    """
+    for argument, value, known in (("task", task, _TASKS), ("split", split, _SPLITS)):
+        if value not in known:
+            raise ConfigError(nearest(str(value), known), argument=argument, value=value)
+    if file is None:
+        raise ConfigError(
+            f"{name!r} needs a file of molecules, such as file='molecules.csv'", argument="file", value=file
+        )
+    columns, rows = read_smiles_csv(Path(file), smiles=smiles)
+    chosen = [column for column in columns if column != smiles] if targets is None else list(targets)
+    for column in chosen:
+        if column not in columns or column == smiles:
+            raise ConfigError(
+                f"{str(file)!r} has no column {column!r}; {nearest(column, columns)}", argument="targets", value=chosen
+            )
+    if not chosen:
+        raise ConfigError(f"targets: {str(file)!r} has no column but {smiles!r}; name a file with targets")
+    values = [[_number(row[column], column, line, task) for column in chosen] for line, row in enumerate(rows, 2)]
+    found, unusable = usable_graphs([row[smiles] for row in rows], num_workers=num_workers)
+    if unusable:
+        _log.warning("%s: %s", file, describe_unusable(unusable, len(rows)))
+    graphs = []
+    for graph, target in zip(found, values, strict=True):
+        if graph is not None:
+            graph.y = torch.tensor([target], dtype=torch.float32)
+            graphs.append(graph)
+    described = Described("graph", task, len(ATOM_COLUMNS), len(chosen), len(BOND_COLUMNS))  # type: ignore[arg-type]
+    texts = [graph.smiles for graph in graphs]
+    numbered = number_molecules(texts).numpy()
+    if split == "scaffold":
+        parts = scaffold_split([murcko_scaffold(text) for text in texts])
+    else:
+        parts = tenths(repeats_first(np.random.default_rng(0).permutation(len(graphs)), numbered))
+    return Source(described, GraphSplit(pack(graphs)), parts, has_test_set=False, molecules=numbered)
+
+
+def read_smiles_csv(path: Path, *, smiles: str = "smiles") -> tuple[list[str], list[Mapping[str, Any]]]:
+    """Reads the names of the columns, and the rows, of a file with a column of SMILES.
+
+    Raises:
+        ConfigError: the file is not there, has no such column, or a row has too few fields.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as opened:
+            reader = csv.DictReader(opened)
+            columns, rows = list(reader.fieldnames or ()), list(reader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot be read ({error}); name a file of comma-separated values", argument="file", value=str(path)
+        ) from error
+    if smiles not in columns:
+        raise ConfigError(
+            f"{str(path)!r} has no such column; {nearest(smiles, columns)}", argument="smiles", value=smiles
+        )
+    for line, row in enumerate(rows, 2):
+        if None in row.values() or None in row:
+            raise ConfigError(
+                f"line {line} has not {len(columns)} fields, as the first line has", argument="file", value=str(path)
+            )
+    return columns, list(rows)
+
+
+def _number(text: str, column: str, line: int, task: str) -> float:
+    if not text.strip():
+        return math.nan
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(
+            f"targets: {column!r} has {text!r} in line {line}, which is no number; leave it empty"
+        ) from None
+    if math.isinf(value) or (task == "multilabel" and value not in (0.0, 1.0) and not math.isnan(value)):
+        wanted = "0, 1 or empty" if task == "multilabel" else "finite or empty"
+        raise ConfigError(f"targets: {column!r} has {text!r} in line {line}; it must be {wanted}")
+    return value

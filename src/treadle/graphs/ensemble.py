@@ -1,0 +1,96 @@
+"""Predictions for molecules by several models of one task, with what they differ by as uncertainty."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from treadle.device import get_device
+from treadle.errors import ConfigError, nearest
+from treadle.graphs.encodings.compute import encode_graph
+from treadle.graphs.encodings.config import parse_pe_config
+
+if TYPE_CHECKING:
+    from treadle.graphs.encodings.config import PEConfigLike
+
+_TASKS = ("regression", "multilabel")
+
+
+class SmilesPrediction(NamedTuple):
+    """What an ensemble predicts for M molecules and T targets."""
+
+    mean: Tensor
+    """(M, T) float64: values, or probabilities of a multilabel task; NaN where a SMILES gives no graph."""
+    deviation: Tensor
+    """(M, T) float64: the standard deviation over the models; NaN for one model."""
+    unusable: list[str]
+    """One line about every SMILES that gave no graph."""
+
+
+def predict_smiles(
+    models: Sequence[nn.Module],
+    smiles: Sequence[str],
+    *,
+    pe_config: PEConfigLike = "default",
+    task_type: str = "regression",
+    batch_size: int = 128,
+    device: torch.device | str | int | None = None,
+) -> SmilesPrediction:
+    """Predicts targets of molecules as the mean over models, such as those of several seeds.
+
+    Args:
+        models: of one task, trained on graphs of `get_dataset`; moved to the device, and left in eval mode.
+        smiles: M molecules.
+        pe_config: the encodings that they were trained with.
+        task_type: ``"regression"``, or ``"multilabel"``, whose logits become probabilities.
+        batch_size: molecules of a batch.
+        device: None takes CUDA, then MPS, then the CPU.
+
+    Raises:
+        ConfigError: there are no models or molecules, or the task is another.
+        ImportError: rdkit or torch_geometric is missing.
+
+    Example:
+        >>> from treadle.graphs import get_model
+        >>> models = [get_model("mpnn", 40, hidden_dim=8, num_layers=1, num_edge_features=6) for _ in range(3)]
+        >>> found = predict_smiles(models, ["CCO", "c1ccccc1", "C1CC"], pe_config=None, device="cpu")
+        >>> found.mean.shape, found.deviation[:2].gt(0).all().item(), len(found.unusable)
+        (torch.Size([3, 1]), True, 1)
+    """
+    from torch_geometric.data import Batch
+
+    from treadle.graphs.datasets.molecules import usable_graphs
+
+    if not models or not smiles or batch_size < 1:
+        raise ConfigError(
+            f"predict_smiles: {len(models)} models, {len(smiles)} molecules, batch_size={batch_size}; give one or more"
+        )
+    if task_type not in _TASKS:
+        raise ConfigError(nearest(str(task_type), _TASKS), argument="task_type", value=task_type)
+    settings, place = parse_pe_config(pe_config), get_device(device)
+    found, unusable = usable_graphs(smiles, num_workers=0)
+    usable = [number for number, graph in enumerate(found) if graph is not None]
+    graphs = [
+        encode_graph(graph.edge_index, graph.num_nodes, settings).attach(graph) for graph in found if graph is not None
+    ]
+    batches = [Batch.from_data_list(graphs[at : at + batch_size]) for at in range(0, len(graphs), batch_size)]
+    outputs = [_outputs(model.to(place).eval(), batches, place) for model in models]
+    if not graphs:
+        empty = torch.full((len(smiles), 1), torch.nan, dtype=torch.float64)
+        return SmilesPrediction(empty, empty.clone(), unusable)
+    every = torch.stack(outputs)
+    every = every.sigmoid() if task_type == "multilabel" else every
+    mean, deviation = (torch.full((len(smiles), every.shape[2]), torch.nan, dtype=torch.float64) for _ in range(2))
+    mean[usable] = every.mean(dim=0)
+    if len(models) > 1:
+        deviation[usable] = every.std(dim=0)
+    return SmilesPrediction(mean, deviation, unusable)
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, batches: Sequence[Tensor], device: torch.device) -> Tensor:
+    parts = [model(batch.clone().to(device)).double().cpu() for batch in batches]
+    return torch.cat(parts) if parts else torch.zeros(0, 1, dtype=torch.float64)

@@ -1,0 +1,226 @@
+"""ValidationHook: evaluates in the middle of training, keeps the best state and stops early."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from treadle import distributed
+from treadle.checkpoint.ranks import on_rank_0
+from treadle.checkpoint.store import save_checkpoint
+from treadle.data.sources import refuse_dataset
+from treadle.engine.best import BestRule, Mode
+from treadle.engine.evaluation import EvaluationAbandoned
+from treadle.engine.hook import BaseHook
+from treadle.engine.session import leave_on_signal
+from treadle.errors import ConfigError
+from treadle.hooks.files import append_lines, continue_lines, to_json
+from treadle.hooks.tracking import Guard
+from treadle.nested import flatten_nested_dict
+from treadle.task import StepOutput, as_step_output
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+EvalStep = Callable[[Any, Any], Any]
+_LINES = "validation.jsonl"
+
+
+class ValidationHook(BaseHook):
+    """Evaluates every ``interval`` steps, or after each epoch, by the rules of an evaluation; training does not notice.
+
+    The averaged weights are scored where the run keeps an average. Results are called ``val_loss`` and
+    ``val_<record>``; they go to the log, to trackers under ``val/...``, to ``history`` and to ``validation.jsonl`` in
+    the workspace, which ``treadle report`` draws. History, best value and patience are part of the checkpoint, so a run
+    that was stopped, also inside an evaluation, ends as one that was not.
+
+    Args:
+        loader: batches for evaluation, or a dict of loaders by name, whose results are called ``val_<name>_loss``.
+        interval: steps between evaluations, >= 1; None evaluates after each epoch. The last step is evaluated too.
+        eval_step: ``eval_step(trainer, batch)`` returns what ``forward`` returns; None asks the trainer's own.
+        metric: what the best state is chosen by; None takes the loss of the first loader.
+        mode: ``"min"``, ``"max"``, or None for the direction of the metric's name.
+        patience: evaluations without an improvement until training stops; None never stops.
+        min_delta: smallest improvement that counts.
+        best: file of the best state, in the workspace if it is relative; None keeps none.
+        name: goes before the names of results; two hooks of one trainer need two names.
+
+    Attributes:
+        history: one record per evaluation, with ``step`` and ``epoch``.
+        best_rule: the best value so far; its ``best_epoch`` is a step.
+
+    Raises:
+        ConfigError: a value is out of its range, or a data set is given where a loader belongs.
+
+    Example:
+        >>> hook = ValidationHook([torch.ones(2, 1)], interval=100, patience=5)
+        >>> hook.metric
+        'val_loss'
+    """
+
+    writes = True
+
+    def __init__(
+        self,
+        loader: Iterable[Any] | Mapping[str, Iterable[Any]],
+        *,
+        interval: int | None = None,
+        eval_step: EvalStep | None = None,
+        metric: str | None = None,
+        mode: Mode | None = None,
+        patience: int | None = None,
+        min_delta: float = 0.0,
+        best: str | Path | None = "best_model.pt",
+        name: str = "val",
+    ):
+        if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 1):
+            raise ConfigError(
+                "must be a whole number of steps >= 1, or None for each epoch", argument="interval", value=interval
+            )
+        self.loaders = dict(loader) if isinstance(loader, Mapping) else {"": loader}
+        if not self.loaders:
+            raise ConfigError("it is an empty dict, so there is nothing to evaluate", argument="loader")
+        for one in self.loaders.values():
+            refuse_dataset(one)
+        first = next(iter(self.loaders))
+        self.interval = interval
+        self.eval_step = eval_step
+        self.metric = metric or f"{name}_{first}_loss".replace("__", "_")
+        self.best_rule = BestRule(self.metric, mode, min_delta, patience)
+        self.best = None if best is None else Path(best)
+        self.name = name
+        self.history: list[dict[str, Any]] = []
+        self._due = False
+        self._guard = Guard()
+        self._file: Path | None = None
+
+    @property
+    def state_key(self) -> str:
+        """The key of this hook's state in a checkpoint."""
+        return "ValidationHook" if self.name == "val" else f"ValidationHook {self.name}"
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Makes ready to write; evaluates what a signal broke off, and stops a run that had stopped early."""
+        self._file = None
+        if distributed.rank() == 0 and trainer.workspace is not None:
+            with self._guard(trainer, self, "opening the file"):
+                path = trainer.workspace / (_LINES if self.name == "val" else f"validation_{self.name}.jsonl")
+                continue_lines(trainer, path)
+                self._file = path
+        if self._due:
+            self._evaluate(trainer)
+        self._stop_if_patience_is_over(trainer)
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Evaluates when it is time."""
+        if self.interval is not None and (trainer.step % self.interval == 0 or trainer.is_last_step):
+            self._evaluate(trainer)
+
+    def on_after_epoch(self, trainer: Engine) -> None:
+        """Evaluates after an epoch, where no interval is given."""
+        if self.interval is None:
+            self._evaluate(trainer)
+
+    def on_after_train(self, trainer: Engine) -> None:
+        """Evaluates the last step, unless it was."""
+        if not self.history or self.history[-1]["step"] != trainer.step:
+            self._evaluate(trainer)
+
+    def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
+        """Keeps history, best value and patience, and whether an evaluation is due that a signal broke off."""
+        state_dict["hooks"][self.state_key] = {
+            "history": [dict(record) for record in self.history],
+            "best": self.best_rule.state_dict(),
+            "due": self._due,
+        }
+
+    def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
+        """Restores them."""
+        saved = (state_dict.get("hooks") or {}).get(self.state_key)
+        if saved is not None:
+            self.history = [dict(record) for record in saved["history"]]
+            self.best_rule.load_state_dict(saved["best"])
+            self._due = bool(saved["due"])
+
+    # -- the evaluation -------------------------------------------------------------------------------------------
+
+    def _evaluate(self, trainer: Engine) -> None:
+        self._due = True
+        task = None if self.eval_step is None else _EvalTask(trainer, self.eval_step)
+        try:
+            with _scored_weights(trainer):
+                results = {name: trainer.evaluate(loader, task) for name, loader in self.loaders.items()}
+        except EvaluationAbandoned:
+            leave_on_signal(trainer)
+            raise
+        self._due = False
+        values = {
+            "_".join((name, *path)) if name else "_".join(path): value
+            for name, result in results.items()
+            for path, value in flatten_nested_dict(result).items()
+        }
+        record = {
+            f"{self.name}_{key}": float(value) for key, value in values.items() if isinstance(value, (int, float))
+        }
+        improved = self.best_rule.update(trainer.step, self.best_rule.value_in(record))
+        self.history.append({"step": trainer.step, "epoch": trainer.epoch, **record})
+        self._report(trainer, record, values, improved=improved)
+        if improved and self.best is not None and (self.best.is_absolute() or trainer.workspace is not None):
+            trainer.request_write(lambda: self._write_best(trainer))
+        self._stop_if_patience_is_over(trainer)
+
+    def _report(
+        self, trainer: Engine, record: Mapping[str, float], values: Mapping[str, Any], *, improved: bool
+    ) -> None:
+        if distributed.rank() == 0:
+            shown = " ".join(f"{key} {value:.4g}" for key, value in record.items())
+            text = "Step %d: %s%s"
+            trainer.logger.info(text, trainer.step, shown, " (best)" if improved else "", extra={"topic": "epoch"})
+        if self._file is not None:
+            line = to_json({"step": trainer.step, **record})
+            with self._guard(trainer, self, f"writing at step {trainer.step}"):
+                append_lines(self._file, [json.dumps(line, allow_nan=False)])
+        trainer.log({self.name: dict(values)})
+
+    def _write_best(self, trainer: Engine) -> None:
+        assert self.best is not None
+        path = self.best if trainer.workspace is None else trainer.workspace / self.best
+        tree = trainer.state_dict()
+        on_rank_0(lambda: save_checkpoint(tree, path))
+
+    def _stop_if_patience_is_over(self, trainer: Engine) -> None:
+        if self.best_rule.should_stop:
+            trainer.should_stop = True
+
+
+class _EvalTask:
+    """Task that asks a function of the user's for what a batch gives."""
+
+    def __init__(self, trainer: Engine, eval_step: EvalStep):
+        self._trainer = trainer
+        self._eval_step = eval_step
+
+    def step(
+        self,
+        model: nn.Module,
+        batch: Any,
+        totals: Mapping[str, float] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> StepOutput:
+        return as_step_output(self._eval_step(self._trainer, batch), training=False)
+
+
+@contextlib.contextmanager
+def _scored_weights(trainer: Engine) -> Iterator[None]:
+    """Puts the averaged weights into the model inside the block, where the run keeps an average."""
+    average = next(iter(trainer.averages.values()), None)
+    with contextlib.nullcontext() if average is None else average.swapped_into(trainer.model):
+        yield

@@ -1,0 +1,94 @@
+"""Hooks that keep how a run was started and its sessions, for the commands below ``treadle train``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from treadle import distributed
+from treadle.config import format_config
+from treadle.engine import Engine
+from treadle.engine.hook import BaseHook
+from treadle.hooks.files import to_json
+from treadle.hooks.sessionlog import SessionLogHook
+from treadle.runs.folder import RUN_FILE, write_record
+from treadle.runs.record import CHECKPOINTS, SESSIONS, from_literal, read_entries
+from treadle.runs.settings import changes
+
+_log = logging.getLogger("treadle.cli")
+
+
+class RunRecordHook(BaseHook):
+    """Writes ``run.json`` into the workspace: file, settings of the command line, and the configuration they gave.
+
+    A run that goes on with another configuration says what is new, and keeps an entry for either, with the step from
+    which it holds. The last of the hooks: by then the folder is known to belong to this process.
+
+    Args:
+        file: the configuration file.
+        arguments: the settings of the command line.
+        config: what they gave.
+    """
+
+    state_key = "run record"
+
+    def __init__(self, file: Path, arguments: Sequence[str], config: Mapping[str, Any]):
+        self.file = file
+        self.config = config
+        self._entry = {
+            "file": str(file.resolve()), "arguments": list(arguments), "config": _as_literal(config),
+        }  # fmt: skip
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Writes the record, unless it says the same already."""
+        if distributed.rank() != 0 or trainer.workspace is None:
+            return
+        path = trainer.workspace / RUN_FILE
+        before = read_entries(path)
+        entries = [entry for entry in before if entry["from_step"] < trainer.step]
+        if not entries or not _same(entries[-1], self._entry):
+            if entries:
+                _say_changes(entries[-1], self._entry, str(trainer.workspace))
+            entries.append({"from_step": trainer.step, **self._entry})
+        if entries != before:
+            config = None if entries[-1]["config"] is None else to_json(self.config)
+            write_record(trainer.workspace, {"face": trainer.face, "config": config, "entries": entries})
+
+
+class SessionKeeper:
+    """Observes the trainers of a command: each that writes into a folder gets a SessionLogHook, unless it has one."""
+
+    def before_building(self, engine: Engine) -> None:
+        """Leaves everything as it is."""
+
+    def before_running(self, engine: Engine) -> None:
+        """Adds the hook behind the others; its file lies in the run folder, above the folder of checkpoints."""
+        folder = engine.workspace
+        if folder is not None and not any(isinstance(hook, SessionLogHook) for hook in engine.hooks):
+            folder = folder.parent if folder.name == CHECKPOINTS else folder
+            engine.hooks = [*engine.hooks, SessionLogHook(folder / SESSIONS)]
+
+
+def _same(last: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
+    # Which settings came from the command line does not matter where the whole is known.
+    keys = ("file", "config", "arguments") if entry["config"] is None else ("file", "config")
+    return all(last[key] == entry[key] for key in keys)
+
+
+def _say_changes(last: Mapping[str, Any], entry: Mapping[str, Any], folder: str) -> None:
+    if last["config"] is None or entry["config"] is None:
+        return
+    before, now = from_literal(last["config"]), from_literal(entry["config"])
+    for key, (old, new) in changes(before, now).items():
+        _log.warning("the run in %s was started with other settings: %s was %r and is now %r", folder, key, old, new)
+
+
+def _as_literal(config: Mapping[str, Any]) -> list[str] | None:
+    """Returns a configuration as lines that can be read without running anything; None if it holds objects."""
+    lines = format_config(config).split("\n")
+    try:
+        return lines if from_literal(lines) == config else None
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None

@@ -1,0 +1,168 @@
+"""A signal in an evaluation that a hook or a callback runs: the last applied step is saved, and all hooks saw it."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import functional_kit
+import golden_kit
+from helpers import differences
+from ranks import run_on_ranks
+from treadle import BaseHook, BestRule, CheckpointingHook, Engine, EpochTrainer, set_seed
+from treadle.checkpoint import load_checkpoint
+
+FACES = ["engine", "base", "functional", "spectra", "graphs", "astro"]
+EVENTS = ["on_after_step", "on_after_epoch", "on_before_step"]
+
+
+TAKEN = []  # not on the loader: an evaluation puts back what changes there
+
+
+class Slow:
+    """A loader that gets a signal with its second batch; the batches that are taken are counted."""
+
+    def __init__(self, loader, number):
+        self.loader, self.number = loader, number
+        TAKEN.clear()
+
+    def __iter__(self):
+        for batch in self.loader:
+            TAKEN.append(1)
+            if len(TAKEN) == 2 and self.number:
+                os.kill(os.getpid(), self.number)
+            yield batch
+
+    @property
+    def taken(self):
+        return len(TAKEN)
+
+
+class Evaluates(BaseHook):
+    """Evaluates at one event of one step, and keeps what it got."""
+
+    def __init__(self, event, step, number):
+        self.step, self.number, self.at = step, number, event
+        self.slow, self.seen = None, None
+        self.results = []
+        setattr(self, event, self.look)
+
+    def look(self, trainer, *_, **__):
+        if self.at == "on_after_epoch" or trainer.step == self.step:
+            self.seen, loader = trainer.step, trainer.cursor.loader
+            self.slow = Slow(loader, self.number)
+            self.results.append(trainer.evaluate(self.slow))
+
+
+def train(face, folder, hooks, *, seed=0):
+    set_seed(seed)
+    tally = golden_kit.Tally()  # after the one that evaluates: it sees the step nonetheless
+    # Of faces that load nothing by hand: the hook does.
+    saving = CheckpointingHook(100, path=folder / "saved", exit_signals=[signal.SIGTERM])
+    run, _ = golden_kit.MAKE[face](folder, [*hooks, tally, saving])
+    run()
+    return golden_kit.end_of(tally.engine.state_dict())
+
+
+def timeless(tree):
+    records = tree.get("history") or []
+    shown = {**tree, "history": [{k: v for k, v in record.items() if k != "time"} for record in records]}
+    shown.pop("config")
+    return shown
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("face", FACES)
+def test_a_signal_in_an_evaluation_of_a_hook_saves_the_last_step_and_leaves(tmp_path, face, event):
+    straight = train(face, tmp_path / "straight", [Evaluates(event, 4, None)])
+    looks = Evaluates(event, 4, signal.SIGTERM)
+    with pytest.raises(SystemExit) as left:
+        train(face, tmp_path / "run", [looks])
+    assert left.value.code == 143
+    if not event.startswith("on_before"):  # a step that has begun is finished first
+        assert looks.slow.taken == 2
+        assert looks.results == []
+    saved = load_checkpoint(tmp_path / "run" / "saved" / "checkpoint_latest.pt")
+    assert saved["global_step"] == looks.seen > 0
+    assert len(saved["hooks"]["Tally"]["losses"]) == saved["global_step"]
+    again = train(face, tmp_path / "run", [Evaluates(event, 4, None)], seed=1)
+    assert differences(timeless(straight), timeless(again)) == []
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_a_signal_in_a_callback_of_the_functional_face_leaves_with_the_epoch_saved(tmp_path, call):
+    def make(number):
+        set_seed(0)
+        slow = Slow(functional_kit.loader(), number)
+        saving = CheckpointingHook(100, path=tmp_path / "steps", exit_signals=[signal.SIGTERM])
+        trainer = functional_kit.make(hooks=[saving])
+        return trainer, slow, lambda trainer, epoch, metrics: epoch == 1 and getattr(trainer, call)(slow)
+
+    trainer, slow, callback = make(signal.SIGTERM)
+    with pytest.raises(SystemExit) as left:
+        trainer.train(functional_kit.loader(), 4, save_dir=tmp_path / "run", save_freq=None, callbacks=[callback])
+    assert (left.value.code, slow.taken) == (143, 2)
+    saved = load_checkpoint(tmp_path / "steps" / "checkpoint_latest.pt")
+    assert (saved["epoch"], saved["global_step"], len(saved["history"])) == (2, 6, 2)
+    trainer, _, callback = make(None)
+    history = trainer.train(functional_kit.loader(), 4, callbacks=[callback])
+    assert history == functional_kit.make().train(functional_kit.loader(), 4)
+
+
+@pytest.mark.parametrize("when", ["on_before_train", "on_after_train", "requested", "after_epoch", "log"])
+def test_a_signal_in_an_evaluation_anywhere_else_leaves_with_its_code(tmp_path, when):
+    data = [torch.ones(2, 4)] * 3
+    slow = Slow(data, signal.SIGTERM)
+
+    class Looks(BaseHook):
+        def on_before_train(self, trainer):
+            when == "on_before_train" and trainer.evaluate(slow)
+
+        def on_after_train(self, trainer):
+            when == "on_after_train" and trainer.evaluate(slow)
+
+        def on_after_step(self, trainer):
+            when == "requested" and trainer.step == 2 and trainer.request_write(lambda: trainer.evaluate(slow))
+            when == "log" and trainer.step == 2 and trainer.log({})
+
+        def on_log(self, trainer, records, dry_run=False):
+            trainer.evaluate(slow)
+
+    class Sum:
+        def step(self, model, batch, totals=None, generator=None):
+            return model(batch).square().mean(), {}
+
+    model = nn.Linear(4, 1)
+    saving = CheckpointingHook(100, path=tmp_path, exit_signals=[signal.SIGTERM])
+    engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), Sum(), device="cpu", hooks=[Looks(), saving])
+    driver = EpochTrainer(engine, best=BestRule("val_loss"))
+    with pytest.raises(SystemExit) as left:
+        driver.fit(data, data, 2, after_epoch=lambda record: when == "after_epoch" and engine.evaluate(slow))
+    assert (left.value.code, slow.taken) == (143, 2)
+    saved = load_checkpoint(tmp_path / "checkpoint_latest.pt")
+    expected = {"on_before_train": (0, 0), "requested": (2, 0), "log": (2, 0), "after_epoch": (3, 1)}
+    assert (saved["global_step"], saved["epoch"]) == expected.get(when, (6, 2))
+    assert len(saved["history"]) == saved["epoch"]
+
+
+def leave_by_rank_1(folder, event):
+    hook = Evaluates(event, 4, signal.SIGTERM if dist.get_rank() == 1 else None)
+    tally = golden_kit.Tally()
+    saving = CheckpointingHook(100, path=folder, exit_signals=[signal.SIGTERM])
+    torch.manual_seed(0)
+    with pytest.raises(SystemExit) as left:
+        golden_kit.MAKE["fsdp"](folder, [hook, tally, saving])[0]()
+    return left.value.code
+
+
+@pytest.mark.parametrize("event", ["on_after_step", "on_after_epoch", "on_before_optimizer_step"])
+def test_a_signal_to_one_rank_in_an_evaluation_of_a_hook_saves_on_all(tmp_path, event):
+    assert run_on_ranks(leave_by_rank_1, 2, tmp_path, event) == [143, 143]
+    saved = load_checkpoint(tmp_path / "checkpoint_latest")
+    assert saved["global_step"] == 4
+    assert len(saved["hooks"]["Tally"]["losses"]) == saved["global_step"]

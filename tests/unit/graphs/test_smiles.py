@@ -1,0 +1,120 @@
+"""Molecules end to end: a file of SMILES with targets that may be unknown, and predictions with uncertainty."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import graph_data_kit  # noqa: F401  (lets the warnings of torch_geometric's import through)
+from treadle.errors import ConfigError
+from treadle.graphs import (
+    GraphTrainer,
+    get_dataset,
+    get_loss_fn,
+    get_model,
+    get_optimizer,
+    graph_statistics,
+    predict_smiles,
+    set_seed,
+)
+
+pytest.importorskip("rdkit")
+RINGS = ["c1ccccc1", "C1CCCCC1", "c1ccncc1", "C1CCCC1", "c1ccoc1", "c1ccsc1"]
+SMILES = [ring + "C" * tail for tail in range(1, 8) for ring in RINGS]
+
+
+def table(folder, columns, rows):
+    path = folder / "molecules.csv"
+    path.write_text("\n".join([",".join(columns), *(",".join(map(str, row)) for row in rows)]) + "\n", encoding="utf-8")
+    return path
+
+
+def two_targets(folder, *, labels=False):
+    rows = []
+    for number, text in enumerate(SMILES):
+        first = len(text) % 2 if labels else len(text) / 10
+        second = int("c" in text) if labels else number % 5
+        rows.append((text, first, "" if number % 3 == 0 else second))
+    return table(folder, ["smiles", "size", "other"], [*rows, ("C1CC", 1, 1)])
+
+
+def test_a_file_is_read_with_unknown_targets_and_split_by_scaffold(tmp_path, caplog):
+    from treadle.graphs.datasets.molecules import murcko_scaffold
+
+    data = get_dataset("smiles_csv", tmp_path, file=two_targets(tmp_path), num_workers=0)
+    assert (data.num_classes, data.task_type, data.level) == (2, "regression", "graph")
+    parts = data.get_splits()
+    assert sum(map(len, parts)) == len(SMILES)
+    assert "1 of 43 SMILES left out" in caplog.text
+    scaffolds = [{murcko_scaffold(graph.smiles) for graph in part} for part in parts]
+    assert len(set.union(*scaffolds)) == sum(map(len, scaffolds))
+    every = {graph.smiles: graph.y for part in parts for graph in part}
+    assert every[SMILES[0]][0, 1].isnan()
+    assert every[SMILES[1]].tolist() == [[pytest.approx(len(SMILES[1]) / 10), 1.0]]
+
+
+@pytest.mark.parametrize("task", ["regression", "multilabel"])
+def test_targets_that_are_partly_unknown_are_learned_and_predicted_with_uncertainty(task, tmp_path):
+    file = two_targets(tmp_path, labels=task == "multilabel")
+    data = get_dataset("smiles_csv", tmp_path, "default", file=file, task=task, split="random", num_workers=0)
+    from torch_geometric.loader import DataLoader
+
+    models = []
+    for seed in range(2):
+        set_seed(seed)
+        model = get_model(
+            "mpnn", data.num_features, data.num_classes, 16, 2, dropout=0.0, num_edge_features=data.num_edge_features,
+            node_pe_dim=data.node_pe_dim, mpnn_type="gatedgcn", statistics=graph_statistics(data.train),
+        )  # fmt: skip
+        trainer = GraphTrainer(
+            model, get_optimizer(model, lr=1e-2), None, get_loss_fn(task), device="cpu", task_type=task, log_every=None
+        )
+        losses = [trainer.train_epoch(DataLoader(data.train, 8))["loss"] for _ in range(6)]
+        assert losses[-1] < losses[0]
+        models.append(model)
+    found = predict_smiles(models, [SMILES[0], "C1CC", SMILES[8]], task_type=task, device="cpu")
+    assert found.mean.shape == found.deviation.shape == (3, 2)
+    assert found.mean[1].isnan().all()
+    assert found.deviation[[0, 2]].gt(0).all()
+    assert found.unusable == ["number 2, 'C1CC': RDKit cannot read it"]
+    assert task == "regression" or bool(((found.mean[[0, 2]] > 0) & (found.mean[[0, 2]] < 1)).all())
+    alone = predict_smiles(models, [SMILES[8]], task_type=task, device="cpu")
+    assert torch.allclose(alone.mean[0], found.mean[2], atol=1e-6)
+    assert predict_smiles(models[:1], [SMILES[0]], task_type=task, device="cpu").deviation.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"file": None}, "needs a file"),
+        ({"file": "absent.csv"}, "cannot be read"),
+        ({"smiles": "SMILE"}, "has no such column; known: other, size, smiles"),
+        ({"targets": ["sizes"]}, "did you mean 'size'"),
+        ({"task": "multi"}, "task='multi'"),
+        ({"task": "multilabel"}, "must be 0, 1 or empty"),
+        ({"split": "scafold"}, "did you mean 'scaffold'"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(options, words, tmp_path):
+    given = {"file": two_targets(tmp_path), **options}
+    with pytest.raises(ConfigError, match=words):
+        get_dataset("smiles_csv", tmp_path, num_workers=0, **given)
+
+
+def test_a_target_that_is_no_number_is_named_with_its_line(tmp_path):
+    path = table(tmp_path, ["smiles", "y"], [("CCO", 1.0), ("CC", "many")])
+    with pytest.raises(ConfigError, match="'y' has 'many' in line 3"):
+        get_dataset("smiles_csv", tmp_path, file=path, num_workers=0)
+
+
+def test_scaffolds_go_to_one_part_each_and_the_largest_to_training():
+    from treadle.graphs.datasets.base import scaffold_split
+
+    names = ["big"] * 50 + ["b"] * 20 + ["c"] * 10 + [f"single {n}" for n in range(20)]
+    train, val, test = scaffold_split(names)
+    assert sorted([*train, *val, *test]) == list(range(100))
+    assert (len(train), len(val), len(test)) == (80, 10, 10)
+    assert set(range(80)) == set(train.tolist())
+    assert math.isclose(len(val), 10)
