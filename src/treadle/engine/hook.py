@@ -101,6 +101,7 @@ class BaseHook:
 
     writes: bool = False
     """Whether the hook writes files or reports to a log or a tracker; ``treadle replay`` leaves such hooks out."""
+    _may_fail_to_write: bool = False
 
     implicit: bool = False
     """Whether a face added the hook by itself; such a hook is not listed when a run starts."""

@@ -128,7 +128,7 @@ def try_folders(engine: Engine) -> None:
         ConfigError: a file lies where a folder is to be, or a folder cannot be written to.
     """
     for hook in engine.hooks:
-        for name, value in vars(hook).items() if hook.writes else ():
+        for name, value in vars(hook).items() if hook.writes and not hook._may_fail_to_write else ():
             if not isinstance(value, Path):
                 continue
             path = value if value.is_absolute() or engine.workspace is None else engine.workspace / value

@@ -45,6 +45,7 @@ class SessionLogHook(BaseHook):
     """
 
     writes = True
+    _may_fail_to_write = True  # and warns of it: the log of sessions is worth no run
 
     def __init__(self, path: str | Path = "sessions.jsonl"):
         self.path = Path(path)
