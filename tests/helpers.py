@@ -116,10 +116,14 @@ class Slopes:
 
     def __init__(self, fail_at: dict[int, BaseException] | None = None):
         self.fail_at = fail_at or {}
-        self.calls = 0
+        self._calls = [0]  # in a list, since a number would be carried by a checkpoint and the fault come elsewhere
+
+    @property
+    def calls(self) -> int:
+        return self._calls[0]
 
     def step(self, model, batch, totals=None, generator=None):
-        self.calls += 1
+        self._calls[0] += 1
         if self.calls in self.fail_at:
             raise self.fail_at[self.calls]
         g, weight = batch if isinstance(batch, tuple) else (batch, None)

@@ -21,18 +21,26 @@ FACES = ["engine", "base", "functional", "spectra", "graphs", "astro"]
 EVENTS = ["on_after_step", "on_after_epoch", "on_before_step"]
 
 
+TAKEN = []  # not on the loader: an evaluation puts back what changes there
+
+
 class Slow:
-    """A loader that gets a signal with its second batch and counts the batches that are taken."""
+    """A loader that gets a signal with its second batch; the batches that are taken are counted."""
 
     def __init__(self, loader, number):
-        self.loader, self.number, self.taken = loader, number, 0
+        self.loader, self.number = loader, number
+        TAKEN.clear()
 
     def __iter__(self):
         for batch in self.loader:
-            self.taken += 1
-            if self.taken == 2 and self.number:
+            TAKEN.append(1)
+            if len(TAKEN) == 2 and self.number:
                 os.kill(os.getpid(), self.number)
             yield batch
+
+    @property
+    def taken(self):
+        return len(TAKEN)
 
 
 class Evaluates(BaseHook):

@@ -150,8 +150,13 @@ def test_only_the_engine_runs_backward_and_the_optimizer():
 
 
 def documented_by_bases(tree, node):
-    """The methods that base classes in the same file document."""
+    """The methods that base classes document, in the same file or in one of ours that it imports them from."""
     classes = {other.name: other for other in tree.body if isinstance(other, ast.ClassDef)}
+    for other in tree.body:
+        path = REPOSITORY / "src" / f"{(getattr(other, 'module', None) or '').replace('.', '/')}.py"
+        if isinstance(other, ast.ImportFrom) and not other.level and path.is_file():
+            names = {alias.name for alias in other.names}
+            classes |= {c.name: c for c in tree_of(path).body if isinstance(c, ast.ClassDef) and c.name in names}
     bases = [classes[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in classes]
     return {
         method.name

@@ -69,11 +69,17 @@ def _try_objects(engine: Engine, saved: Mapping[str, Any]) -> None:
         state = saved.get(path, {}).get("state")
         if state is None or isinstance(owner, nn.Module):
             continue
-        try:
-            double = copy.deepcopy(owner)
-        except Exception:  # noqa: BLE001  (what cannot be copied is tried by the first load)
+        double = _copied(owner)
+        if double is None:
             continue
         try:
             double.load_state_dict(to_plain(state, path))
         except Exception as error:
             raise CheckpointError(f"{path}: {type(owner).__name__} does not load what it saves: {error}") from error
+
+
+def _copied(owner: Any) -> Any:
+    try:
+        return copy.deepcopy(owner)
+    except Exception:  # noqa: BLE001  (what cannot be copied is tried by the first load)
+        return None

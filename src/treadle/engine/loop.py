@@ -238,12 +238,7 @@ class Engine:
             self.prepare()
             resume_from_hooks(self)
             if self.target.reached(self):
-                # A run that was finished by an earlier process is in order; a second call in this one trains nothing.
-                level = logging.WARNING if self.state.num_runs else logging.INFO
-                self.logger.log(
-                    level, "nothing to do: at step %d, epoch %d the target, %s of the whole run, is reached",
-                    self.step, self.epoch, self.target,
-                )  # fmt: skip
+                self._log_nothing_to_do()
                 return
         self.should_stop = False
         if self.step == 0 and not self.state.loaded:
@@ -269,6 +264,12 @@ class Engine:
             self.raise_if_refused()
             self.emit("on_after_train")
             self.events.write_requested()
+
+    def _log_nothing_to_do(self) -> None:
+        """Logs that the target is reached, as a warning if this object has trained: its second call trains nothing."""
+        level = logging.WARNING if self.state.num_runs else logging.INFO
+        text = "nothing to do: at step %d, epoch %d the target, %s of the whole run, is reached"
+        self.logger.log(level, text, self.step, self.epoch, self.target)
 
     def train_step(self, group: Group) -> Outcome:
         """Runs one optimizer step over a group of micro-batches, top to bottom.

@@ -69,7 +69,7 @@ def predict_smiles(
             f"predict_smiles: {len(models)} models, {len(smiles)} molecules, batch_size={batch_size}; give one or more"
         )
     if task_type not in _TASKS:
-        raise ConfigError(f"task_type={task_type!r}: {nearest(str(task_type), _TASKS)}")
+        raise ConfigError(nearest(str(task_type), _TASKS), argument="task_type", value=task_type)
     settings, place = parse_pe_config(pe_config), get_device(device)
     found, unusable = usable_graphs(smiles, num_workers=0)
     usable = [number for number, graph in enumerate(found) if graph is not None]

@@ -20,7 +20,7 @@ def check_mask_name(mask: str) -> None:
         >>> check_mask_name("test_mask")
     """
     if mask not in MASKS:
-        raise ConfigError(f"mask={mask!r}: {nearest(str(mask), MASKS)}")
+        raise ConfigError(nearest(str(mask), MASKS), argument="mask", value=mask)
 
 
 def masks_in(batch: Any) -> list[str]:

@@ -156,8 +156,10 @@ class ModelOptions:
     def _check_statistics(self) -> None:
         if self.readout == "mean_add" and self.measured is None:
             raise ConfigError(
-                "readout='mean_add' divides sums by the mean number of nodes of a training graph, and statistics is "
-                f"{self.statistics!r}; pass statistics=graph_statistics(training_graphs), or another readout"
+                " divides sums by the mean number of nodes of a training graph, and statistics is "
+                f"{self.statistics!r}; pass statistics=graph_statistics(training_graphs), or another readout",
+                argument="readout",
+                value=self.readout,
             )
         if not isinstance(self.statistics, GraphStatistics):
             return

@@ -41,13 +41,11 @@ def get_scheduler(
 
     With W = ``warmup_epochs``, T = ``total_epochs``, m = ``min_lr``, s = ``warmup_start_lr``, o = ``warmup_offset``:
 
-    - ``"cosine_warmup"``: s + ((e + o)/W)(b - s) while e < W, then
-      m + (b - m)/2 · (1 + cos(pi · min(1, (e - W)/(T - W)))).
+    - ``"cosine_warmup"``: s + ((e+o)/W)(b - s) while e < W, then m + (b - m)/2 · (1 + cos(pi · min(1, (e-W)/(T-W)))).
     - ``"cosine"``: the same with W = 0.
     - ``"linear"``: from b at 0 to m at T.
     - ``"step"``: b · gamma^floor(e / step_size).
-    - ``"warmup"``: the first part of cosine_warmup, then b.
-    - ``"none"``: no schedule; returns None.
+    - ``"warmup"``: the first part of cosine_warmup, then b. ``"none"``: no schedule; returns None.
 
     Args:
         optimizer: its groups' learning rates are the base rates.
@@ -58,8 +56,7 @@ def get_scheduler(
         step_size: epochs, >= 1.
         gamma: factor of ``"step"``, >= 0.
         warmup_start_lr: s >= 0.
-        warmup_offset: o, 0 or 1. With 0 the first epoch has the rate s, which learns nothing; 1 is what
-            ``treadle train graphs`` takes.
+        warmup_offset: o, 0 or 1; with 0 the first epoch has the rate s, which learns nothing.
 
     Returns:
         One of torch's schedulers, whose state holds plain numbers only.
@@ -74,8 +71,7 @@ def get_scheduler(
         [1e-07]
     """
     if scheduler_type not in _SCHEDULERS:
-        near = nearest(str(scheduler_type), _SCHEDULERS)
-        raise ConfigError(f" is unknown; {near}", argument="scheduler_type", value=scheduler_type)
+        raise ConfigError(nearest(str(scheduler_type), _SCHEDULERS), argument="scheduler_type", value=scheduler_type)
     given = {
         "warmup_epochs": warmup_epochs, "min_lr": min_lr, "step_size": step_size, "gamma": gamma,
         "warmup_start_lr": warmup_start_lr, "warmup_offset": warmup_offset,
@@ -87,8 +83,6 @@ def get_scheduler(
     if scheduler_type == "step":
         return StepLR(optimizer, step_size, gamma)
     warmup = 0 if scheduler_type == "cosine" else warmup_epochs
-    if warmup_offset not in (0, 1):
-        raise ConfigError(f"warmup_offset={warmup_offset!r}: must be 0 or 1, the epochs that the warm-up is ahead")
     curve = _Curve(warmup, total_epochs, start=warmup_start_lr, end=min_lr, offset=warmup_offset)
     return _follow(curve, scheduler_type, optimizer)
 
@@ -132,6 +126,8 @@ def _follow(curve: _Curve, scheduler_type: str, optimizer: Optimizer) -> LambdaL
 
 
 def _check_numbers(numbers: Mapping[str, float]) -> None:
+    if numbers["warmup_offset"] not in (0, 1):
+        raise ConfigError("must be 0 or 1", argument="warmup_offset", value=numbers["warmup_offset"])
     for name, value in numbers.items():
         least = 1 if name in ("total_epochs", "step_size") else 0
         if not value >= least:

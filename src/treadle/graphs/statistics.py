@@ -75,21 +75,22 @@ def graph_statistics(graphs: Iterable[Any]) -> GraphStatistics:
             if getattr(graph, "node_pe", None) is not None:
                 encodings.append(graph.node_pe.cpu())
     if not sizes:
-        raise ConfigError("graphs: there are none to measure; pass the graphs of the training set")
+        raise ConfigError("there are none to measure; pass the graphs of the training set", argument="graphs")
     mean_nodes = sum(sizes) / len(sizes)
     if not encodings:
         return GraphStatistics(mean_nodes)
     widths = {tuple(encoding.shape[1:]) for encoding in encodings}
     if len(encodings) != len(sizes) or len(widths) != 1:
         raise ConfigError(
-            f"graphs: {len(encodings)} of {len(sizes)} have a node_pe, of {len(widths)} widths; encode all alike"
+            f"{len(encodings)} of {len(sizes)} have a node_pe, of {len(widths)} widths; encode all alike",
+            argument="graphs",
         )
     return GraphStatistics(mean_nodes, *_mean_and_scale(torch.cat(encodings)))
 
 
 def _mean_and_scale(values_NK: Tensor) -> tuple[Tensor, Tensor]:
     if not bool(values_NK.isfinite().all()):
-        raise ConfigError("graphs: a node_pe is not finite; correct the encodings")
+        raise ConfigError("a node_pe is not finite; correct the encodings", argument="graphs")
     with one_thread():
         wide_NK = values_NK.double()
         mean_K = wide_NK.mean(dim=0)

@@ -267,8 +267,10 @@ class GraphTask:
             tried = in_full_precision(self.loss_fn, pred.detach(), target, self.device)
         if bool(tried.isnan().any()):
             raise ConfigError(
-                f"loss_fn={self.loss_fn!r}: the batch has targets that are NaN, which are unknown, and the loss is NaN "
-                "by them; use a loss of get_loss_fn, which leaves them out, or leave these graphs out of the data"
+                "the batch has targets that are NaN, which are unknown, and the loss is NaN by them; use a loss of "
+                "get_loss_fn, which leaves them out, or leave these graphs out of the data",
+                argument="loss_fn",
+                value=self.loss_fn,
             )
 
     def new_metrics(self) -> FedMetrics:

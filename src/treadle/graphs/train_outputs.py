@@ -38,6 +38,7 @@ class TrainOutputsHook(BaseHook):
         self._num_kept = 0
         self._metrics = metrics
         self._older = metrics.like() if isinstance(metrics, GraphMetrics) and metrics.adds_up else None
+        self._has_older = False
         self._left_out = False
 
     def on_before_step(self, trainer: Engine) -> None:
@@ -61,6 +62,7 @@ class TrainOutputsHook(BaseHook):
             for outputs in self._outputs[:-1]:
                 older.update(outputs)
             self._older.fold()
+            self._has_older = True
             self._outputs = self._outputs[-1:]
         elif not self._left_out:
             self._left_out = True
@@ -82,7 +84,7 @@ class TrainOutputsHook(BaseHook):
         self._clear()
 
     def _clear(self) -> None:
-        self._outputs, self._num_kept = [], 0
+        self._outputs, self._num_kept, self._has_older = [], 0, False
         if self._older is not None:
             self._older.reset()
 
@@ -98,7 +100,9 @@ class TrainOutputsHook(BaseHook):
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
         """Stores the outputs of every rank."""
         own = [[None if part is None else part.cpu() for part in outputs] for outputs in self._outputs]
-        packed = {**_packed(own), "older": None if self._older is None else self._older.sums()}
+        packed = _packed(own)
+        if self._older is not None and self._has_older:
+            packed["older"] = self._older.sums()
         state_dict["hooks"][self.state_key] = {"ranks": distributed.gather_objects(packed)}
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
@@ -117,6 +121,7 @@ class TrainOutputsHook(BaseHook):
             ]
             if self._older is not None and packed.get("older") is not None:  # files of before have none
                 self._older.add_sums(packed["older"])
+                self._has_older = True
         self._num_kept = self._total()
 
 

@@ -56,9 +56,10 @@ def check_plateau(scheduler: Any, metric: str, mode: str) -> None:
     """
     if isinstance(scheduler, ReduceLROnPlateau) and scheduler.mode != mode:
         raise ConfigError(
-            f"scheduler: a ReduceLROnPlateau(mode={scheduler.mode!r}) is stepped with {metric!r}, which is better the "
+            f"a ReduceLROnPlateau(mode={scheduler.mode!r}) is stepped with {metric!r}, which is better the "
             f"{'higher' if mode == 'max' else 'lower'} it is: it would lower the rate while training improves; build "
-            f"it with mode={mode!r}"
+            f"it with mode={mode!r}",
+            argument="scheduler",
         )
 
 

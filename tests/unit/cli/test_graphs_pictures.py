@@ -50,9 +50,9 @@ def test_a_number_of_a_pair_is_shown_as_it_is() -> None:
 
 
 def test_the_columns_are_those_of_the_model_under_their_names() -> None:
-    config = parse_pe_config("default").node
+    config = parse_pe_config("combined").node
     assert config is not None
-    graph = AddPositionalEncodings("default")(graph_from_smiles(CAFFEINE))
+    graph = AddPositionalEncodings("combined")(graph_from_smiles(CAFFEINE))
     found = _node_columns(graph.node_pe, config, 7)
     assert len(found) == 7
     starts = {"|eigenvector 1|": 0, "walk back after 2 steps": 17, "heat kept until 5": 25, "core number": 28}

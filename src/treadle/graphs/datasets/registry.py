@@ -77,8 +77,7 @@ def get_dataset(
 ) -> GraphDataset:
     """Loads a data set of graphs, with encodings if wanted.
 
-    ``smiles_csv`` is a file of your own with ``file="molecules.csv"``: a column of SMILES, and columns of targets, in
-    which an empty field is unknown; ``split="scaffold"`` keeps molecules of one scaffold in one part.
+    ``smiles_csv`` reads ``file="molecules.csv"``: a column of SMILES, and columns of targets, empty where unknown.
     ``nci`` and ``zinc_clean_leads`` are molecules that come with the packages rdkit and molsets, ``synthetic_*``
     graphs are generated, and the others are benchmarks: ``zinc``, ``qm9``, the long-range sets (such as
     ``peptides_func``) and those of OGB (such as ``ogbg_molhiv``). These are read from ``root``, or downloaded into it.
@@ -109,7 +108,7 @@ def get_dataset(
     Example:
         >>> data = get_dataset("synthetic_tree", task="distance_regression", num_graphs=20, pe_config="default")
         >>> [len(split) for split in data.get_splits()], data.level, data.node_pe_dim, data.relative_pe_dim
-        ([16, 2, 2], 'edge', 32, 32)
+        ([16, 2, 2], 'edge', 20, 32)
     """
     known = name.lower().replace("-", "_")
     if known not in _SOURCES:

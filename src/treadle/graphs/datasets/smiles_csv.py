@@ -61,14 +61,18 @@ def load_smiles_csv(
     """
     for argument, value, known in (("task", task, _TASKS), ("split", split, _SPLITS)):
         if value not in known:
-            raise ConfigError(f"{argument}={value!r}: {nearest(str(value), known)}")
+            raise ConfigError(nearest(str(value), known), argument=argument, value=value)
     if file is None:
-        raise ConfigError(f"file=None: {name!r} needs a file of molecules, such as file='molecules.csv'")
+        raise ConfigError(
+            f"{name!r} needs a file of molecules, such as file='molecules.csv'", argument="file", value=file
+        )
     columns, rows = read_smiles_csv(Path(file), smiles=smiles)
     chosen = [column for column in columns if column != smiles] if targets is None else list(targets)
     for column in chosen:
         if column not in columns or column == smiles:
-            raise ConfigError(f"targets={chosen}: {str(file)!r} has no column {column!r}; {nearest(column, columns)}")
+            raise ConfigError(
+                f"{str(file)!r} has no column {column!r}; {nearest(column, columns)}", argument="targets", value=chosen
+            )
     if not chosen:
         raise ConfigError(f"targets: {str(file)!r} has no column but {smiles!r}; name a file with targets")
     values = [[_number(row[column], column, line, task) for column in chosen] for line, row in enumerate(rows, 2)]
@@ -102,13 +106,17 @@ def read_smiles_csv(path: Path, *, smiles: str = "smiles") -> tuple[list[str], l
             columns, rows = list(reader.fieldnames or ()), list(reader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"file={str(path)!r}: cannot be read ({error}); name a file of comma-separated values"
+            f"cannot be read ({error}); name a file of comma-separated values", argument="file", value=str(path)
         ) from error
     if smiles not in columns:
-        raise ConfigError(f"smiles={smiles!r}: {str(path)!r} has no such column; {nearest(smiles, columns)}")
+        raise ConfigError(
+            f"{str(path)!r} has no such column; {nearest(smiles, columns)}", argument="smiles", value=smiles
+        )
     for line, row in enumerate(rows, 2):
         if None in row.values() or None in row:
-            raise ConfigError(f"file={str(path)!r}: line {line} has not {len(columns)} fields, as the first line has")
+            raise ConfigError(
+                f"line {line} has not {len(columns)} fields, as the first line has", argument="file", value=str(path)
+            )
     return columns, list(rows)
 
 

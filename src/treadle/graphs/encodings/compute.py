@@ -62,7 +62,7 @@ def compute_node_pe(edge_index: Tensor, num_nodes: int, config: PEConfigLike | N
 
     Example:
         >>> compute_node_pe(torch.tensor([[0, 1], [1, 2]]), 3, "default").shape
-        torch.Size([3, 32])
+        torch.Size([3, 20])
     """
     node_pe = encode_graph(edge_index, num_nodes, PEConfig(node=_node_section(config))).node_pe
     return torch.zeros(num_nodes, 0, device=edge_index.device) if node_pe is None else node_pe
@@ -146,7 +146,7 @@ class AddPositionalEncodings:
         >>> from types import SimpleNamespace
         >>> graph = SimpleNamespace(edge_index=torch.tensor([[0, 1], [1, 2]]), num_nodes=3)
         >>> AddPositionalEncodings("default")(graph).node_pe.shape
-        torch.Size([3, 32])
+        torch.Size([3, 20])
     """
 
     def __init__(self, pe_config: PEConfigLike):

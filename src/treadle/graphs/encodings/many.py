@@ -87,7 +87,7 @@ def encode_graphs(
         >>> path, ring = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
         >>> encoded = encode_graphs([(path, 3), (ring, 4)], "default")
         >>> encoded[1].node_pe.shape, encoded[1].edge_pe.shape
-        (torch.Size([4, 32]), torch.Size([16, 32]))
+        (torch.Size([4, 20]), torch.Size([16, 32]))
     """
     settings = parse_pe_config(config)
     if num_workers < 0:
