@@ -88,7 +88,9 @@ def test_a_run_that_goes_on_or_is_finished_says_so(tmp_path, capsys):
         r"training resumes at step 4, epoch 1 \(.*checkpoint_step_4.pt\), on cpu, to step 6\n", capsys.readouterr().err
     )
     Fit(6, workspace=tmp_path, device="cpu").train()
-    assert capsys.readouterr().err == "nothing to do: at step 6, epoch 1 the target is reached\n"
+    assert capsys.readouterr().err == (
+        "nothing to do: at step 6, epoch 1 the target, step 6 of the whole run, is reached\n"
+    )
 
 
 def test_epochs_are_lines_and_early_stopping_names_epoch_and_best_value(tmp_path, capsys, parts):
