@@ -27,7 +27,7 @@ def litter(folder, pid):
     return made
 
 
-@pytest.mark.parametrize("pid", [DEAD, os.getpid()])
+@pytest.mark.parametrize("pid", [DEAD, os.getpid()], ids=["dead", "own"])
 def test_the_next_run_that_owns_the_folder_removes_it(tmp_path, pid):
     made = litter(tmp_path, pid)
     lock = RunLock()
