@@ -14,6 +14,11 @@ from treadle.errors import ConfigError
 from treadle.means import RunningMeans
 from treadle.nested import as_number
 
+Totals = Mapping[str, float] | None
+"""Counts of each term of a loss over all micro-batches and ranks of a step; None where a task counts none."""
+Rng = torch.Generator | None
+"""Generator of an evaluation, so that it draws the same numbers each time; None in training."""
+
 
 @dataclass(frozen=True)
 class StepOutput:
@@ -39,13 +44,7 @@ class StepOutput:
 class Task(Protocol):
     """A loss for a kind of data; ``weights`` and ``new_metrics`` are optional."""
 
-    def step(
-        self,
-        model: nn.Module,
-        batch: Any,
-        totals: Mapping[str, float] | None = None,
-        generator: torch.Generator | None = None,
-    ) -> StepOutput:
+    def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
         """Turns a batch into a loss, in training and evaluation alike."""
         ...
 

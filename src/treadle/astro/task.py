@@ -23,7 +23,7 @@ from treadle.device import moved
 from treadle.distributed import replicated, unwrap
 from treadle.errors import ConfigError
 from treadle.optim.loss_weights import as_count
-from treadle.task import StepOutput
+from treadle.task import Rng, StepOutput, Totals
 
 ComputeLoss = Callable[[Tensor, Tensor], tuple[Tensor, Mapping[str, Any]]]
 _PARTS = ("tokens", "types", "attn_mask")
@@ -82,13 +82,7 @@ class AstroTask:
         count = self._num_targets(_targets_in(_parts_of(batch)[0]))
         return batch, None if isinstance(count, Tensor) else count
 
-    def step(
-        self,
-        model: nn.Module,
-        batch: Any,
-        totals: Mapping[str, float] | None = None,
-        generator: torch.Generator | None = None,
-    ) -> StepOutput:
+    def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
         """Returns the loss of a batch: its share of that of the step where ``totals`` are given."""
         tokens, types, attn_mask = _parts_of(batch)
         targets = _targets_in(tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,7 +34,7 @@ from treadle.faces.default_hooks import with_default_hooks
 from treadle.hooks.trackers import TrackerChoice, with_trackers
 from treadle.hooks.validate import check_hooks
 from treadle.optim.precision import Precision, check_precision
-from treadle.task import StepOutput, Task, as_step_output
+from treadle.task import Rng, StepOutput, Task, Totals, as_step_output
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -283,11 +283,5 @@ class _ForwardTask:
     def __init__(self, trainer: BaseTrainer):
         self.trainer = trainer
 
-    def step(
-        self,
-        model: nn.Module,
-        batch: Any,
-        totals: Mapping[str, float] | None = None,
-        generator: torch.Generator | None = None,
-    ) -> StepOutput:
+    def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
         return as_step_output(self.trainer.forward(batch), training=False)

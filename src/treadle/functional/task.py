@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from treadle.errors import ConfigError
@@ -18,7 +17,7 @@ from treadle.means import Total, Weighted
 from treadle.nested import map_nested_tensor
 from treadle.optim.loss_weights import without_empty
 from treadle.optim.precision import widen
-from treadle.task import StepOutput
+from treadle.task import Rng, StepOutput, Totals
 
 if TYPE_CHECKING:
     from treadle.functional.trainer import Trainer
@@ -40,13 +39,7 @@ class TrainerTask:
         self._num_counted: float | Tensor | None = None  # of the last batch, where it is not the weight of its loss
         self._row_counts = RowCounts(self._counted_labels)
 
-    def step(
-        self,
-        model: nn.Module,
-        batch: Any,
-        totals: Mapping[str, float] | None = None,
-        generator: torch.Generator | None = None,
-    ) -> StepOutput:
+    def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
         """Returns the loss of a batch with its weight."""
         trainer = self.trainer
         inputs, targets = trainer._prepare_batch(batch)
@@ -160,13 +153,7 @@ class EvalTask(TrainerTask):
 class OverriddenEvalTask(EvalTask):
     """Evaluates through the ``eval_step`` that a subclass wrote; its numbers are averaged with the loss's weight."""
 
-    def step(
-        self,
-        model: nn.Module,
-        batch: Any,
-        totals: Mapping[str, float] | None = None,
-        generator: torch.Generator | None = None,
-    ) -> StepOutput:
+    def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
         """Returns the numbers of ``eval_step`` as records."""
         trainer = self.trainer
         with _watched(trainer) as seen:

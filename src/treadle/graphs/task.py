@@ -25,7 +25,7 @@ from treadle.graphs.task_types import aligned, counted
 from treadle.nested import map_nested_tensor
 from treadle.optim.loss_weights import as_count, without_empty
 from treadle.optim.precision import in_full_precision, widen
-from treadle.task import StepOutput
+from treadle.task import Rng, StepOutput, Totals
 
 LossFn = Callable[..., Tensor]
 Outputs = tuple[Tensor, Tensor, Tensor | None]
@@ -148,13 +148,7 @@ class GraphTask:
         self._evaluated_mask = "val_mask"
         self._tries_loss = not isinstance(loss_fn, GraphLoss)
 
-    def step(
-        self,
-        model: nn.Module,
-        batch: Any,
-        totals: Mapping[str, float] | None = None,
-        generator: torch.Generator | None = None,
-    ) -> StepOutput:
+    def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
         """Returns the loss of a batch, weighted by the entries that count."""
         if isinstance(batch, PreparedGraphs):
             batch = batch.padded

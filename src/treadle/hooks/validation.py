@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from treadle import distributed
@@ -23,7 +22,7 @@ from treadle.errors import ConfigError
 from treadle.hooks.files import append_lines, continue_lines, to_json
 from treadle.hooks.tracking import Guard
 from treadle.nested import flatten_nested_dict
-from treadle.task import StepOutput, as_step_output
+from treadle.task import Rng, StepOutput, Totals, as_step_output
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -208,13 +207,7 @@ class _EvalTask:
         self._trainer = trainer
         self._eval_step = eval_step
 
-    def step(
-        self,
-        model: nn.Module,
-        batch: Any,
-        totals: Mapping[str, float] | None = None,
-        generator: torch.Generator | None = None,
-    ) -> StepOutput:
+    def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
         return as_step_output(self._eval_step(self._trainer, batch), training=False)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,7 +13,7 @@ from treadle.distributed import unwrap
 from treadle.optim.loss_weights import as_count
 from treadle.spectra.losses import masked_mse, masked_sse
 from treadle.spectra.model import ChemoMAE
-from treadle.task import StepOutput
+from treadle.task import Rng, StepOutput, Totals
 
 LOSSES = {"mse": masked_mse, "sse": masked_sse}
 
@@ -92,13 +91,7 @@ class SpectraTask:
         self.augmenter = augmenter
         self.fixed_visible = fixed_visible
 
-    def step(
-        self,
-        model: nn.Module,
-        batch: Any,
-        totals: Mapping[str, float] | None = None,
-        generator: torch.Generator | None = None,
-    ) -> StepOutput:
+    def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
         """Returns the masked loss of a batch, weighted by what it is a mean over."""
         given = batch if isinstance(batch, PreparedSpectra) else self._prepared(model, batch)
         x = moved(given.x, self.device)
