@@ -25,15 +25,16 @@ class Fit(BaseTrainer):
         return self.model(input[0]).square().mean(), {}
 
 
-class Counts(Fit):
-    """Counts its forward passes, which no checkpoint holds."""
+CALLS: list[int] = []
 
-    calls = 0
+
+class Counts(Fit):
+    """Counts the forward passes of its process in a global, which no checkpoint holds."""
 
     def forward(self, input):
-        self.calls += 1
+        CALLS.append(1)
         loss, records = super().forward(input)
-        return loss * (1 + 0.1 * self.calls), records
+        return loss * (1 + 0.1 * len(CALLS)), records
 
 
 def train_exactly():

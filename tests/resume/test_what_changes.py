@@ -285,7 +285,7 @@ def test_another_device_and_kernels_that_may_vary_are_said(before, now, determin
     tree = engine.state_dict()
     assert tree["progress"]["device"] == "cpu"
     tree["progress"]["device"] = before
-    engine.device = torch.device(now)  # nothing is put there: the running epoch has no means
+    engine.precision.device = torch.device(now)  # nothing is put there: the running epoch has no means
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     engine.load_state_dict(tree)
     assert (said in caplog.text) if said else caplog.messages == []

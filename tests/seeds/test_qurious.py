@@ -21,6 +21,7 @@ _spec = importlib.util.spec_from_file_location("seed_blocks", Path(__file__).par
 seed_blocks = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(seed_blocks)
 
+RECORDS = ("sessions.jsonl", "settings.json", "steps.jsonl")  # of every run folder
 METHODS = [
     "train_step", "eval_step", "train_epoch", "evaluate", "train", "load_checkpoint", "_prepare_batch", "_forward_pass",
     "_compute_loss", "_save_checkpoint",
@@ -54,7 +55,7 @@ def test_the_basic_example_trains_and_prints_its_history(blocks, tmp_path, monke
     assert history["train_loss"][-1] < history["train_loss"][0]
     assert names["trainer"].step == 5 * 32
     written = sorted(path.name for path in Path("checkpoints").iterdir())
-    assert written == ["best_model.pt", *(f"checkpoint_epoch_{n}.pt" for n in range(1, 6)), "history.json"]
+    assert written == ["best_model.pt", *(f"checkpoint_epoch_{n}.pt" for n in range(1, 6)), "history.json", *RECORDS]
 
 
 def test_the_constructor_block_is_our_signature(blocks):
@@ -63,7 +64,8 @@ def test_the_constructor_block_is_our_signature(blocks):
     ours = list(inspect.signature(Trainer).parameters.values())
     assert [parameter.name for parameter in ours[: len(documented)]] == documented
     assert all(parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in ours[: len(documented)])
-    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in ours[len(documented) :])
+    kinds = {parameter.kind for parameter in ours[len(documented) :]}
+    assert kinds == {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}  # settings, checked by name
 
 
 @pytest.mark.parametrize("method", METHODS)

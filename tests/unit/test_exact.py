@@ -6,6 +6,7 @@ import json
 import runpy
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -85,8 +86,11 @@ def test_bad(treadle_exact):
 
 def test_the_fixture_fails_the_test_of_a_training_that_is_not_exact(tmp_path):
     (tmp_path / "test_mine.py").write_text(SUITE)
+    # Installed, the plugin comes by its entry point.
+    found = [one for one in entry_points(group="pytest11") if one.value == "treadle.runs.pytest_plugin"]
+    plugin = [] if found else ["-p", "treadle.runs.pytest_plugin"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "treadle.runs.pytest_plugin", "-o", f"pythonpath={TESTS}", "."],
+        [sys.executable, "-m", "pytest", "-q", *plugin, "-o", f"pythonpath={TESTS}", "."],
         capture_output=True, text=True, cwd=tmp_path,
     )  # fmt: skip
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr

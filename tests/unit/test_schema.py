@@ -75,7 +75,6 @@ REFUSED = {
     "module": nn.Linear(1, 1),
     "generator": torch.Generator(),
     "device": torch.device("cpu"),
-    "dtype": torch.float32,
     "Size": torch.Size([1]),
     "range": range(3),
     "numpy RNG": np.random.RandomState(0),

@@ -196,6 +196,11 @@ class OptimizerPart(StatePart):
         if saved.get("optimizer") is not None and saved.same_torch:
             now = optimizer_state(engine.optimizer, engine.model)
             state = {key: value for key, value in saved.part("optimizer").items() if key != "attributes"}
+            # A switch that an older torch did not have is in memory alone, with its default.
+            now["param_groups"] = [
+                {key: value for key, value in group.items() if key in before}
+                for group, before in zip(now["param_groups"], state["param_groups"], strict=True)
+            ]
             yield from unlike(by_position(state), by_position(now), "optimizer")
 
 

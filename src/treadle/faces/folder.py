@@ -141,6 +141,7 @@ class RunFolder:
                 return None
             self.engine.state.record_searched()
             self.restore(found[1], found[0])
+            on_rank_0(lambda: self.complete(found[1], found[0]))
             return found[0]
         if self.engine.step > 0:
             self.engine.logger.warning(
@@ -151,6 +152,14 @@ class RunFolder:
             source = self.find(source)
             self.restore(open_on_ranks(source), source)
         return None
+
+    def complete(self, tree: Mapping[str, Any], source: Path) -> None:
+        """Writes what a kill after ``source`` left out, on rank 0; nothing here.
+
+        Args:
+            tree: the state that the run resumes from.
+            source: its file.
+        """
 
     def find(self, path: str | Path) -> Path:
         """Returns a path as given, or if there is no such file, inside the folder."""

@@ -71,6 +71,11 @@ class FaceEpochs(SelectingEpochs):
             return self.train_record(self.engine.train_means())
         return self.history[-1]
 
+    @property
+    def record_complete(self) -> bool:
+        """Whether the latest record has all that it will have; an overridden ``train_epoch`` adds to it later."""
+        return not self._through
+
     def fit_through(
         self,
         train_epoch: Callable[[int], Any],

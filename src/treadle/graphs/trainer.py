@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from treadle.capture.compile import Compile
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.schema import to_plain
-from treadle.checkpoint.store import load_checkpoint, save_checkpoint
+from treadle.checkpoint.store import copy_checkpoint, load_checkpoint, save_checkpoint
 from treadle.distributed import unwrap
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
@@ -348,6 +348,11 @@ class BestAndLast(RunFolder):
         """Returns both, also where they are not finite."""
         names = (f"{stem}{aside}.pt" for stem in ("last", "best") for aside in ("", ".nonfinite"))
         return [folder / name for name in names]
+
+    def complete(self, tree: Mapping[str, Any], source: Path) -> None:
+        """Writes ``last.pt``, if the run was killed after ``best.pt``."""
+        if self.path is not None and source == self.path / "best.pt":
+            copy_checkpoint(source, self.path / "last.pt")
 
     def write_epoch(self, *, improved: bool) -> None:
         """Writes ``best.pt`` if it is the best, then ``last.pt``; all ranks take part."""

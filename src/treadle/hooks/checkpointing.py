@@ -46,6 +46,14 @@ def step_states(folder: Path) -> list[Path]:
     return [*files, *folders, *links]
 
 
+def _link_to(found: Path) -> None:
+    """Points the link to the state that a run resumes from: a kill may have come before that."""
+    link = found.with_name(f"{_LATEST}{found.suffix}")
+    numbered = not found.is_symlink() and ".nonfinite" not in found.name
+    if numbered and not (link.exists() and link.samefile(found)):
+        point_to(found, link.name)
+
+
 class CheckpointingHook(BaseHook):
     """Saves ``checkpoint_step_{step}.pt`` every ``interval`` steps, at the last step and at a signal.
 
@@ -151,8 +159,10 @@ class CheckpointingHook(BaseHook):
         found = find_latest(states, load=open_on_ranks)
         if found is None:
             return None
-        self._resumed_from, tree = found
-        trainer.state.record_source(self._resumed_from)
+        path, tree = found
+        self._resumed_from = path
+        on_rank_0(lambda: _link_to(path))
+        trainer.state.record_source(path)
         return tree
 
     @property
@@ -199,7 +209,8 @@ class CheckpointingHook(BaseHook):
 
     def on_after_train(self, trainer: Engine) -> None:
         """Saves the state that the run ended with, its last epoch included, and waits for what is being written."""
-        trainer.request_write(lambda: self.save(trainer))
+        if all(getattr(driver, "record_complete", True) for driver in trainer.state.drivers):
+            trainer.request_write(lambda: self.save(trainer))
         trainer.request_write(self.wait_for_writes)
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:

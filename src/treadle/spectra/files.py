@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from treadle.checkpoint.rank_writer import RankWriter
 from treadle.checkpoint.ranks import on_rank_0
-from treadle.checkpoint.store import averaged_weights, save_checkpoint, scored_weights
+from treadle.checkpoint.store import averaged_weights, copy_checkpoint, save_checkpoint, scored_weights
 from treadle.engine import Engine
 from treadle.faces.folder import RunFolder, write_best_and_last
 
@@ -56,6 +56,12 @@ class SpectraFolder(RunFolder):
         """
         super().restore(tree, source)
         self._resolved = True
+
+    def complete(self, tree: Mapping[str, Any], source: Path) -> None:
+        """Writes ``last.pt`` and the export of the best weights, if the run was killed after ``best.pt``."""
+        if self.path is not None and source == self.path / "checkpoints" / "best.pt":
+            save_checkpoint(scored_weights(tree), self.path / "best_model.pt")
+            copy_checkpoint(source, source.with_name("last.pt"))
 
     def write_epoch(self, selection: Selection, *, background: bool) -> None:
         """Writes the files of an epoch; all ranks take part."""

@@ -62,7 +62,7 @@ def project(tmp_path, monkeypatch):
         ("train nofile.yaml", 2, "nofile.yaml: no such configuration file; did you mean 'run.yaml'?"),
         ("train run.yaml trainer.max_step=3", 2, "did you mean 'trainer.max_steps'?"),
         ("train run.yaml width=3", 2, "did you mean 'model.width'?"),
-        ("train run.yaml trainer.max_steps=three", 2, "max_steps='three': must be a whole number of optimizer steps"),
+        ("train run.yaml trainer.max_steps=three", 2, "trainer.max_steps is 3, a number, and 'three' is a text"),
         ("train run.yaml trainer.device=cuda", 2, "device='cuda' is not available here; available: cpu"),
         ("train run.yaml +trainer.trackers=wanb", 2, "there is no tracker 'wanb'; did you mean 'wandb'?"),
         ("train run.yaml trainer.workspace=a_file/runs", 2, "a_file is no folder; choose another folder"),
@@ -118,7 +118,7 @@ def test_a_value_of_the_wrong_type_for_a_part_is_named_with_its_section_and_line
     monkeypatch.delitem(sys.modules, "train", raising=False)
     assert treadle("new", "config", ".") == 0
     assert treadle("train", "run.yaml", "optimizer.lr=fast", "trainer.device=cpu") == 2
-    wrong = "optimizer.lr='fast': 'torch.optim.AdamW' takes a number here, such as its default, 0.001"
+    wrong = "override 'optimizer.lr=fast': optimizer.lr is 0.003, a number, and 'fast' is a text"
     assert f"error: {wrong}" in capsys.readouterr().err
     config = (tmp_path / "run.yaml").read_text()
     line = next(number for number, text in enumerate(config.splitlines(), 1) if "lr: " in text)

@@ -55,7 +55,7 @@ def test_a_run_of_a_script_with_only_some_hooks(tmp_path):
     ]  # fmt: skip
     Small(4, tmp_path / "points", hooks).train()
     run = read_run(tmp_path / "points")
-    assert not run.steps
+    assert len(run.steps) == 4  # every run folder has a step log
     assert {one.chart for one in series_of(run)} >= {"loss"}
     assert [one.step for one in run.checkpoints] == [4, 4, 2]
     assert summarize(run).status == "finished"
@@ -89,7 +89,7 @@ def test_torn_lines_and_files_that_are_being_written(tmp_path):
 
 def test_a_folder_that_is_no_run_is_named_with_what_to_do(tmp_path):
     (tmp_path / "notes.txt").write_text("")
-    for folder, message in ((tmp_path, "StepLogHook"), (tmp_path / "gone", "no such folder")):
+    for folder, message in ((tmp_path, "holds no record of a run"), (tmp_path / "gone", "no such folder")):
         with pytest.raises(treadle.ConfigError, match=message):
             read_run(folder)
     assert list(runs_below(tmp_path)) == []

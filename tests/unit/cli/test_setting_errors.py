@@ -50,7 +50,7 @@ WRONG = {
         ("training.optimizer.lr=-1", "training.optimizer.lr=-1.0: must be at least 0"),
         ("training.optimizer.betas=[2,3]", "training.optimizer.betas=[2, 3]: must be two numbers"),
         ("training.early_stopping=0", "training.early_stopping=0: must be at least 1"),
-        ("model.hidden_dim=abc", "override 'model.hidden_dim=abc': model.hidden_dim is 64, a number"),
+        ("model.hidden_dim=abc", "override 'model.hidden_dim=abc': model.hidden_dim is 56, a number"),
         ("model.dropout=x", "model.dropout=x: must be float"),
         ("model.use_local=3", "model.use_local=3: must be bool"),
         ("model.mpnn_type=foo", "model.mpnn_type='foo' is unknown; known: gat"),

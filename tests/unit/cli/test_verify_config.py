@@ -45,10 +45,6 @@ FAULTS = {
     "unseeded_numpy_in_the_data": (
         {"item": "x = x + np.random.default_rng().normal()"}, "unseeded_data", "batch content", "default_rng([seed"
     ),
-    "value_kept_in_the_module": (
-        {"forward": "self.scale = 0.9 * self.scale + 0.1 * x.detach().std(); x = x / self.scale"},
-        "unregistered_buffer", "loss", "model Net.scale is ",
-    ),
     "value_kept_in_a_module_of_the_project": (
         {"step": "global COUNT; COUNT += 1; x = x * (1 + 0.01 * COUNT)"},
         "unregistered_buffer", "loss", "global .COUNT is ",

@@ -47,7 +47,7 @@ def test_at_most_eight_library_frames_lie_between_the_script_and_forward():
             return super().forward(input)
 
     make(model=Looking(4, 1)).train(loader(8), 1)
-    assert seen == [["_forward_pass", "step", "forward", "train_step", "run", "fit", "train"]]
+    assert seen == [["_forward_pass", "step", "forward", "train_step", "run", "fit", "_train_to", "train"]]
 
 
 @pytest.mark.gpu
@@ -117,5 +117,5 @@ def test_the_optimizer_that_the_trainer_builds_is_fused_where_torch_can():
         return treadle.Trainer(model, None, nn.MSELoss(), device="cpu").optimizer.defaults["fused"]
 
     counting = nn.Linear(2, 2)
-    counting.count = nn.Parameter(torch.ones(2).long(), requires_grad=False)
-    assert (built_for(nn.Linear(2, 2)), built_for(counting)) == (True, None)
+    counting.count = nn.Parameter(torch.ones(2).long(), requires_grad=False)  # frozen, so not held
+    assert (built_for(nn.Linear(2, 2)), built_for(counting)) == (True, True)

@@ -59,7 +59,7 @@ def test_the_constructor_and_fit_have_the_documented_arguments():
         "model", "optimizer", "scheduler", "loss_fn", "metrics", "device", "task_type", "num_classes", "grad_clip",
         "mixed_precision", "log_every", "checkpoint_dir", "experiment_name", "accumulation_steps",
         "scheduler_interval", "max_non_finite_grad_retries", "hooks", "trackers", "eval_seed", "parallel", "capture",
-        "pad_to", "compile",
+        "pad_to", "compile", "progress",
     ]  # fmt: skip
     fit = inspect.signature(GraphTrainer.fit).parameters
     assert list(fit)[1:] == [

@@ -17,9 +17,14 @@ from spectra_kit import make, spectra
 from treadle import CheckpointError, ConfigError, NonFiniteError
 from treadle.spectra import Extractor, ExtractorConfig, SpectraTrainer, Tester, TesterConfig, TrainerConfig
 
+RECORDS = {"sessions.jsonl", "settings.json", "steps.jsonl"}  # of every run folder
+
 
 def files(folder):
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    """The files of the face; the records that every run folder has are there too."""
+    found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert not found or set(found) >= RECORDS
+    return [name for name in found if name not in RECORDS]
 
 
 def test_a_run_leaves_the_documented_files_and_result(tmp_path, caplog):
