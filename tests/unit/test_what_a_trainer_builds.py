@@ -93,7 +93,7 @@ def test_a_method_named_almost_as_an_event_is_a_warning(caplog):
     trainer = Line(1, device="cpu")
     trainer.given_hooks = [Misspelt()]
     trainer.train()
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    warnings = sorted(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert warnings[0] == "Misspelt.on_after_stp: no event calls it; did you mean 'on_after_step'?"
     assert warnings[1].startswith("Misspelt.on_something_else: no event calls it; the events are on_before_train")
     assert len(warnings) == 2

@@ -61,9 +61,8 @@ def test_a_run_of_a_script_with_only_some_hooks(tmp_path):
     assert summarize(run).status == "finished"
     Small(4, tmp_path / "bare", [treadle.CheckpointingHook(2)]).train()
     run = read_run(tmp_path / "bare")
-    assert series_of(run) == []
-    assert run.config["max_steps"] == 4
-    assert not run.config_file
+    assert {one.chart for one in series_of(run)} >= {"loss"}
+    assert (run.config["trainer.max_steps"], run.config["optimizer.lr"]) == (4, 0.01)  # of settings.json
     assert (summarize(run).status, summarize(run).step) == ("finished", 4)  # by the target in the checkpoint
     with pytest.raises(RuntimeError):
         Small(4, tmp_path / "failed", [treadle.StepLogHook(), treadle.SessionLogHook(), Stop(3)]).train()
