@@ -58,7 +58,7 @@ class ValidationHook(BaseHook):
         ConfigError: a value is out of its range, or a data set is given where a loader belongs.
 
     Example:
-        >>> hook = ValidationHook([torch.ones(2, 1)], interval=100, patience=5)
+        >>> hook = ValidationHook([[0.5, 1.5]], interval=100, patience=5)
         >>> hook.metric
         'val_loss'
     """
