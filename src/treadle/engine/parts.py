@@ -197,10 +197,11 @@ class OptimizerPart(StatePart):
             now = optimizer_state(engine.optimizer, engine.model)
             state = {key: value for key, value in saved.part("optimizer").items() if key != "attributes"}
             # A switch that an older torch did not have is in memory alone, with its default.
-            now["param_groups"] = [
-                {key: value for key, value in group.items() if key in before}
-                for group, before in zip(now["param_groups"], state["param_groups"], strict=True)
-            ]
+            if "param_groups" in now and "param_groups" in state:  # else it has a form of its own
+                now["param_groups"] = [
+                    {key: value for key, value in group.items() if key in before}
+                    for group, before in zip(now["param_groups"], state["param_groups"], strict=True)
+                ]
             yield from unlike(by_position(state), by_position(now), "optimizer")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +52,8 @@ def _link_to(found: Path) -> None:
     link = found.with_name(f"{_LATEST}{found.suffix}")
     numbered = not found.is_symlink() and ".nonfinite" not in found.name
     if numbered and not (link.exists() and link.samefile(found)):
-        point_to(found, link.name)
+        with contextlib.suppress(CheckpointError):  # the next save reports a link that cannot be written
+            point_to(found, link.name)
 
 
 class CheckpointingHook(BaseHook):

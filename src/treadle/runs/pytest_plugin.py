@@ -1,6 +1,7 @@
 """Fixture for test suites of users: ``treadle_exact`` fails a test whose training does not resume to the bit.
 
-Installed with treadle by the entry point group ``pytest11``; nothing is imported before the fixture is used.
+Enabled by ``pytest_plugins = ["treadle.runs.pytest_plugin"]`` in ``conftest.py``. It is no entry point, since pytest
+would rewrite the assertions of every module of the package then.
 """
 
 from __future__ import annotations
