@@ -18,6 +18,7 @@ from treadle.data.cursor import Group
 from treadle.engine.session import leave_after_step, own_messages
 from treadle.engine.settings import Outcome
 from treadle.errors import NonFiniteError
+from treadle.means import RunningMeans
 from treadle.nested import map_nested_tensor
 from treadle.optim.ema import Ema
 from treadle.optim.gradients import Gradients, are_whole, total_norm
@@ -114,7 +115,7 @@ class Attempt:
         """Drops losses and records: those of a refused attempt are in no mean."""
         self.outputs = []
 
-    def close(self, outcome: Outcome, step_started: float, means: Any) -> None:
+    def close(self, outcome: Outcome, step_started: float, means: RunningMeans) -> None:
         """Completes the record of the step and adds its outputs to the running epoch's means."""
         self.info["applied"] = outcome == "applied"
         self.info["step_time"] = time.perf_counter() - step_started

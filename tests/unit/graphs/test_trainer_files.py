@@ -128,6 +128,18 @@ def test_auto_takes_the_best_where_the_last_is_damaged(tmp_path):
     assert trainer.epoch == 3
 
 
+def test_a_kill_between_the_best_and_the_last_leaves_nothing_old_after_a_rerun(tmp_path):
+    make(tmp_path).fit(data(), data(), epochs=1)
+    first = (tmp_path / "last.pt").read_bytes()
+    make(tmp_path).fit(data(), data(), epochs=2, resume_from="auto")
+    (tmp_path / "best.pt").write_bytes((tmp_path / "last.pt").read_bytes())  # the second epoch was the best
+    (tmp_path / "last.pt").write_bytes(first)  # and its last.pt was not written any more
+    make(tmp_path).fit(data(), data(), epochs=2, resume_from="auto")
+    last = load_checkpoint(tmp_path / "last.pt")
+    assert last["epoch"] == 2
+    assert differences(last, load_checkpoint(tmp_path / "best.pt")) == []
+
+
 def test_resume_needs_a_folder_an_intact_file_and_the_same_model(tmp_path):
     with pytest.raises(ConfigError, match="checkpoint_dir"):
         make().fit(data(), epochs=1, resume_from="auto")
