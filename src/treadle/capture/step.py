@@ -164,7 +164,7 @@ class _Left:
     Args:
         outputs: of its micro-batches.
         norm: of its gradient.
-        device: what lies elsewhere is a constant.
+        device: tensors elsewhere are constants.
     """
 
     def __init__(self, outputs: list[StepOutput], norm: Tensor, *, device: torch.device):

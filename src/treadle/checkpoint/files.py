@@ -1,6 +1,6 @@
 """Whole files or none: staged beside the target, flushed, renamed, and the folder synced.
 
-A crash at any point leaves the old file or the new one. The staged file lies in the target's own folder, so the
+A crash at any point leaves the old file or the new one. The staged file is in the target's folder, so the
 rename never crosses a file system. System calls go through ``os``, where the tests count every one of them.
 """
 

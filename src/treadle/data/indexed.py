@@ -152,7 +152,7 @@ class _Feed:
         self._number = 0
         self._seed = seed
         self._watch = watch
-        self._handed_out: deque[tuple[int, Any]] = deque()  # lists whose batch nobody has asked about yet
+        self._handed_out: deque[tuple[int, Any]] = deque()  # lists whose batch was not asked about yet
         self.exhausted = False
         self.draws_while_running = False
 
@@ -314,7 +314,7 @@ class IndexedReader:
         return iterator
 
     def finish(self) -> None:
-        """Lets the sampler find its end, as a plain loop does: a generator of its own may move once more there."""
+        """Exhausts the sampler, as a plain loop does: its own generator may advance once more there."""
         for _ in self.feed.current or ():
             raise RuntimeError(f"the sampler of {self.feed.lists!r} gives more than its length")
 

@@ -101,7 +101,7 @@ class LoaderState:
         self._last: dict[str, Any] = {}
 
     def collect(self) -> dict[str, Any]:
-        """Returns the states by path, as plain copies; nothing for what is as it was built.
+        """Returns the states by path, as plain copies; nothing for unchanged ones.
 
         Raises:
             CheckpointError: a state dict holds what no checkpoint can.

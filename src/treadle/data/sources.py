@@ -1,4 +1,4 @@
-"""Three kinds of loaders behind one small interface: index lists known, state of its own, or replay."""
+"""Three kinds of loaders behind one small interface: index lists, own state, or replay."""
 
 from __future__ import annotations
 

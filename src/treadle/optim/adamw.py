@@ -38,7 +38,7 @@ def build_optimizer(
 
     Returns:
         AdamW with exactly two groups (one may be empty), each parameter in one of them. The fused kernel is
-        used when every parameter is floating and lies on the CPU or on CUDA.
+        used when every parameter is floating and on the CPU or on CUDA.
 
     Raises:
         ValueError: When no parameter requires a gradient, or a number is out of range.

@@ -74,7 +74,7 @@ def are_alike(grads: Sequence[Tensor]) -> bool:
 
 
 class Inverse(NamedTuple):
-    """A divisor by its inverse: 0-d float32, on the device of what is divided."""
+    """A divisor by its inverse: 0-d float32, on the device of the dividend."""
 
     factor: Tensor
 
