@@ -39,7 +39,7 @@ class ModuleState:
         self._attributes = {name: _attributes_of(module) for name, module in named.items()}
         self._tensors = {path: Mark(value) for path, (_, value) in _other_tensors(named).items()}
         self._shapes = {path: value.shape for path, (_, value) in _other_tensors(named).items()}
-        self._trained_eval: list[str] | None = None  # modules in eval mode after train(), while a run goes on
+        self._trained_eval: list[str] | None = None  # modules in eval mode after train(), during a run
         self._pending_eval: list[str] | None = None  # those of a checkpoint, or of the end of the last run
 
     # -- modes ----------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class ModuleState:
         Args:
             model: as it was built, or as it was left.
             entry: of a checkpoint; an empty one restores the attributes and modes of the start.
-            ready: whether the run goes on, so that modes are set at once.
+            ready: whether the run is under way, so that modes are set at once.
         """
         if "frozen" in entry:
             frozen = set(entry["frozen"])
