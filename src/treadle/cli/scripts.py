@@ -66,7 +66,7 @@ def train(cfg: Any) -> float | None:
             weights=None if options["checkpoint"] is None else Path(options["checkpoint"]),
             given=list(hydra.overrides.task),
         )
-        if hydra.mode is RunMode.MULTIRUN and PACK.holds_another(run):
+        if run.resume and hydra.mode is RunMode.MULTIRUN and PACK.holds_another(run):
             messages.print(f"{run.out}: holds a run of another sweep, which is set aside", style="yellow", markup=False)
             run = dataclasses.replace(run, resume=False)
         metrics = PACK.run(run, show_report)
