@@ -138,7 +138,7 @@ def _few_labels(
     latent: npt.NDArray[np.float32], untrained: npt.NDArray[np.float32], data: SpectraData, config: SpectraConfig
 ) -> dict[str, Any]:
     """Sub-types of spectra that neither training nor labels have seen, from a few labelled training spectra."""
-    features = {"chemomae": latent}
+    features = {_OURS[config.model.residual]: latent}
     train = data.x[data.train]
     for size in _COMPONENTS:
         if size <= min(train.shape):
@@ -161,7 +161,7 @@ def _probe(
     size = latent.shape[1]
     try:
         features = {
-            "chemomae": latent,
+            _OURS[config.model.residual]: latent,
             f"pca{size}": pca_features(data.x[data.train], data.x, size),
             "untrained": untrained,
         }
@@ -276,7 +276,8 @@ def results(metrics: Mapping[str, Any]) -> Report:
 
 
 def _few_labels_table(curves: Mapping[str, FewLabels]) -> Table:
-    sizes = curves["chemomae"]["labels"]
+    ours = next(iter(curves.values()))
+    sizes = ours["labels"]
     rows = []
     for name, curve in curves.items():
         cells = zip(curve["mae"], curve["standard_error"], strict=True)
@@ -287,7 +288,7 @@ def _few_labels_table(curves: Mapping[str, FewLabels]) -> Table:
     nearest = min(sizes, key=lambda labels: abs(labels - HEADLINE))
     place, strongest = sizes.index(nearest), _strongest(curves, nearest)
     headline = (
-        f"With {nearest} labelled dwarfs the type of the others is known to {curves['chemomae']['mae'][place]:.2f} "
+        f"With {nearest} labelled dwarfs the type of the others is known to {ours['mae'][place]:.2f} "
         f"sub-types; {curves[strongest]['mae'][place]:.2f} by the best of the others ({_LABELLED[strongest]})."
     )
     return Table(
@@ -299,13 +300,13 @@ def _few_labels_table(curves: Mapping[str, FewLabels]) -> Table:
 
 
 def _strongest(curves: Mapping[str, FewLabels], labels: int) -> str:
-    place = curves["chemomae"]["labels"].index(labels)
-    return min((name for name in curves if name != "chemomae"), key=lambda name: curves[name]["mae"][place])
+    place = next(iter(curves.values()))["labels"].index(labels)
+    return min(list(curves)[1:], key=lambda name: curves[name]["mae"][place])
 
 
 def _outcome(curves: Mapping[str, FewLabels], labels: int) -> str:
     """Returns ahead, level or behind: two standard errors of the difference decide; with one draw, 0.02 sub-types."""
-    mean, error = difference(curves["chemomae"], curves[_strongest(curves, labels)], labels)
+    mean, error = difference(next(iter(curves.values())), curves[_strongest(curves, labels)], labels)
     if abs(mean) <= (2 * error or 0.02):
         return "level"
     return "ahead" if mean < 0 else "behind"
@@ -313,7 +314,10 @@ def _outcome(curves: Mapping[str, FewLabels], labels: int) -> str:
 
 def _reconstruction_table(metrics: Mapping[str, Any]) -> Table:
     base, epoch = metrics["baselines"], metrics["best_epoch"]
-    name = f"ChemoMAE, epoch {epoch}" if epoch > 0 else f"ChemoMAE, epoch {metrics['epochs']}"
+    kind = _LABELLED[next(iter(metrics.get("few_labels") or metrics["probe"] or [_OURS[False]]))].removesuffix(
+        " latent"
+    )
+    name = f"{kind}, epoch {epoch if epoch > 0 else metrics['epochs']}"
     losses = {name: (metrics["val_loss"], metrics["test_loss"])}
     for key, words in _FILLS.items():
         if f"{key}_test" in base:
@@ -342,20 +346,23 @@ def _probe_table(probe: Mapping[str, Any]) -> Table:
 
 
 def _probe_notes(probe: Mapping[str, Any]) -> list[str]:
-    others = [scores for name, scores in probe.items() if name != "chemomae"]
-    if "chemomae" not in probe or not others:
+    first, *others = probe.values()
+    if not others:
         return []
     ahead = []
     for key, words in (("j_minus_k_r2", "colour"), ("spectral_class_balanced_accuracy", "class")):
         best = max(others, key=lambda scores, key=key: scores[key]["mean"])[key]
-        mine = probe["chemomae"][key]
+        mine = first[key]
         ahead.append(f"{words} {'yes' if mine['mean'] - best['mean'] > max(mine['std'], best['std']) else 'no'}")
     return [f"Ahead of the others by more than the spread over folds: {', '.join(ahead)}. Nearly any map keeps these."]
 
 
-_PROBE_NAMES = {"chemomae": "ChemoMAE latent", "untrained": "untrained encoder"}
+_OURS = {False: "chemomae", True: "residual"}
+"""Name of the model's latent in the metrics, by whether it is a ``ResidualMAE``; it comes first."""
+_PROBE_NAMES = {"chemomae": "ChemoMAE latent", "residual": "ResidualMAE latent", "untrained": "untrained encoder"}
 _LABELLED = {
     "chemomae": "ChemoMAE latent",
+    "residual": "ResidualMAE latent",
     **{f"pca{size}": f"PCA, {size} components" for size in _COMPONENTS},
     "raw": "spectra as they are",
     "untrained": "untrained encoder",
