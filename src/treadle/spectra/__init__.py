@@ -20,10 +20,12 @@ from treadle.spectra.clustering import (
 from treadle.spectra.config import TrainerConfig
 from treadle.spectra.inference import Extractor, ExtractorConfig, Tester, TesterConfig
 from treadle.spectra.losses import masked_mse, masked_sse
-from treadle.spectra.masks import make_block_mask
+from treadle.spectra.masks import make_band_mask, make_block_mask
+from treadle.spectra.mixing import MixedSpectra
 from treadle.spectra.model import ChemoMAE
 from treadle.spectra.optim import build_optimizer, build_scheduler, build_warmup_cosine
 from treadle.spectra.preprocessing import SNVScaler, cosine_fps_downsample
+from treadle.spectra.residual import LinearGaussian, ResidualMAE, Uncertainty
 from treadle.spectra.task import SpectraTask
 from treadle.spectra.trainer import SpectraTrainer
 
@@ -35,6 +37,9 @@ __all__ = [
     "EarlyStopping",
     "Extractor",
     "ExtractorConfig",
+    "LinearGaussian",
+    "MixedSpectra",
+    "ResidualMAE",
     "SNVScaler",
     "SpectraAugmenter",
     "SpectraTask",
@@ -43,6 +48,7 @@ __all__ = [
     "TesterConfig",
     "Trainer",
     "TrainerConfig",
+    "Uncertainty",
     "VMFMixture",
     "build_optimizer",
     "build_scheduler",
@@ -50,6 +56,7 @@ __all__ = [
     "cosine_fps_downsample",
     "elbow_ckmeans",
     "elbow_vmf",
+    "make_band_mask",
     "make_block_mask",
     "masked_mse",
     "masked_sse",
