@@ -22,6 +22,7 @@ _ALLOWED = {
     "amp_dtype": ("bf16", "fp16"),
     "loss_type": ("mse", "sse"),
     "reduction": ("sum", "mean", "batch_mean"),
+    "loss_region": ("masked", "all"),
     "selection": ("best", "last"),
 }
 
@@ -134,6 +135,8 @@ class TrainerConfig:
     give the trainer ``parallel=ParallelConfig(...)``."""
     capture: bool | str = False
     """Whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses."""
+    loss_region: str = "masked"
+    """``"masked"``: the loss is taken over hidden channels; ``"all"``: over all of them."""
     compile: bool | str = False
     """True compiles the model in place, ``"blocks"`` each of its repeated blocks; see ``treadle.compile_model``."""
 
