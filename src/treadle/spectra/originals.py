@@ -21,9 +21,8 @@ from treadle.distributed.state_names import check_model_state
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.errors import CheckpointError
-from treadle.exchange.adapters import register_adapter
+from treadle.exchange.adapters import register_adapter, shaped_like, state_in_groups
 from treadle.exchange.foreign import ForeignCheckpoint
-from treadle.optim.optimizer import parameter_names
 from treadle.seed import RngState
 from treadle.spectra.model import ChemoMAE
 
@@ -82,14 +81,7 @@ def own_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Te
     renamed = {own_name(name) if own_name(name) in live else name: value for name, value in weights.items()}
     for name, buffer in model.named_buffers():
         renamed.setdefault(name, buffer)
-    return {name: _shaped_as(value, live.get(name)) for name, value in renamed.items()}
-
-
-def _shaped_as(value: Tensor, live: Any) -> Tensor:
-    if not isinstance(live, Tensor) or value.shape == live.shape:
-        return value
-    theirs, ours = ([size for size in shape if size != 1] for shape in (value.shape, live.shape))
-    return value.reshape(live.shape) if theirs == ours else value
+    return {name: shaped_like(value, live.get(name)) for name, value in renamed.items()}
 
 
 def decays_0(names: Sequence[str]) -> list[bool]:
@@ -134,34 +126,7 @@ def by_live_groups(
             f"optimizer: the groups of the file have {counts} parameters, those of chemomae's build_optimizer "
             f"{[len(group) for group in groups]}; load without the optimizer, or write its groups with param_names"
         )
-    entries = {}
-    for group, saved in zip(groups, state["param_groups"], strict=True):
-        for name, index in zip(group, saved["params"], strict=True):
-            if index in state["state"]:
-                entries[name] = {key: _like(value, live[name]) for key, value in state["state"][index].items()}
-    return _in_groups(entries, state["param_groups"], optimizer, parameter_names(model))
-
-
-def _like(value: Any, parameter: Tensor) -> Any:
-    return _shaped_as(value, parameter) if isinstance(value, Tensor) and value.dim() else value
-
-
-def _in_groups(
-    entries: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], optimizer: Optimizer, names: Mapping[int, str]
-) -> dict[str, Any]:
-    state: dict[int, Any] = {}
-    groups = []
-    for number, live in enumerate(optimizer.param_groups):
-        own = [names[id(parameter)] for parameter in live["params"]]
-        first = len(state)
-        numbered = {first + offset: entries.get(name, {}) for offset, name in enumerate(own)}
-        state.update(numbered)
-        settings = dict(saved[min(number, len(saved) - 1)])
-        for kernel in ("fused", "foreach"):  # how a step is computed, not what
-            if kernel in settings:
-                settings[kernel] = live.get(kernel)
-        groups.append({**settings, "params": list(numbered), "param_names": own})
-    return {"state": {index: entry for index, entry in state.items() if entry}, "param_groups": groups}
+    return state_in_groups(state, groups, optimizer, model)
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------------

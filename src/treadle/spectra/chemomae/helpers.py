@@ -48,7 +48,8 @@ def build_optimizer(
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     norms = {f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
-    decayed, rest = [], []
+    decayed: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for (name, parameter), decays in zip(named, decays_0([name for name, _ in named]), strict=True):
         spared = not decays or name == "bias" or any(name.startswith(norm) for norm in norms)
         (rest if spared else decayed).append(parameter)
@@ -391,10 +392,10 @@ def _plot_elbow(
     import matplotlib.pyplot as plt
 
     x_name, y_name, short = names
-    _, axes = plt.subplots(figsize=(6, 4))
+    figure, axes = plt.subplots(figsize=(6, 4))
     axes.plot(k_list, values, "o-", label=y_name.split(" (")[0])
     axes.scatter(k_list[index], values[index], s=120, label=f"Elbow: k={best}, {short}={values[index]:.4f}")
     axes.axvline(best, linestyle="--", linewidth=1.5, alpha=0.7)
     axes.set(xlabel=x_name, ylabel=y_name)
     axes.legend(loc="best")
-    axes.figure.tight_layout()
+    figure.tight_layout()

@@ -183,7 +183,7 @@ class Extractor:
         return x
 
     def _empty(self) -> Tensor:
-        encoder = unwrap(self.model).encoder
+        encoder: Any = unwrap(self.model).encoder
         width = encoder.d_model if self.cfg.representation == "cls" else encoder.latent_dim
         return torch.empty((0, int(width)), device=self.output_device, dtype=self.cfg.output_dtype)
 

@@ -367,7 +367,8 @@ class Trainer(SpectraTrainer):
         """Writes weights to a file, and as an artifact beside it where ``model_artifacts`` asks for one."""
         written = save_checkpoint(weights, path)
         if self._writes_artifacts and written == path:
-            unwrap(self.model).save(artifact_path(path), state_dict=weights)
+            model: Any = unwrap(self.model)
+            model.save(artifact_path(path), state_dict=weights)
         return written
 
     # -- parts ----------------------------------------------------------------------------------------------------
