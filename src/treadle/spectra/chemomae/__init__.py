@@ -60,8 +60,8 @@ def find_elbow_curvature(
         ImportError: SciPy is not installed.
 
     Example:
-        >>> find_elbow_curvature([1, 2, 3, 4, 5, 6], [9.0, 4.0, 1.0, 0.9, 0.8, 0.7])[:2]
-        (3, 2)
+        >>> find_elbow_curvature([1, 2, 3, 4, 5, 6, 7], [9.0, 5.0, 2.0, 1.5, 1.3, 1.2, 1.15])[:2]
+        (4, 3)
     """
     best, index, curvature = _find_elbow_curvature(k_list, inertia_list, smooth, window_length, polyorder)
     return best, index, float(curvature[index])

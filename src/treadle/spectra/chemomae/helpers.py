@@ -16,6 +16,7 @@ from torch.optim import AdamW
 from treadle.errors import ConfigError
 from treadle.seed import RngState, set_seed
 from treadle.spectra import preprocessing
+from treadle.spectra.arrays import take
 from treadle.spectra.clustering.elbow import curvature_elbow
 from treadle.spectra.clustering.silhouette import silhouette_samples_cosine
 from treadle.spectra.clustering.vmf import vmf_log_normalizer
@@ -260,27 +261,22 @@ def cosine_fps_downsample(
     if init_index is None:
         draws = torch.Generator(device=where).manual_seed(seed) if seed is not None else generator
         init_index = int(torch.randint(count, (1,), device=where, generator=draws))
-    source = torch.as_tensor(X).to(where)
     _, indices = preprocessing.cosine_fps_downsample(
-        source,
-        ratio=min(ratio, 1.0) or 0.5 / count,
-        init_index=init_index,
-        return_numpy=False,
-        return_indices=True,
-        eps=eps,
-    )
-    indices = indices.to(home)
-    chosen: Any = X[indices] if isinstance(X, Tensor) else X[indices.numpy()]
-    if return_numpy:
-        chosen = (
-            (chosen.float() if chosen.dtype == torch.bfloat16 else chosen).cpu().numpy()
-            if isinstance(X, Tensor)
-            else chosen
-        )
-        indices = indices.cpu().numpy()
-    elif not isinstance(X, Tensor):
-        chosen, indices = torch.from_numpy(chosen).to(where), indices.to(where)
-    return (chosen, indices) if return_indices else chosen
+        torch.as_tensor(X).to(where), ratio=min(ratio, 1.0) or 0.5 / count, init_index=init_index, return_numpy=False,
+        return_indices=True, eps=eps,
+    )  # fmt: skip
+    chosen, numbers = _rows_at(X, indices.to(home), where, as_numpy=return_numpy)
+    return (chosen, numbers) if return_indices else chosen
+
+
+def _rows_at(X: Rows, indices: Tensor, where: torch.device, *, as_numpy: bool) -> tuple[Any, Any]:
+    """Returns rows and their indices: of a tensor beside it, of an array on the device that was asked for."""
+    rows = take(X, indices, as_numpy=as_numpy)
+    if as_numpy:
+        return rows, indices.cpu().numpy()
+    if isinstance(X, Tensor):
+        return rows, indices
+    return torch.as_tensor(rows).to(where), indices.to(where)
 
 
 def silhouette_samples_cosine_gpu(

@@ -61,8 +61,8 @@ def curvature_elbow(
         ImportError: SciPy is not installed.
 
     Example:
-        >>> curvature_elbow([1, 2, 3, 4, 5, 6], [9.0, 4.0, 1.0, 0.9, 0.8, 0.7])[0]
-        2
+        >>> curvature_elbow([1, 2, 3, 4, 5, 6, 7], [9.0, 5.0, 2.0, 1.5, 1.3, 1.2, 1.15])[0]
+        3
     """
     x, y = np.asarray(k_list, dtype=float), np.asarray(values, dtype=float)
     if x.ndim != 1 or x.shape != y.shape or len(x) < 3 or not (np.isfinite(x).all() and np.isfinite(y).all()):
