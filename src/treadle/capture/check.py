@@ -157,13 +157,13 @@ def unordered_kernels(model: nn.Module, run: Callable[[], object]) -> list[str]:
     torch.set_warn_always(True)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with uncompiled(model), warnings.catch_warnings(record=True) as said:
+        with uncompiled(model), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run()
     finally:
         torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
         torch.set_warn_always(always)
-    found = (_UNORDERED.match(str(warning.message)) for warning in said)
+    found = (_UNORDERED.match(str(warning.message)) for warning in caught)
     return sorted({match[1] for match in found if match})
 
 

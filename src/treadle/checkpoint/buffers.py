@@ -60,7 +60,7 @@ class HostBuffers:
         self._free.clear()
 
     def reclaim(self) -> None:
-        """Takes all memory back: whoever still holds a copy will see it change."""
+        """Takes all memory back: copies that are still referenced will change."""
         for key, buffer in self._lent:
             self._free.setdefault(key, []).append(buffer)
         self._lent.clear()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT_NAME = "treadle"
-STORED = "treadle.stored"  # {STORED: key} stands where the tensor of that key was
+STORED = "treadle.stored"  # {STORED: key} replaces the tensor of that key
 TEMPORARY = ".treadle-tmp"
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS}  # network and FUSE file systems
 

@@ -14,7 +14,7 @@ from treadle.checkpoint.writer import CheckpointWriter, Tree
 class RankWriter(CheckpointWriter):
     """Writes one state at a time for all ranks: a file by rank 0, a folder of shards by every rank.
 
-    All ranks call every method at the same point. An error of a write in the background is told by :meth:`wait`, for
+    All ranks call every method at the same point. An error of a background write is raised by :meth:`wait`, for
     which every rank knows the moment from the notices of a step: see :meth:`ended`.
 
     Attributes:
@@ -34,7 +34,7 @@ class RankWriter(CheckpointWriter):
         self.in_flight: Literal["file", "folder"] | None = None
 
     def notice(self) -> float:
-        """Returns what this rank tells the others in a step: 1.0 while it writes in the background, else 0.0."""
+        """Returns the number that this rank shares in a step: 1.0 during a background write, else 0.0."""
         return float(self.writing)
 
     def ended(self, notices: Sequence[float]) -> bool:

@@ -171,7 +171,7 @@ def check_format(tree: Any, source: str) -> None:
         raise CheckpointError(f"{source}: holds a {type(tree).__name__}, not a checkpoint dict")
     described = tree.get("format")
     if not isinstance(described, Mapping) or described.get("name") != FORMAT_NAME:
-        return  # a file with a seed document's keys; the loader says what starts fresh
+        return  # a file with a seed document's keys; the loader reports what starts fresh
     if int(described.get("version", 0)) > FORMAT_VERSION:
         raise CheckpointError(
             f"{source}: checkpoint format {described['version']} is newer than this treadle reads "

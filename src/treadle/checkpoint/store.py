@@ -219,7 +219,7 @@ def _refuse_half_written(temporary: Path, target: Path) -> None:
 
 
 def put_aside(target: Path, bad: list[str]) -> Path:
-    """Returns where a state that is not finite goes instead, and says so."""
+    """Returns the path for a state that is not finite, and warns."""
     aside = aside_of(target)
     if distributed.rank() == 0:
         _log.warning(
@@ -241,7 +241,7 @@ def find_latest(
     Args:
         candidates: files, or folders of shards, that may exist; of equally far ones the first is taken. A link whose
             target is gone counts as a state that was lost.
-        prefer: the one to try first, however far it is; a link stands for its target.
+        prefer: the one to try first, however far it is; a link counts as its target.
         load: reads one.
 
     Returns:

@@ -1,7 +1,7 @@
 """Checkpoints written while training goes on: one copy to host memory, the rest in a thread.
 
 The thread gets a finished copy and a function that writes it. It touches no live tensor, hook or engine, and takes no
-lock that a data worker forked meanwhile could need: it logs nothing itself (what it has to say is said at the next
+lock that a data worker forked meanwhile could need: it logs nothing itself (its messages are logged at the next
 boundary by the thread that trains), and whatever ``torch.save`` imports is imported before. Each save has a thread of
 its own, which the interpreter waits for when it ends, unless it waits for other ranks itself.
 """
@@ -180,7 +180,7 @@ class _Flight:
             self.error = error
 
     def _keep(self, record: logging.LogRecord) -> bool:
-        """Holds back what the thread says: a handler's lock must not be held while a data worker is forked."""
+        """Holds back the thread's messages: a handler's lock must not be held while a data worker is forked."""
         if threading.current_thread() is not self.thread:
             return True
         self._said.append(record)

@@ -92,7 +92,7 @@ class Registry:
 
 
 REGISTRY = Registry()
-"""The shared registry, which ``build_from_cfg`` looks into unless told otherwise."""
+"""The shared registry, the default of ``build_from_cfg``."""
 
 
 def build_from_cfg(cfg: Any, registry: Registry = REGISTRY, recursive: bool = False, **kwargs: Any) -> Any:
@@ -147,7 +147,7 @@ def _build_nested(value: Any, place: str, registry: Registry) -> Any:
 
 
 def build_at(place: str, cfg: Mapping[str, Any], registry: Registry, recursive: bool, given: dict[str, Any]) -> Any:
-    """Builds what has a ``type`` and stands at ``place`` in a configuration; see :func:`build_from_cfg`."""
+    """Builds the section with a ``type`` at ``place`` in a configuration; see :func:`build_from_cfg`."""
     name = cfg["type"]
     target = find_target(name, join_path(place, "type"), registry)
     named: dict[str, Any] = {}

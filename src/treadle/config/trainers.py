@@ -68,7 +68,7 @@ def build_trainer(
     try:
         return build_at("trainer", section, registry, False, given)
     except TypeError as error:
-        # A constructor hands **kwargs on to the one above it, which says what it does not take or lacks.
+        # A constructor hands **kwargs on to the one above it, which names what it does not take or lacks.
         owners = [base.__qualname__ for base in getattr(target, "__mro__", ())]
         if not str(error).startswith(tuple(f"{owner}.__init__() " for owner in owners)):
             raise

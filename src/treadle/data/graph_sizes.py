@@ -1,6 +1,6 @@
 """Sizes of graphs that the host counted before their batch was moved, so that no model has to ask the device for them.
 
-They are noted at the moved tensor that says which graph each node is in, and at no other: a copy that somebody changes,
+They are kept with the moved tensor that holds the graph of each node, and at no other: a copy that somebody changes,
 another batch, or the same tensor after it was written to has none, and then the model counts for itself.
 """
 

@@ -214,7 +214,7 @@ def draw_as_workers_do_when_they_start(generator: torch.Generator | None) -> Non
 
 
 class Workers:
-    """The workers of a loader's last pass, which end when told to.
+    """The workers of a loader's last pass, ended on request.
 
     Left to garbage collection, each pair of persistent ones can take ten seconds to go; and those of a pass that failed
     live as long as the error's traceback does.
@@ -316,7 +316,7 @@ class IndexedReader:
     def finish(self) -> None:
         """Lets the sampler find its end, as a plain loop does: a generator of its own may move once more there."""
         for _ in self.feed.current or ():
-            raise RuntimeError(f"the sampler of {self.feed.lists!r} gives more than its length says")
+            raise RuntimeError(f"the sampler of {self.feed.lists!r} gives more than its length")
 
     def is_over_at(self, position: int) -> bool:
         """Returns whether the epoch has no more than ``position`` batches."""

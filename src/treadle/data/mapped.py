@@ -33,7 +33,7 @@ class MappedLoader(RowLoader):
     class, or cut from one recording), small chunks and many of them in a window mix better and read slower. The order
     depends on the seed and the epoch alone; nothing is drawn from the global random generators.
 
-    The state is an epoch and a position; a resume reads nothing but the window that it stands in. On several ranks it
+    The state is an epoch and a position; a resume reads only the window of its position. On several ranks it
     shares rows as :class:`TensorLoader` does; each rank reads the windows whole.
 
     Args:

@@ -36,7 +36,7 @@ def owners_of(loader: Any) -> dict[str, Any]:
     seen: set[int] = set()
     if not isinstance(loader, DataLoader):
         _walk("loader", loader, found, seen, _DEEPEST)
-    for name in ("dataset", "collate_fn", "batch_sampler", "sampler"):  # of what both hold, the data are told first
+    for name in ("dataset", "collate_fn", "batch_sampler", "sampler"):  # of what both hold, the data come first
         _walk(name, getattr(loader, name, None), found, seen, _DEEPEST)
     return found
 

@@ -123,7 +123,7 @@ class RowLoader:
 
     @property
     def order(self) -> GlobalOrder:
-        """The order and how it is cut; read anew each time, since a process group may be started later."""
+        """The order and how it is cut; read each time, since a process group may be started later."""
         _, replicas = self._rank_of()
         size = self.global_batch_size if self.batch_size is None else self.batch_size * replicas
         assert size is not None, "the constructor checks it"
@@ -181,7 +181,7 @@ class RowLoader:
         )
 
     def _reading(self, order: GlobalOrder, ahead: Iterator[range]) -> contextlib.AbstractContextManager[Read]:
-        """Opens an epoch: what is entered reads one batch; ``ahead`` tells what will be asked for."""
+        """Opens an epoch: entering reads one batch; ``ahead`` lists the batches to come."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class TensorLoader(RowLoader):
 
 
 class RowGather:
-    """Gathers batches of one size into fixed memory, in the loader, or later by whoever trains on them.
+    """Gathers batches of one size into fixed memory, in the loader, or later in the step that trains on them.
 
     Who does so in a CUDA graph needs nothing from the host between two batches that follow each other: the order of the
     epoch and the places in it of the next batch are on the device, and :meth:`advance` moves them on.
@@ -263,7 +263,7 @@ def named_or_not(given: Sequence[Any], *, owner: str) -> tuple[tuple[str, ...] |
     """Returns names and values of one mapping, or None and the values that were given one by one.
 
     Raises:
-        ConfigError: a mapping stands beside others.
+        ConfigError: a mapping is given beside others.
 
     Example:
         >>> named_or_not([{"x": 1}], owner="TensorLoader"), named_or_not([1, 2], owner="TensorLoader")

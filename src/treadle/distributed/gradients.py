@@ -217,29 +217,29 @@ class ReplicaExchange(GradientExchange):
         """Sends what is left, waits, and hands out the means."""
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
-        heard = self._heard()
-        if self._looks_for_unused and any(heard):
+        states = self._gather_states()
+        if self._looks_for_unused and any(states):
             self._looks_for_unused = False
-            self._name_unused(heard)
+            self._name_unused(states)
         for bucket in self._buckets:
             bucket.work.wait()
-            if any(heard[number] == _LATE for number in bucket.numbers):
+            if any(states[number] == _LATE for number in bucket.numbers):
                 self._send(bucket)
                 bucket.work.wait()
-            self._hand_out(bucket, heard)
+            self._hand_out(bucket, states)
             bucket.flat = bucket.work = None
         if self.replicas.broadcast_buffers:
             _share_buffers(list(self.replicas.buffers()), self._group)
 
-    def _heard(self) -> Sequence[int]:
-        """Returns for each parameter what any rank has to say of its gradient."""
-        told = torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.uint8)
-        told[list(self._late)] = _LATE
-        return distributed.max_over_ranks(told).tolist()
+    def _gather_states(self) -> Sequence[int]:
+        """Returns the state of each gradient, the largest over ranks."""
+        own = torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.uint8)
+        own[list(self._late)] = _LATE
+        return distributed.max_over_ranks(own).tolist()
 
-    def _name_unused(self, heard: Sequence[int]) -> None:
+    def _name_unused(self, states: Sequence[int]) -> None:
         trained = [clean_name(name) for name, value in zip(self._names, self._all, strict=True) if value.requires_grad]
-        unused = [name for name, said in zip(trained, heard, strict=True) if said == _NONE]
+        unused = [name for name, state in zip(trained, states, strict=True) if state == _NONE]
         if unused and distributed.rank() == 0:
             _log.warning(
                 "%d parameters got no gradient on any rank in the first step: %s. Freeze what no loss needs, by "
@@ -248,13 +248,13 @@ class ReplicaExchange(GradientExchange):
                 len(unused), ", ".join(unused[:10]),
             )  # fmt: skip
 
-    def _hand_out(self, bucket: _Bucket, heard: Sequence[int]) -> None:
+    def _hand_out(self, bucket: _Bucket, states: Sequence[int]) -> None:
         """Makes the gradients parts of the message, so that they need not be copied out of it."""
         assert bucket.flat is not None
         parameters = [self._parameters[number] for number in bucket.numbers]
         parts = torch.split(bucket.flat, [parameter.numel() for parameter in parameters])
         for number, parameter, part in zip(bucket.numbers, parameters, parts, strict=True):
-            if heard[number] == _NONE:
+            if states[number] == _NONE:
                 continue
             mean = part.view_as(parameter).to(parameter.device)
             # Another layout, such as channels_last, stays: fused optimizers want weights and gradients alike.

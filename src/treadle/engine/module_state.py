@@ -23,7 +23,7 @@ _LARGEST = 1_000_000  # elements of a plain tensor attribute that counts as stat
 
 
 class Version:
-    """A tensor as it was at one moment, which tells whether it was replaced or written to since.
+    """A tensor as it was at one moment, to detect a later replacement or write.
 
     Example:
         >>> tensor = torch.zeros(1)

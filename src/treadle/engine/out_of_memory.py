@@ -1,4 +1,4 @@
-"""What a run does when memory runs out: it saves the last finished step and says what to change."""
+"""Handling of an out-of-memory error: save the last finished step and advise what to change."""
 
 from __future__ import annotations
 

@@ -308,7 +308,7 @@ def leave_after_step(engine: Engine) -> None:
 
 
 def interruption(engine: Engine) -> Callable[[], bool] | None:
-    """Returns a callable that tells whether an evaluation is to be abandoned for a signal; None if it is not to be.
+    """Returns a callable that is True once a signal should abandon the evaluation; None if none should.
 
     No evaluation is abandoned inside a step: a hook that was cut short there would leave other gradients than it meant
     to, and a step that has begun has no state to be saved.

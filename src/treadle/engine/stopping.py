@@ -1,4 +1,4 @@
-"""The target of a run, in steps or in epochs, and what it says about where the run stands."""
+"""The target of a run, in steps or in epochs, and the distance to it."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _refuse_to_overwrite(target: Path, *, is_folder: bool, force: bool) -> None:
 
 
 def _header(found: Source) -> dict[str, str]:
-    """Returns what a safetensors header says; ``format`` is what transformers asks for."""
+    """Returns the metadata of a safetensors header; transformers requires ``format``."""
     known = {
         "format": "pt", "treadle": versions()["treadle"], "weights": found.which, "face": found.face,
         "step": found.step, "epoch": found.epoch,

@@ -47,8 +47,8 @@ class ForeignCheckpoint:
             for ``save_pretrained``.
         model: the weights by name, on the CPU, without ``_orig_mod.`` and without ``prefix``.
         optimizer: the state dict of the only optimizer, or None.
-        epoch: epochs trained as the file counts them (Hugging Face counts parts of one), or None where it says nothing.
-        step: optimizer steps, or None where it says nothing.
+        epoch: epochs trained as the file counts them (Hugging Face counts parts of one), or None if it has no count.
+        step: optimizer steps, or None if it has no count.
         not_taken: what could not be taken over, each as ``"name: why"``.
         prefix: what was taken off the beginning of every weight's name.
     """

@@ -313,7 +313,7 @@ class RunProgress(ProgressBarHook):
         super().on_close(trainer, error)
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Shows the end of the run; without a terminal the line of the last epoch has told it."""
+        """Shows the end of the run; without a terminal the line of the last epoch already did."""
         if self._redraws or not epoch_records(trainer):
             super().on_after_train(trainer)
 
@@ -373,7 +373,7 @@ class _RedrawnLine:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Returns whether a stream says that it is a terminal; one that does not know, or none at all, is not.
+    """Returns whether a stream is a terminal; False without a stream or without ``isatty``.
 
     Example:
         >>> import io

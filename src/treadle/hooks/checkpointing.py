@@ -199,7 +199,7 @@ class CheckpointingHook(BaseHook):
 
     def on_after_step(self, trainer: Engine) -> None:
         """Asks for a checkpoint when one is due; it is written once every hook has seen the step."""
-        if self._writer.in_flight and self._writer.ended(trainer.heard_of(self._writer.notice)):
+        if self._writer.in_flight and self._writer.ended(trainer.rank_notices(self._writer.notice)):
             trainer.request_write(self.wait_for_writes)
         due = trainer.step % self.interval == 0 or trainer.is_last_step
         if due or (self.keep_interval and trainer.step % self.keep_interval == 0):

@@ -31,7 +31,7 @@ class MlflowHook(TrackerHook):
     Args:
         experiment: name of the experiment, created if there is none; None takes ``MLFLOW_EXPERIMENT_NAME``, else
             MLflow's ``Default``, or ``treadle`` in a store that the hook makes.
-        tracking_uri: where the runs are kept. None takes what MLflow was told (``MLFLOW_TRACKING_URI``), else
+        tracking_uri: where the runs are kept. None takes MLflow's setting (``MLFLOW_TRACKING_URI``), else
             ``sqlite:///<workspace>/mlflow.db`` with the artifacts beside it.
         run_name: name of a new run.
         params: parameters of the run; None takes the trainer's settings. Nested keys are joined by ``/``.

@@ -52,8 +52,8 @@ class NonFiniteHook(BaseHook):
 
     Args:
         policy: ``"raise"``: NonFiniteError. ``"skip"``: the step changes nothing and the run goes on with the next
-            data. ``"retry"``: fresh data for the same step, as often as the engine's setting says. ``"rollback"``: back
-            to the weights, optimizer and schedule of the last good checkpoint with a lower learning rate; the data goes
+            data. ``"retry"``: fresh data for the same step, up to the engine's retries. ``"rollback"``: back to
+            the weights, optimizer and schedule of the last good checkpoint with a lower learning rate; the data goes
             on after the refused batch and the count of steps goes on too.
         max_in_a_row: refused steps without an applied one between them, after which NonFiniteError comes anyway.
         path: folder of the events; a relative one lies in the trainer's workspace. A run that starts from nothing

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _NO_METRICS = {"lr", "time", "data_time", "step_time", "max_memory"}
-"""Names in log points of what says how a run went and not how good it is."""
+"""Names of log points that describe the progress of a run rather than its quality."""
 
 
 def epoch_records(trainer: Engine) -> list[dict[str, Any]]:

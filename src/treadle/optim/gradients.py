@@ -33,7 +33,7 @@ class Gradients(list[Tensor]):
     """The gradients of a step, which are looked at once for several functions.
 
     Attributes:
-        alike: what :func:`are_alike` has said of them; None before.
+        alike: the result of :func:`are_alike`; None before.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))

@@ -221,7 +221,7 @@ class FiniteGuard:
         """Returns what is known of the first deferred step whose gradient was not finite, else None.
 
         Args:
-            wait: for all steps so far; False looks at what the host has been told already.
+            wait: for all steps so far; False looks only at results that the host has.
         """
         if self.late is None or not (wait or self.late.raised):
             return None
@@ -240,7 +240,7 @@ class LateFlags:
     Attributes:
         refused: 0-d on the device: 0.0, and 1.0 from a step on whose gradient was not finite, so that no later step
             changes anything.
-        raised: whether the host has been told of a refused step.
+        raised: whether the host knows of a refused step.
 
     Example:
         >>> flags = LateFlags(torch.device("cpu"))

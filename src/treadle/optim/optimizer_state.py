@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from treadle.errors import CheckpointError
 
 OWN = "own"
-"""Key under which the state of an optimizer with a form of its own lies."""
+"""Key of the state of an optimizer with its own format."""
 INNER = "inner"
 """Key under which the states of optimizers inside an optimizer lie, which its inherited state dict leaves out."""
 

@@ -1,7 +1,7 @@
 """What the pictures share: a figure that belongs to nobody else, its colours, and writing it in one piece.
 
 Only the object-oriented side of matplotlib is used. pyplot would choose a backend and keep every figure
-alive, and changing rcParams would change the pictures of whoever uses this library.
+alive, and changing rcParams would change the pictures of the library's users.
 """
 
 from __future__ import annotations

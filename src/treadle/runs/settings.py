@@ -98,7 +98,7 @@ def at_least(least: float, **values: float | None) -> None:
 
 
 def between(least: float, most: float, **values: float) -> None:
-    """Raises ConfigError for a setting that lies outside of [least, most].
+    """Raises ConfigError for a setting outside of [least, most].
 
     Args:
         least: the smallest value that is allowed.

@@ -43,7 +43,7 @@ class Arrangement(MovedRuns):
         self.job = job
         self.file = file
         self.watch = SeedWatch()
-        self.pack = False  # the command of a pack puts its files where it is told to
+        self.pack = False  # the command of a pack has a run folder as an option
 
     def before_running(self, engine: Engine) -> None:
         """Moves the files of hooks, sees to checkpoints, and adds the recorder.

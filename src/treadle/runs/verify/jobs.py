@@ -1,4 +1,4 @@
-"""What one process is asked to do, and the lines in which it says what happened."""
+"""The job of one process, and the lines in which it reports the outcome."""
 
 from __future__ import annotations
 
