@@ -219,9 +219,7 @@ class CutoutTokenizer(BaseTokenizer):
         """
         return self._trained().restore(self._trained().codebook)
 
-    def train(  # type: ignore[override]
-        self, images: Tensor, *, batch_size: int = 32, seed: int = 0, max_iter: int = 50
-    ) -> None:
+    def train(self, images: Tensor, *, batch_size: int = 32, seed: int = 0, max_iter: int = 50) -> None:
         """Fits the codebook to the latents of pictures (N, C, H, W) by k-means.
 
         Raises:
@@ -231,7 +229,7 @@ class CutoutTokenizer(BaseTokenizer):
         vectors = self._vectors(images, batch_size)[0]
         self._book = Standardised.fit(vectors, self.codebook_size, seed=seed, max_iter=max_iter)
 
-    def encode(self, images: Tensor, *, batch_size: int = 32) -> Tokens:  # type: ignore[override]
+    def encode(self, images: Tensor, *, batch_size: int = 32) -> Tokens:
         """Returns the tokens (N, h, w) of pictures (N, C, H, W).
 
         Raises:
@@ -283,7 +281,7 @@ class CutoutTokenizer(BaseTokenizer):
 
     @torch.no_grad()
     def _vectors(self, images: Tensor, batch_size: int) -> tuple[Any, tuple[int, int, int]]:
-        parts = [self.autoencoder.encode(part.to(self.device)).cpu() for part in images.split(batch_size)]
+        parts = [self.autoencoder.encode(part.to(self.device)).cpu() for part in torch.split(images, batch_size)]
         latents = torch.cat(parts)
         count, depth, height, width = latents.shape
         vectors = np.ascontiguousarray(latents.permute(0, 2, 3, 1).reshape(-1, depth).float().numpy())

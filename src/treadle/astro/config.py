@@ -269,13 +269,13 @@ class AstroConfig:
         0.1
     """
 
-    paths: PathsConfig = field(default_factory=PathsConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    tokenizers: TokenizersConfig = field(default_factory=TokenizersConfig)
     vocab: VocabConfig = field(default_factory=VocabConfig)
     sequences: SequencesConfig = field(default_factory=SequencesConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizers: TokenizersConfig = field(default_factory=TokenizersConfig)
 
     def __post_init__(self) -> None:
         least = FIRST_SPECTRUM_TYPE + len(self.vocab.spectrum_groups)

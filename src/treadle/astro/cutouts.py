@@ -117,9 +117,9 @@ class SplusDataset(Dataset[tuple[Tensor, Tensor, Tensor]]):
         x_CHW = torch.stack(pictures)
         valid_CHW = (torch.isfinite(x_CHW) & (x_CHW != 0)).float()
         x_CHW = torch.where(torch.isfinite(x_CHW), x_CHW, 0.0)
-        axes = (float(self.df[f"{axis}_pixel_det"][idx]) for axis in "ab")
+        major, minor = (float(self.df[f"{axis}_pixel_det"][idx]) for axis in "ab")
         theta = math.radians(float(self.df["theta_det"][idx]))
-        inside_HW = elliptical_mask(size, size, size // 2, size // 2, *axes, theta)
+        inside_HW = elliptical_mask(size, size, size // 2, size // 2, major, minor, theta)
         return self.arcsinh_norm_per_band(x_CHW, valid_CHW), valid_CHW * inside_HW, valid_CHW
 
     @staticmethod

@@ -204,8 +204,8 @@ class MultiFieldTokenDataset(Dataset[dict[str, Tensor]]):
             "datacube": str(datacube_template), "image": str(image_tokens_template),
             "scalar": str(scalar_tokens_template), "spectrum": str(spectrum_tokens_template),
         }  # fmt: skip
-        self._groups = {name: tuple(keys) for name, keys in spectrum_groups.items()}
-        self._filters = {
+        self._groups = {name: (keys[0], keys[1]) for name, keys in spectrum_groups.items()}
+        self._filters: dict[str, Any] = {
             "mag_col": mag_col, "magerr_col": magerr_col, "mag_min": mag_min, "mag_max": mag_max,
             "magerr_max": magerr_max,
         }  # fmt: skip
@@ -236,7 +236,7 @@ class MultiFieldTokenDataset(Dataset[dict[str, Tensor]]):
             order = np.random.default_rng(self._seed).permutation(len(row))
             row, names = row[order], [names[place] for place in order]
         if cache is not None:
-            content = {"field": np.array(names, dtype=str), "row": row, "settings": np.array(mark)}
+            content: dict[str, Any] = {"field": np.array(names, dtype=str), "row": row, "settings": np.array(mark)}
             write_bytes(lambda file: np.savez_compressed(file, **content), cache)
         return names, row
 
@@ -252,7 +252,7 @@ class MultiFieldTokenDataset(Dataset[dict[str, Tensor]]):
                 self._templates,
                 self._groups,
                 self._filters,
-                allow_pickle=self._allow_pickle,  # type: ignore[arg-type]
+                allow_pickle=self._allow_pickle,
             )
             while len(self._open) > self.lru_fields:
                 self._open.popitem(last=False)

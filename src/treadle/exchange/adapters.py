@@ -78,14 +78,14 @@ def state_in_groups(
     own = parameter_names(model)
     numbered: dict[int, Any] = {}
     groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        of_group = [own[id(parameter)] for parameter in group["params"]]
+    for number, kept in enumerate(optimizer.param_groups):
+        of_group = [own[id(parameter)] for parameter in kept["params"]]
         first = len(numbered)
         numbered.update({first + offset: entries.get(name, {}) for offset, name in enumerate(of_group)})
         settings = dict(state["param_groups"][min(number, len(state["param_groups"]) - 1)])
         for kernel in ("fused", "foreach"):  # how a step is computed, not what
             if kernel in settings:
-                settings[kernel] = group.get(kernel)
+                settings[kernel] = kept.get(kernel)
         groups.append({**settings, "params": list(range(first, len(numbered))), "param_names": of_group})
     return {"state": {index: entry for index, entry in numbered.items() if entry}, "param_groups": groups}
 

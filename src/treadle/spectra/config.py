@@ -135,10 +135,10 @@ class TrainerConfig:
     give the trainer ``parallel=ParallelConfig(...)``."""
     capture: bool | str = False
     """Whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses."""
-    loss_region: str = "masked"
-    """``"masked"``: the loss is taken over hidden channels; ``"all"``: over all of them."""
     compile: bool | str = False
     """True compiles the model in place, ``"blocks"`` each of its repeated blocks; see ``treadle.compile_model``."""
+    loss_region: str = "masked"
+    """``"masked"``: the loss is taken over hidden channels; ``"all"``: over all of them."""
 
     def __post_init__(self) -> None:
         for field, allowed in _ALLOWED.items():
