@@ -35,9 +35,7 @@ def test_the_lr_of_a_record_is_that_of_the_last_update(tmp_path):
     shutil.copytree(DATA / "0.2", tmp_path / "run")
     trainer = make("0.2", vars(names), tmp_path / "run", seed=1)
     trainer.fit(3)
-    used = 3e-3 * (
-        0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (5 - 2) / 6))
-    )  # index 5 of 8, 2 warm up
+    used = 3e-3 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (5 - 2) / 6)))  # index 5 of 8, 2 warm up
     assert trainer.history[-1]["lr"] == pytest.approx(used)
     assert trainer.optimizer.param_groups[0]["lr"] < used
 
@@ -121,6 +119,11 @@ def test_no_bias_decays_in_our_own_optimizer():
 def test_early_stopping_is_called_with_a_value():
     stop = spectra_pack.EarlyStopping(patience=2, start_epoch=3)
     assert [stop(value) for value in (1.0, 1.0, 1.0, 1.0)] == [False, False, False, True]
+    theirs = names.EarlyStopping(patience=2, start_epoch_ratio=0.5)
+    theirs.setup(10)
+    stops = [theirs.step(epoch, 1.0 if epoch < 7 else 0.5) for epoch in range(1, 7)]
+    assert stops == [False] * 5 + [True]  # epochs 5 and 6 count
+    assert (theirs.started, theirs.best, theirs.best_epoch) == (True, 1.0, 1)
 
 
 def test_a_tester_gives_the_same_number_twice(tmp_path):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from treadle.spectra.agreement import LLAResult, LLAWindowResult, local_label_agreement
 from treadle.spectra.chemomae.augmenter import SpectraAugmenter, SpectraAugmenterConfig
 from treadle.spectra.chemomae.helpers import (
+    EarlyStopping,
     EMACallback,
     RNGState,
     build_optimizer,
@@ -74,6 +75,7 @@ __all__ = [
     "ChemoMAEConfig",
     "CosineKMeans",
     "EMACallback",
+    "EarlyStopping",
     "Extractor",
     "ExtractorConfig",
     "LLAResult",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
+from treadle.engine.best import BestRule
 from treadle.errors import ConfigError
 from treadle.seed import RngState, set_seed
 from treadle.spectra import preprocessing
@@ -115,6 +116,55 @@ class EMACallback:
         """Restores what :meth:`state_dict` returned."""
         self.decay = float(state.get("decay", self.decay))
         self.shadow = {name: value.detach().clone() for name, value in state.get("shadow", {}).items()}
+
+
+class EarlyStopping:
+    """Early stopping of chemomae 0.1, which counts from a share of all epochs on.
+
+    `treadle.spectra.EarlyStopping` is called with values alone.
+
+    Args:
+        patience: epochs without improvement until :meth:`step` is True.
+        min_delta: smallest improvement that counts.
+        start_epoch_ratio: share of all epochs before which none is counted.
+
+    Attributes:
+        best: lowest value so far.
+        best_epoch: its epoch; -1 before there is one.
+        started: whether an epoch was counted.
+
+    Example:
+        >>> stop = EarlyStopping(patience=2, start_epoch_ratio=0.5); stop.setup(4)
+        >>> [stop.step(epoch, 1.0) for epoch in (1, 2, 3)], stop.best_epoch
+        ([False, False, True], 1)
+    """
+
+    def __init__(self, patience: int = 20, min_delta: float = 0.0, start_epoch_ratio: float = 0.5):
+        if not 0 <= start_epoch_ratio <= 1:
+            raise ConfigError("must lie in [0, 1]", argument="start_epoch_ratio", value=start_epoch_ratio)
+        self._rule = BestRule("val_loss", "min", min_delta, patience)
+        self.start_epoch_ratio = start_epoch_ratio
+        self.started = False
+
+    def setup(self, total_epochs: int) -> None:
+        """Takes the number of all epochs."""
+        self._rule.start_epoch = max(1, int(total_epochs * self.start_epoch_ratio))
+
+    def step(self, epoch: int, val: float) -> bool:
+        """Takes the value of a 1-based epoch; returns whether to stop."""
+        improved = self._rule.update(epoch, val)
+        self.started = self.started or (not improved and epoch >= self._rule.start_epoch)
+        return self._rule.should_stop
+
+    @property
+    def best(self) -> float:
+        """Lowest value so far."""
+        return self._rule.best
+
+    @property
+    def best_epoch(self) -> int:
+        """Epoch of the lowest value; -1 before there is one."""
+        return -1 if self._rule.best_epoch is None else self._rule.best_epoch
 
 
 def _floating(model: nn.Module) -> list[tuple[str, Tensor]]:
