@@ -15,6 +15,7 @@ from treadle.requirements import refuse_old_torch as _refuse_old_torch
 _refuse_old_torch(_installed_torch())
 
 if _typing.TYPE_CHECKING:
+    from treadle.capture.checkpointing import checkpoint_model
     from treadle.capture.compile import compile_model
     from treadle.checkpoint import load_weights, verify_checkpoint
     from treadle.data import (
@@ -71,6 +72,7 @@ if _typing.TYPE_CHECKING:
     from treadle.hooks.trackers import with_trackers
     from treadle.means import Total, Weighted
     from treadle.nested import flatten_nested_dict, key_average, map_nested_tensor
+    from treadle.optim.schedules import build_schedule
     from treadle.runs.exact import replay, verify
     from treadle.seed import ReproducibilityContext, set_seed
     from treadle.task import StepOutput, Task
@@ -126,6 +128,8 @@ __all__ = [
     "WandbHook",
     "Weighted",
     "__version__",
+    "build_schedule",
+    "checkpoint_model",
     "compile_model",
     "flatten_nested_dict",
     "get_device",
@@ -147,6 +151,7 @@ __all__ = [
 
 _HOMES = {
     "requirements": ["__version__"],
+    "capture.checkpointing": ["checkpoint_model"],
     "capture.compile": ["compile_model"],
     "checkpoint": ["load_weights", "verify_checkpoint"],
     "data": [
@@ -203,6 +208,7 @@ _HOMES = {
     "hooks.trackers": ["with_trackers"],
     "means": ["Total", "Weighted"],
     "nested": ["flatten_nested_dict", "key_average", "map_nested_tensor"],
+    "optim.schedules": ["build_schedule"],
     "runs.exact": ["replay", "verify"],
     "seed": ["ReproducibilityContext", "set_seed"],
     "task": ["StepOutput", "Task"],

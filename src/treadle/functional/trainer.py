@@ -35,6 +35,8 @@ from treadle.functional.checks import (
     optimizer_for,
     rule_for,
     say_if_finished,
+    scheduler_for,
+    set_length,
     unused_names,
     warn_of_idle_interval,
 )
@@ -64,7 +66,8 @@ class Trainer(EngineCounters):
         loss_fn: ``loss_fn(outputs, targets)``; None where the model returns its loss.
         config: None, a mapping or an object with a ``training`` part, see :class:`TrainingSettings`; not changed.
         device: None takes CUDA, then MPS, then the CPU.
-        scheduler: stepped per epoch, or per applied step with ``training.scheduler_step_per_batch``.
+        scheduler: stepped per epoch, or per applied step with ``training.scheduler_step_per_batch``. The setting
+            ``lr_scheduler="cosine"`` builds one by name, with ``warmup_steps`` or ``warmup_ratio``.
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         settings: any of :class:`TrainingSettings` by its name, such as ``max_grad_norm=1.0``; they win over ``config``.
@@ -111,9 +114,10 @@ class Trainer(EngineCounters):
         self.model, self.optimizer, self.device = place(
             model, partial(optimizer_for, optimizer=optimizer, settings=self.settings), device=device,
             scheduler=scheduler, compile=compile, parallel=parallel,
+            gradient_checkpointing=self.settings.gradient_checkpointing,
         )  # fmt: skip
         self.loss_fn = loss_fn.to(self.device) if isinstance(loss_fn, nn.Module) else loss_fn
-        self.scheduler = scheduler
+        self.scheduler = scheduler_for(self.optimizer, scheduler, self.settings)
         warn_of_idle_interval(scheduler, self.settings)
         check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"), optimizer=self.optimizer)
         self._warned_of_length = False
@@ -306,6 +310,7 @@ class Trainer(EngineCounters):
             best_model_metric, best_mode, patience=early_stopping_patience, min_delta=self.settings.min_delta,
             known=known_keys(self._overrides, losses=losses, has_metrics=bool(self._eval_task.metrics)),
         )  # fmt: skip
+        set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
         self._folder.use(save_dir, save_freq)
         after_epoch = partial(self._end_epoch, callbacks or ())
         with speaking(self._engine), self._folder.held():
