@@ -53,7 +53,7 @@ def checkpoint_model(model: nn.Module, setting: Checkpointing = True) -> nn.Modu
 
     Args:
         model: wrapped or not; call it before the model is compiled or spread over ranks.
-        setting: True for the items of its ModuleLists, names of modules with ``*`` and ``?`` for others, False for none.
+        setting: True for the items of its ModuleLists, names of modules with ``*`` and ``?``, or False for none.
 
     Returns:
         The same model.

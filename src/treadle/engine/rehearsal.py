@@ -17,6 +17,7 @@ from treadle.data.cursor import Cursor
 from treadle.data.indexed import has_state
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import evaluation_rules
+from treadle.engine.metrics import EpochMetrics
 from treadle.errors import ConfigError
 from treadle.optim.precision import Precision
 from treadle.seed import forked_rng
@@ -168,6 +169,8 @@ def try_evaluation(
                 output = as_step_output(task.step(model, batches[0]), training=False)
             if output.outputs is not None:
                 update_of(metrics)(output.outputs)
+                if isinstance(metrics, EpochMetrics):
+                    metrics.try_first_batch()
                 metrics.reset()
         finally:
             cursor.close()

@@ -126,6 +126,10 @@ class RunState:
         trial, self._trial = self._trial, None
         if trial is None or engine.progress.step or self.loaded:
             return
+        self.try_now(engine, trial)
+
+    def try_now(self, engine: Engine, trial: Callable[[], None]) -> None:
+        """Runs a trial, and puts back what it changed in the user's objects."""
         modules, objects = self.modules.collect(engine.model), self.objects.attributes()
         trial()
         self.modules.restore(engine.model, modules, ready=False)

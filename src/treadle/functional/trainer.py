@@ -20,6 +20,7 @@ from treadle.device import to_device
 from treadle.engine import Engine
 from treadle.engine.best import Mode
 from treadle.engine.hook import BaseHook
+from treadle.engine.metrics import EpochMetrics
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
 from treadle.faces.build import EngineCounters, place
@@ -44,7 +45,6 @@ from treadle.functional.driver import FaceEpochs
 from treadle.functional.files import HistoryFile, as_columns, in_order, log_epoch
 from treadle.functional.folder import NumberedFolder
 from treadle.functional.losses import loss_weight, missing_loss, model_loss
-from treadle.functional.metrics import EpochMetrics
 from treadle.functional.own_hooks import own_hooks
 from treadle.functional.own_step import OwnStepEngine, numbers_of
 from treadle.functional.settings import read_settings
@@ -73,7 +73,8 @@ class Trainer(EngineCounters):
         settings: any of :class:`TrainingSettings` by its name, such as ``max_grad_norm=1.0``; they win over ``config``.
         progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
         eval_seed: seeds the random numbers of every evaluation.
-        metrics: torchmetrics objects, a collection or a dict of them; reported as ``eval_<name>``.
+        metrics: names such as ``["accuracy", "f1"]``, functions ``fn(outputs, targets)`` of the whole set, torchmetrics
+            objects, or a dict of these by name; reported as ``eval_<name>``.
         parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
         compile: True compiles the model in place, ``"blocks"`` each of its repeated blocks; see ``compile_model``.
@@ -123,7 +124,7 @@ class Trainer(EngineCounters):
         self._warned_of_length = False
         self._counts_on_host = not (self._overrides("_prepare_batch") or self._overrides("_loss_weight"))
         own_eval = OverriddenEvalTask if self._overrides("eval_step") else EvalTask
-        self._eval_task = own_eval(self, EpochMetrics(metrics, self.device))
+        self._eval_task = own_eval(self, EpochMetrics(metrics, self.device, loss_fn=loss_fn))
         self._history_file = HistoryFile(lambda: self._epochs.history)
         self._engine = self._build_engine(device, with_trackers(hooks, trackers), eval_seed, capture, progress)
         self._folder = NumberedFolder(self._engine, self._save_checkpoint, self._history_file)

@@ -83,7 +83,7 @@ def test_a_loader_without_a_length_is_refused_before_step_1():
     trainer = treadle.Trainer(
         model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), device="cpu", lr_scheduler="cosine"
     )
-    with pytest.raises(treadle.ConfigError, match="no length.*build_schedule"):
+    with pytest.raises(treadle.ConfigError, match=r"no length.*build_schedule"):
         trainer.train((batch for batch in [(torch.ones(2, 4), torch.ones(2, 1))]), 1)
     assert trainer.step == 0
 
