@@ -47,6 +47,7 @@ if _typing.TYPE_CHECKING:
     from treadle.hooks import (
         BaseHook,
         CheckpointingHook,
+        CsvHook,
         CudaMaxMemoryHook,
         EmaHook,
         HistoryHook,
@@ -62,6 +63,7 @@ if _typing.TYPE_CHECKING:
         SignalHook,
         StepLogHook,
         StuckRankHook,
+        SwaHook,
         TensorBoardHook,
         ThroughputHook,
         Tracker,
@@ -73,6 +75,7 @@ if _typing.TYPE_CHECKING:
     from treadle.means import Total, Weighted
     from treadle.nested import flatten_nested_dict, key_average, map_nested_tensor
     from treadle.optim.schedules import build_schedule
+    from treadle.optim.swa import SwaSchedule
     from treadle.runs.exact import replay, verify
     from treadle.seed import ReproducibilityContext, set_seed
     from treadle.task import StepOutput, Task
@@ -86,6 +89,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointingHook",
     "ConfigError",
+    "CsvHook",
     "CudaMaxMemoryHook",
     "DataExhaustedError",
     "EarlyStopping",
@@ -114,6 +118,8 @@ __all__ = [
     "StepLogHook",
     "StepOutput",
     "StuckRankHook",
+    "SwaHook",
+    "SwaSchedule",
     "Task",
     "TensorBoardHook",
     "TensorLoader",
@@ -183,6 +189,7 @@ _HOMES = {
     "hooks": [
         "BaseHook",
         "CheckpointingHook",
+        "CsvHook",
         "CudaMaxMemoryHook",
         "EmaHook",
         "HistoryHook",
@@ -198,6 +205,7 @@ _HOMES = {
         "SignalHook",
         "StepLogHook",
         "StuckRankHook",
+        "SwaHook",
         "TensorBoardHook",
         "ThroughputHook",
         "Tracker",
@@ -209,6 +217,7 @@ _HOMES = {
     "means": ["Total", "Weighted"],
     "nested": ["flatten_nested_dict", "key_average", "map_nested_tensor"],
     "optim.schedules": ["build_schedule"],
+    "optim.swa": ["SwaSchedule"],
     "runs.exact": ["replay", "verify"],
     "seed": ["ReproducibilityContext", "set_seed"],
     "task": ["StepOutput", "Task"],

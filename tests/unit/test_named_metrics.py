@@ -50,9 +50,8 @@ def test_an_ignored_label_is_not_scored():
 
 
 def test_rows_of_0_and_1_are_logits_where_the_loss_takes_logits():
-    logits = torch.tensor([0.1, 0.9, 0.4, 0.2, 0.3, 0.6, 0.8, 0.7, 0.9, 0.1, 0.2]).unsqueeze(
-        1
-    )  # all look like probabilities
+    # All look like probabilities.
+    logits = torch.tensor([0.1, 0.9, 0.4, 0.2, 0.3, 0.6, 0.8, 0.7, 0.9, 0.1, 0.2]).unsqueeze(1)
     targets = torch.ones(11)
     assert fed("accuracy", logits, targets, loss_fn=nn.BCEWithLogitsLoss())["accuracy"] == 1.0
     assert fed("accuracy", logits, targets, loss_fn=nn.BCELoss())["accuracy"] == pytest.approx(5 / 11)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from treadle.engine.hook import EVENTS, BaseHook
 from treadle.hooks.bar import ProgressBarHook
 from treadle.hooks.checkpointing import CheckpointingHook
+from treadle.hooks.csv import CsvHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.history import HistoryHook
 from treadle.hooks.images import ImageFileLoggerHook
@@ -19,6 +20,7 @@ from treadle.hooks.progress import ProgressHook
 from treadle.hooks.sessionlog import SessionLogHook
 from treadle.hooks.signals import SignalHook
 from treadle.hooks.steplog import StepLogHook
+from treadle.hooks.swa import SwaHook
 from treadle.hooks.tensorboard import TensorBoardHook
 from treadle.hooks.throughput import ThroughputHook
 from treadle.hooks.trackio import TrackioHook
@@ -30,6 +32,7 @@ __all__ = [
     "EVENTS",
     "BaseHook",
     "CheckpointingHook",
+    "CsvHook",
     "CudaMaxMemoryHook",
     "EmaHook",
     "HistoryHook",
@@ -45,6 +48,7 @@ __all__ = [
     "SignalHook",
     "StepLogHook",
     "StuckRankHook",
+    "SwaHook",
     "TensorBoardHook",
     "ThroughputHook",
     "Tracker",

@@ -53,8 +53,8 @@ class ValidationHook(BaseHook):
         best: file of the best state, in the workspace if it is relative; None keeps none.
         name: goes before the names of results; two hooks of one trainer need two names.
         metrics: names such as ``["accuracy"]``, functions ``fn(outputs, targets)`` of the whole set, torchmetrics
-            objects, or a dict of these by name, called ``val_<name>``. In a BaseTrainer, ``forward`` then returns a StepOutput
-            with ``outputs=(outputs, targets)``.
+            objects, or a dict of these by name, called ``val_<name>``. In a BaseTrainer, ``forward`` then returns a
+            StepOutput with ``outputs=(outputs, targets)``.
 
     Attributes:
         history: one record per evaluation, with ``step`` and ``epoch``.
