@@ -41,8 +41,10 @@ if _typing.TYPE_CHECKING:
     )
     from treadle.exchange import ForeignCheckpoint, load_foreign, read_foreign
     from treadle.faces.epochs import EpochTrainer
+    from treadle.faces.finders import find_batch_size, find_learning_rate
     from treadle.faces.parallel import ParallelConfig, parallelize
     from treadle.faces.step import BaseTrainer
+    from treadle.faces.summary import summary
     from treadle.functional import Trainer
     from treadle.hooks import (
         BaseHook,
@@ -137,6 +139,8 @@ __all__ = [
     "build_schedule",
     "checkpoint_model",
     "compile_model",
+    "find_batch_size",
+    "find_learning_rate",
     "flatten_nested_dict",
     "get_device",
     "key_average",
@@ -150,6 +154,7 @@ __all__ = [
     "set_seed",
     "shard_iterable",
     "steps_per_epoch",
+    "summary",
     "verify",
     "verify_checkpoint",
     "with_trackers",
@@ -183,8 +188,10 @@ _HOMES = {
     ],
     "exchange": ["ForeignCheckpoint", "load_foreign", "read_foreign"],
     "faces.epochs": ["EpochTrainer"],
+    "faces.finders": ["find_batch_size", "find_learning_rate"],
     "faces.parallel": ["ParallelConfig", "parallelize"],
     "faces.step": ["BaseTrainer"],
+    "faces.summary": ["summary"],
     "functional": ["Trainer"],
     "hooks": [
         "BaseHook",

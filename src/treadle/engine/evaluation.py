@@ -165,7 +165,7 @@ def evaluation_rules(model: nn.Module, loader: Any, *, eval_seed: int = 0) -> It
     """Eval mode, no gradients, and random numbers of its own inside the block; training does not notice."""
     rank = distributed.rank()
     seed = mix_seed(eval_seed, rank) if rank else eval_seed  # ranks must not draw the same
-    with forked_rng(seed), _kept_generators(loader), evaluation_mode(model):
+    with forked_rng(seed), kept_generators(loader), evaluation_mode(model):
         yield
 
 
@@ -201,7 +201,7 @@ def _kept_to_itself(replicas: nn.parallel.DistributedDataParallel | None) -> Ite
 
 
 @contextlib.contextmanager
-def _kept_generators(loader: Any) -> Iterator[None]:
+def kept_generators(loader: Any) -> Iterator[None]:
     """Puts generators, samplers and data sets of an evaluation loader back, so that its next pass is the same."""
     states = [(generator, generator.get_state()) for generator in generators_of(loader)]
     objects = LoaderState(loader)

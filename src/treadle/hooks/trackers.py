@@ -42,8 +42,8 @@ def with_trackers(hooks: Sequence[BaseHook], trackers: str | Sequence[TrackerCho
     Args:
         hooks: of the run.
         trackers: each is ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"trackio"``, ``"jsonl"``, ``"csv"``, one of
-            the hooks with these names for further arguments, or an object with the methods of :class:`treadle.hooks.Tracker`.
-            A text names one, or several with commas between.
+            the hooks with these names for further arguments, or an object with the methods of
+            :class:`treadle.hooks.Tracker`. A text names one, or several with commas between.
 
     Raises:
         ConfigError: there is no tracker of that name, or ``hooks`` is no list of hooks.

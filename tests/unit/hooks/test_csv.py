@@ -45,7 +45,7 @@ def test_each_log_point_is_a_row_and_each_key_a_column(tmp_path):
     assert [row["step"] for row in rows] == ["2", "4", "4", "6"]
     assert [row["extra/note"] for row in rows] == ["", "a, b", "", ""]
     assert all(float(row["train/loss"]) >= 0 for row in rows if row["train/loss"])
-    assert list(rows[0])[0] == "step"
+    assert next(iter(rows[0])) == "step"
 
 
 def test_a_stopped_run_has_the_rows_of_one_that_was_not(tmp_path):

@@ -163,9 +163,7 @@ def test_evaluations_score_the_average():
         (lambda: treadle.SwaSchedule(sgd(), start=1, swa_lr=0), "swa_lr"),
         (lambda: treadle.SwaSchedule(sgd(), start=1, swa_lr=1.0, anneal_steps=-1), "anneal_steps"),
         (
-            lambda: treadle.SwaSchedule(
-                sgd(), start=1, swa_lr=1.0, before=treadle.build_schedule(sgd(), total_steps=3)
-            ),
+            lambda: treadle.SwaSchedule(sgd(), start=1, swa_lr=1.0, before=other_schedule()),
             "before",
         ),
     ],
@@ -174,6 +172,10 @@ def test_bad_arguments_are_refused(make, argument):
     with pytest.raises(treadle.ConfigError) as error:
         make()
     assert error.value.argument == argument
+
+
+def other_schedule():
+    return treadle.build_schedule(sgd(), total_steps=3)
 
 
 def sgd():
