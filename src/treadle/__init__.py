@@ -58,6 +58,7 @@ if _typing.TYPE_CHECKING:
         LoggingHook,
         MlflowHook,
         NonFiniteHook,
+        OptunaPruningHook,
         ProfilerHook,
         ProgressBarHook,
         ProgressHook,
@@ -79,6 +80,7 @@ if _typing.TYPE_CHECKING:
     from treadle.optim.schedules import build_schedule
     from treadle.optim.swa import SwaSchedule
     from treadle.runs.exact import replay, verify
+    from treadle.runs.hub import push_to_hub
     from treadle.seed import ReproducibilityContext, set_seed
     from treadle.task import StepOutput, Task
 
@@ -107,6 +109,7 @@ __all__ = [
     "MlflowHook",
     "NonFiniteError",
     "NonFiniteHook",
+    "OptunaPruningHook",
     "OutOfMemoryError",
     "ParallelConfig",
     "ProfilerHook",
@@ -148,6 +151,7 @@ __all__ = [
     "load_weights",
     "map_nested_tensor",
     "parallelize",
+    "push_to_hub",
     "rank_and_worker",
     "read_foreign",
     "replay",
@@ -205,6 +209,7 @@ _HOMES = {
         "LoggingHook",
         "MlflowHook",
         "NonFiniteHook",
+        "OptunaPruningHook",
         "ProfilerHook",
         "ProgressBarHook",
         "ProgressHook",
@@ -226,6 +231,7 @@ _HOMES = {
     "optim.schedules": ["build_schedule"],
     "optim.swa": ["SwaSchedule"],
     "runs.exact": ["replay", "verify"],
+    "runs.hub": ["push_to_hub"],
     "seed": ["ReproducibilityContext", "set_seed"],
     "task": ["StepOutput", "Task"],
 }

@@ -68,12 +68,12 @@ class ModelSummary:
             count = f"{row.num_parameters:,}" + (f" ({frozen:,} frozen)" if frozen else "")
             lines.append((name, row.kind, count, *((_shown(row.shape),) if shown else ())))
         widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        ]
+        padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+        table = ["  ".join(line).rstrip() for line in padded]
+        counts = f"{self.num_parameters:,} parameters, {self.num_trainable:,} of them trainable"
         return "\n".join([
             table[0], "-" * max(map(len, table)), *table[1:],
-            f"{self.num_parameters:,} parameters, {self.num_trainable:,} of them trainable, {self.num_bytes / 1e6:,.1f} MB",
+            f"{counts}, {self.num_bytes / 1e6:,.1f} MB",
         ])  # fmt: skip
 
 

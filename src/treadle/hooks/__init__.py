@@ -14,6 +14,7 @@ from treadle.hooks.logging import LoggingHook
 from treadle.hooks.memory import CudaMaxMemoryHook
 from treadle.hooks.mlflow import MlflowHook
 from treadle.hooks.nonfinite import NonFiniteHook
+from treadle.hooks.optuna import OptunaPruningHook
 from treadle.hooks.own_tracker import Tracker
 from treadle.hooks.profiler import ProfilerHook
 from treadle.hooks.progress import ProgressHook
@@ -41,6 +42,7 @@ __all__ = [
     "LoggingHook",
     "MlflowHook",
     "NonFiniteHook",
+    "OptunaPruningHook",
     "ProfilerHook",
     "ProgressBarHook",
     "ProgressHook",
