@@ -111,8 +111,9 @@ def test_a_run_is_uploaded_with_weights_records_and_a_card(server, run):
 
 
 def test_the_card_has_results_settings_and_how_to_load(run, tmp_path):
-    stage_upload(run, folder := tmp_path / "new" if (tmp_path / "new").mkdir() is None else tmp_path)
-    text = (folder / "README.md").read_text()
+    (tmp_path / "stage").mkdir()
+    stage_upload(run, tmp_path / "stage")
+    text = (tmp_path / "stage" / "README.md").read_text()
     losses = json.loads((run / "history.json").read_text())["eval_loss"]
     assert text.startswith("---\nlibrary_name: treadle\n")
     assert f"| eval_loss | {min(losses):.4g} | {losses[-1]:.4g} |" in text
