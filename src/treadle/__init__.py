@@ -29,6 +29,7 @@ if _typing.TYPE_CHECKING:
     from treadle.device import get_device
     from treadle.engine import Engine
     from treadle.engine.best import BestRule, EarlyStopping
+    from treadle.engine.limits import Limits
     from treadle.errors import (
         CheckpointError,
         ConfigError,
@@ -94,6 +95,7 @@ __all__ = [
     "HistoryHook",
     "ImageFileLoggerHook",
     "JsonlHook",
+    "Limits",
     "LoggingHook",
     "MappedLoader",
     "MlflowHook",
@@ -161,6 +163,7 @@ _HOMES = {
     "device": ["get_device"],
     "engine": ["Engine"],
     "engine.best": ["BestRule", "EarlyStopping"],
+    "engine.limits": ["Limits"],
     "errors": [
         "CheckpointError",
         "ConfigError",

@@ -37,6 +37,7 @@ from treadle.device import get_device
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
+from treadle.engine.limits import Limits
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
@@ -84,6 +85,7 @@ class AstroTrainer(EngineCounters):
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
+        limits: of time and batches, and short trials: a :class:`treadle.Limits` or a mapping of its names.
         eval_seed: seeds evaluations, and with the number of a batch its positions.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
             The terms of the pack's own loss are counted on the host in each step, so only a ``compute_loss`` of one's
@@ -138,6 +140,7 @@ class AstroTrainer(EngineCounters):
         capture: Capture = False,
         parallel: ParallelConfig | str | None = None,
         progress: bool = True,
+        limits: Limits | Mapping[str, Any] | None = None,
     ):
         self.config = training_settings(config)
         self.vocab = vocab
@@ -169,6 +172,7 @@ class AstroTrainer(EngineCounters):
         self._engine = self._build_engine(
             device, precision, interval=scheduler_interval, eval_seed=eval_seed, capture=capture, config=described,
             hooks=self._all_hooks(output_dir, with_trackers(hooks, trackers), progress), progress=progress,
+            limits=limits,
         )  # fmt: skip
         self._epochs = AstroEpochs(self._engine, None if overridden else self._task.term_weights)
         self._folder = AstroFolder(self._engine, vocab)
@@ -185,6 +189,7 @@ class AstroTrainer(EngineCounters):
         capture: Capture,
         config: dict[str, Any],
         progress: bool,
+        limits: Limits | Mapping[str, Any] | None,
     ) -> Engine:
         return Engine(
             self.model,
@@ -204,6 +209,7 @@ class AstroTrainer(EngineCounters):
             face="astro",
             config=config,
             progress=progress,
+            limits=limits,
         )
 
     def _scheduler(self, given: LRScheduler | None, interval: str) -> LRScheduler:

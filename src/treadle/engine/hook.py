@@ -101,6 +101,8 @@ class BaseHook:
 
     writes: bool = False
     """Whether the hook writes files or reports to a log or a tracker; ``treadle replay`` leaves such hooks out."""
+    writes_in_workspace_alone: bool = False
+    """Whether a hook that writes does its work in a trainer without a workspace, and writes nothing then."""
     _may_fail_to_write: bool = False
 
     implicit: bool = False

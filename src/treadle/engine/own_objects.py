@@ -165,6 +165,7 @@ class OwnObjects:
 def _parts_of(engine: Engine) -> Iterator[Any]:
     yield from (engine.optimizer, engine.lr_scheduler, engine.precision, engine.precision.scaler, engine.hooks)
     yield from (engine.cursor, engine.eval_cursor, engine.progress, engine.state, *engine.hooks, *engine.state.drivers)
+    yield from (engine.cursor.loader, getattr(engine, "data_loader", None))  # whose place the cursor keeps
     yield from engine.model.modules()
 
 

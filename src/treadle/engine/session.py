@@ -76,6 +76,19 @@ def declared_by_hooks(engine: Engine) -> Declared:
     return Declared(list(engine.hooks), averages, messages, complete=True)
 
 
+def leave_out_writers(engine: Engine) -> None:
+    """Takes out the hooks that write, and the workspace, of a run that is a short trial."""
+    engine.workspace = None
+    left_out = [hook for hook in engine.hooks if hook.writes and not hook.writes_in_workspace_alone]
+    engine.hooks = [hook for hook in engine.hooks if hook not in left_out]
+    named = [hook.state_key for hook in left_out if not hook.implicit]
+    engine.logger.info(
+        "fast_dev_run=%s: a short trial; nothing is written or resumed%s",
+        engine.settings.limits.fast_dev_run, f", without {', '.join(named)}" if named else "",
+        extra={"topic": "trial"},
+    )  # fmt: skip
+
+
 def refusal_plan(engine: Engine) -> RefusalPlan | None:
     """Returns the plan of the hook that decides about non-finite gradients, or None.
 

@@ -74,6 +74,9 @@ def _why_ended(engine: Engine) -> str:
             return f"stopped early, {rule.count} {what}{'s' if rule.count > 1 else ''} without a better {rule.metric},"
     if engine.target.reached(engine):
         return "done"
+    deadline = engine.target.deadline
+    if deadline is not None and deadline.over:
+        return f"stopped before {engine.target}, as max_time of {_duration(deadline.seconds)} is over,"
     return f"stopped before {engine.target}, as should_stop was set,"
 
 

@@ -124,8 +124,11 @@ class RunState:
     def run_trial(self, engine: Engine) -> None:
         """Runs what is to be tried, and puts back what it changed in the user's objects."""
         trial, self._trial = self._trial, None
-        if trial is None or engine.progress.step or self.loaded:
-            return
+        if trial is not None and not engine.progress.step and not self.loaded:
+            self.isolated(engine, trial)
+
+    def isolated(self, engine: Engine, trial: Callable[[], None]) -> None:
+        """Runs something, and puts back what it changed in buffers and in the user's objects."""
         modules, objects = self.modules.collect(engine.model), self.objects.attributes()
         trial()
         self.modules.restore(engine.model, modules, ready=False)

@@ -12,6 +12,7 @@ from torch import Tensor
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.evaluation import for_each_batch, refuse_no_batch
+from treadle.engine.limits import Deadline
 from treadle.engine.predictions import joined, kept_outputs
 from treadle.engine.rehearsal import try_evaluation
 from treadle.engine.session import interruption
@@ -48,6 +49,7 @@ class EpochTrainer:
         self.history: list[dict[str, Any]] = []
         self.metrics: dict[str, Any] | None = None
         self.improved = False
+        self.deadline: Deadline | None = None  # of a call that runs the engine several times
         engine.state_parts.append(self)
 
     def fit(
@@ -75,12 +77,13 @@ class EpochTrainer:
         metric, mode = ("the loss", "min") if self.best is None else (self.best.metric, self.best.mode)
         check_plateau(self.engine.lr_scheduler, metric, mode)
         if val_loader is not None:
-            self.engine.state.try_before_step_1(lambda: self._try_evaluation(val_loader))
+            self.engine.state.try_before_step_1(lambda: self._try_before_step_1(val_loader))
         self.engine.run(
             train_loader,
             epochs=epochs,
             score_epoch=lambda: self._score(val_loader),
             after_epoch=None if after_epoch is None else lambda: after_epoch(self.history[-1]),
+            deadline=self.deadline,
         )
         return self.history
 
@@ -139,6 +142,15 @@ class EpochTrainer:
                 interrupted=interruption(engine) if engine.num_ranks == 1 else None,  # one rank may predict alone
             )
         return joined(outputs)
+
+    def _try_before_step_1(self, val_loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> None:
+        """Evaluates as many batches as ``num_sanity_eval_steps`` says and logs the results, or tries one batch."""
+        if not self.engine.settings.limits.num_sanity_eval_steps:
+            self._try_evaluation(val_loader)
+            return
+        with self.engine.evaluations_limited_to(self.engine.settings.limits.sanity):
+            results = numbers_of(self.evaluate_each(val_loader))
+        self.engine.logger.info("evaluated before step 1: %s", results, extra={"topic": "sanity"})
 
     def _try_evaluation(self, val_loader: Iterable[Any]) -> None:
         """Evaluates one batch before step 1, or only reads it where a subclass evaluates in a way of its own."""

@@ -71,7 +71,8 @@ class RunFolder:
 
     def use(self, path: str | Path | None) -> None:
         """Names the folder, where it is now: a callback may change the working directory. None for none."""
-        self.path = self.engine.workspace = None if path is None else Path(path).absolute()
+        trial = self.engine.settings.limits.fast_dev_run
+        self.path = self.engine.workspace = None if path is None or trial else Path(path).absolute()
         if self.path is not None:
             self.engine.state.origin.watch(self.path, self.states)
 
@@ -129,7 +130,7 @@ class RunFolder:
             ConfigError: ``"auto"`` without a folder.
             CheckpointError: files are there and none is intact, or the named one is not.
         """
-        if source is None:
+        if source is None or self.engine.settings.limits.fast_dev_run:
             return None
         if str(source) == "auto":
             if self.path is None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from treadle.capture.compile import Compile, check_compile, compile_model
+from treadle.data.amount import Amount
 from treadle.data.cursor import Cursor
 from treadle.distributed import unwrap
 from treadle.engine import Engine
@@ -20,6 +21,7 @@ from treadle.engine.attempt import Attempt
 from treadle.engine.events import Events
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook
+from treadle.engine.limits import Duration, Limits
 from treadle.engine.names import FOREIGN, uncalled_methods
 from treadle.engine.observers import announce_building
 from treadle.engine.progress import Progress
@@ -79,6 +81,12 @@ class BaseTrainer(Engine):
         compile: True compiles what ``build_model`` returns, in place; ``"blocks"`` each of its repeated blocks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
+        max_time: how long one call of ``train`` may take: seconds, ``"HH:MM:SS"``, ``"1h30m"`` or a timedelta.
+        limit_train_batches: micro-batches of an epoch, or a float, the part of it.
+        limit_eval_batches: batches of an evaluation while training and of ``validate``, or a float.
+        overfit_batches: batches at the start of the loader that make every epoch, read once.
+        fast_dev_run: True or a number: so many steps and batches of an evaluation; nothing is written or resumed.
+        num_sanity_eval_steps: batches that a ValidationHook evaluates before step 1 of a fresh run; -1 for all.
 
     Raises:
         ConfigError: a value is outside its range, or one of ``state_dict_options`` has no meaning here.
@@ -122,12 +130,21 @@ class BaseTrainer(Engine):
         capture: Capture = False,
         compile: Compile = False,
         progress: bool = True,
+        max_time: Duration | None = None,
+        limit_train_batches: Amount | None = None,
+        limit_eval_batches: Amount | None = None,
+        overfit_batches: Amount | None = None,
+        fast_dev_run: bool | int = False,
+        num_sanity_eval_steps: int = 0,
     ):
         if not isinstance(max_steps, int) or max_steps < 0:
             raise ConfigError("must be a whole number of optimizer steps, >= 0", argument="max_steps", value=max_steps)
         check_precision(mixed_precision, argument="mixed_precision")
         accumulation_steps = 1 if gradient_accumulation_steps is None else gradient_accumulation_steps
         check_accumulation(accumulation_steps, argument="gradient_accumulation_steps")
+        limits = Limits(
+            max_time, limit_train_batches, limit_eval_batches, overfit_batches, fast_dev_run, num_sanity_eval_steps
+        )
         settings = EngineSettings(
             face="mini",
             scheduler_interval=scheduler_interval,
@@ -138,6 +155,7 @@ class BaseTrainer(Engine):
             max_non_finite_grad_retries=max_non_finite_grad_retries,
             capture=capture,
             progress=progress,
+            limits=limits,
         )
         logger, options = logger or logging.getLogger("treadle.trainer"), state_options(state_dict_options)
         self._configure(settings, mixed_precision, logger=logger, state_options=options)
@@ -157,6 +175,7 @@ class BaseTrainer(Engine):
             "max_steps": max_steps, "grad_clip": grad_clip, "max_non_finite_grad_retries": max_non_finite_grad_retries,
             "mixed_precision": mixed_precision, "gradient_accumulation_steps": accumulation_steps,
             "scheduler_interval": scheduler_interval, "capture": capture, "compile": compile,
+            **limits.given(),
         }  # fmt: skip
 
     def train(self) -> None:

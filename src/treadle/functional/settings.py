@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, get_args
 
+from treadle.data.amount import Amount
+from treadle.engine.limits import Duration, Limits
 from treadle.errors import ConfigError, nearest, refuse_unknown
 from treadle.optim.precision import PrecisionName
 
@@ -51,8 +53,24 @@ class TrainingSettings:
     """Smallest improvement that counts, for the best epoch and early stopping."""
     ema_decay: float | None = None
     """Decay of an averaged copy of the weights, which evaluations then score; None keeps none."""
+    max_time: Duration | None = None
+    """How long one call of ``train`` may take: seconds, ``"HH:MM:SS"``, ``"1h30m"`` or a timedelta."""
+    limit_train_batches: Amount | None = None
+    """Micro-batches of an epoch, or a float, the part of it."""
+    limit_eval_batches: Amount | None = None
+    """Batches of an evaluation while training and of ``validate``, or a float, the part of the loader."""
+    overfit_batches: Amount | None = None
+    """Batches at the start of the loader that make every epoch, read once."""
+    fast_dev_run: bool | int = False
+    """True or a number: so many steps and batches of an evaluation, once; nothing is written or resumed."""
+    num_sanity_eval_steps: int = 0
+    """Batches to evaluate before step 1 of a fresh run; -1 for all."""
 
     def __post_init__(self) -> None:
+        try:
+            Limits.among(vars(self))  # refuses bad values now
+        except ConfigError as error:
+            raise error.renamed(f"{_WHERE}.{error.argument}") from None
         for name in ("max_grad_norm", "weight_decay", "learning_rate", "ema_decay", "min_delta"):
             self._check(name, Real, 0, math_name="a number")
         for name in ("max_non_finite_grad_retries", "log_interval"):
@@ -88,6 +106,7 @@ class TrainingSettings:
             "grad_clip": self.max_grad_norm,
             "accumulation_steps": self.gradient_accumulation_steps,
             "max_non_finite_grad_retries": self.max_non_finite_grad_retries,
+            "limits": Limits.among(vars(self)),
         }
 
     @property

@@ -64,6 +64,7 @@ class ValidationHook(BaseHook):
     """
 
     writes = True
+    writes_in_workspace_alone = True
 
     def __init__(
         self,
@@ -116,6 +117,8 @@ class ValidationHook(BaseHook):
                 self._file = path
         if self._due:
             self._evaluate(trainer)
+        elif trainer.step == 0 and trainer.settings.limits.num_sanity_eval_steps:
+            trainer.state.isolated(trainer, lambda: self._try(trainer))
         self._stop_if_patience_is_over(trainer)
 
     def on_after_step(self, trainer: Engine) -> None:
@@ -153,28 +156,39 @@ class ValidationHook(BaseHook):
 
     def _evaluate(self, trainer: Engine) -> None:
         self._due = True
-        task = None if self.eval_step is None else _EvalTask(trainer, self.eval_step)
         try:
-            with _scored_weights(trainer):
-                results = {name: trainer.evaluate(loader, task) for name, loader in self.loaders.items()}
+            values = self._results(trainer)
         except EvaluationAbandoned:
             leave_on_signal(trainer)
             raise
         self._due = False
-        values = {
+        record = {f"{self.name}_{key}": float(value) for key, value in values.items() if _is_number(value)}
+        improved = self.best_rule.update(trainer.step, self.best_rule.value_in(record))
+        self.history.append({"step": trainer.step, "epoch": trainer.epoch, **record})
+        self._report(trainer, record, values, improved=improved)
+        writes = self.best is not None and (self.best.is_absolute() or trainer.workspace is not None)
+        if improved and writes and not trainer.settings.limits.fast_dev_run:
+            trainer.request_write(lambda: self._write_best(trainer))
+        self._stop_if_patience_is_over(trainer)
+
+    def _try(self, trainer: Engine) -> None:
+        """Evaluates a few batches before step 1 and logs the results; nothing of them is kept."""
+        with trainer.evaluations_limited_to(trainer.settings.limits.sanity):
+            values = self._results(trainer)
+        if distributed.rank() == 0:
+            shown = " ".join(f"{self.name}_{key} {value:.4g}" for key, value in values.items() if _is_number(value))
+            trainer.logger.info("evaluated before step 1: %s", shown, extra={"topic": "sanity"})
+
+    def _results(self, trainer: Engine) -> dict[str, Any]:
+        """Evaluates every loader; returns the results by flat names."""
+        task = None if self.eval_step is None else _EvalTask(trainer, self.eval_step)
+        with _scored_weights(trainer):
+            results = {name: trainer.evaluate(loader, task) for name, loader in self.loaders.items()}
+        return {
             "_".join((name, *path)) if name else "_".join(path): value
             for name, result in results.items()
             for path, value in flatten_nested_dict(result).items()
         }
-        record = {
-            f"{self.name}_{key}": float(value) for key, value in values.items() if isinstance(value, (int, float))
-        }
-        improved = self.best_rule.update(trainer.step, self.best_rule.value_in(record))
-        self.history.append({"step": trainer.step, "epoch": trainer.epoch, **record})
-        self._report(trainer, record, values, improved=improved)
-        if improved and self.best is not None and (self.best.is_absolute() or trainer.workspace is not None):
-            trainer.request_write(lambda: self._write_best(trainer))
-        self._stop_if_patience_is_over(trainer)
 
     def _report(
         self, trainer: Engine, record: Mapping[str, float], values: Mapping[str, Any], *, improved: bool
@@ -198,6 +212,10 @@ class ValidationHook(BaseHook):
     def _stop_if_patience_is_over(self, trainer: Engine) -> None:
         if self.best_rule.should_stop:
             trainer.should_stop = True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
 
 
 class _EvalTask:

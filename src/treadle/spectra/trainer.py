@@ -25,6 +25,7 @@ from treadle.distributed.state_names import model_state
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
+from treadle.engine.limits import Limits
 from treadle.engine.settings import check_capture
 from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
@@ -62,6 +63,7 @@ class SpectraTrainer(EngineCounters):
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
+        limits: of time and batches, and short trials: a :class:`treadle.Limits` or a mapping of its names.
         augmenter: changes the model's input in training, see :class:`SpectraAugmenter`.
         parallel: as ``cfg.parallel``, or a ParallelConfig; wins over it.
 
@@ -90,6 +92,7 @@ class SpectraTrainer(EngineCounters):
         trackers: str | Sequence[TrackerChoice] = (),
         parallel: ParallelConfig | str | None = None,
         progress: bool = True,
+        limits: Limits | Mapping[str, Any] | None = None,
     ):
         self.cfg = TrainerConfig() if cfg is None else dataclasses.replace(cfg)
         self._device_asked = self.cfg.device if device is None else device
@@ -104,8 +107,9 @@ class SpectraTrainer(EngineCounters):
         self._writer = RankWriter()
         self._selects = self._choose_selection()
         self._engine = self._build_engine(
-            scheduler_interval, with_trackers(hooks, trackers), augmenter, out_dir, progress=progress
-        )
+            scheduler_interval, with_trackers(hooks, trackers), augmenter, out_dir, progress=progress,
+            limits=limits,
+        )  # fmt: skip
         rule = None
         if self._selects:
             delta, patience = self.cfg.early_stop_min_delta, self.cfg.early_stop_patience
@@ -127,6 +131,7 @@ class SpectraTrainer(EngineCounters):
         out_dir: Path,
         *,
         progress: bool,
+        limits: Limits | Mapping[str, Any] | None,
     ) -> Engine:
         cfg = self.cfg
         own: list[BaseHook] = [EmaHook(cfg.ema_decay, use_buffers=True)] if cfg.use_ema else []
@@ -150,6 +155,7 @@ class SpectraTrainer(EngineCounters):
             max_non_finite_grad_retries=cfg.max_non_finite_grad_retries,
             hooks=with_default_hooks([*own, *hooks], given=hooks, progress=progress),
             progress=progress,
+            limits=limits,
             eval_seed=cfg.eval_seed,
             capture=check_capture(cfg.capture),
             logger=_log,
@@ -163,8 +169,7 @@ class SpectraTrainer(EngineCounters):
     @property
     def out_dir(self) -> Path:
         """The folder of the run; may be assigned between two calls."""
-        assert self._folder.path is not None
-        return self._folder.path
+        return Path(self.cfg.out_dir).absolute() if self._folder.path is None else self._folder.path
 
     @out_dir.setter
     def out_dir(self, path: str | Path) -> None:
@@ -240,8 +245,9 @@ class SpectraTrainer(EngineCounters):
         selection: Selection = "last"
         if self._selects:
             selection = "improved" if self._epochs.improved else "not improved"
-        self._folder.write_epoch(selection, background=self.cfg.background_saves)
-        self._engine.state.record_saved(self.out_dir / "checkpoints" / "last.pt", self.step)
+        if self._folder.path is not None:
+            self._folder.write_epoch(selection, background=self.cfg.background_saves)
+            self._engine.state.record_saved(self.out_dir / "checkpoints" / "last.pt", self.step)
         if distributed.rank() == 0:
             _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record), extra={"topic": "epoch"})
 
