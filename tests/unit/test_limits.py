@@ -79,7 +79,7 @@ def test_a_time_has_the_usual_forms(value, seconds):
 
 @pytest.mark.parametrize("value", ["1:2", "soon", 0, -1, True, float("inf"), {"weeks": "a"}, "10", []])
 def test_other_times_are_refused(value):
-    with pytest.raises(ConfigError, match="max_time=.*HH:MM:SS"):
+    with pytest.raises(ConfigError, match=r"max_time=.*HH:MM:SS"):
         Limits(max_time=value)
 
 
@@ -155,7 +155,8 @@ LOADERS = {
 def test_a_limited_run_that_stops_inside_or_between_epochs_equals_the_straight_one(kind, cut, tmp_path):
     straight = Fit(12, data=LOADERS[kind](), limit_train_batches=5)
     straight.train()
-    assert straight.epoch == 2 and straight.step == 12
+    assert straight.epoch == 2
+    assert straight.step == 12
     for steps in (cut, 12):
         stopped = Fit(steps, data=LOADERS[kind](), limit_train_batches=5, workspace=tmp_path, interval=100)
         stopped.train()
@@ -186,7 +187,8 @@ def test_the_epoch_of_trainer_ends_at_the_limit_and_so_does_its_evaluation(tmp_p
 
     trainer = make(Counts, limit_train_batches=0.5, limit_eval_batches=2)
     trainer.train(loader(40, 4, shuffle=True), 2, loader(20, 4))
-    assert trainer.step == 10 and len(trainer.history["epoch"]) == 2
+    assert trainer.step == 10
+    assert len(trainer.history["epoch"]) == 2
     assert seen.count(True) == 10
     evaluated = seen.count(False)
     assert evaluated in (4, 5)  # and the batch that is tried before step 1
@@ -210,7 +212,7 @@ def test_a_part_of_an_epoch_needs_a_length():
         def __iter__(self):
             return batches()
 
-    with pytest.raises(ConfigError, match="limit_train_batches=0.5: a part of an epoch needs a loader with a length"):
+    with pytest.raises(ConfigError, match=r"limit_train_batches=0.5: a part of an epoch needs a loader with a length"):
         Fit(3, data=Endless(), limit_train_batches=0.5).train()
     with pytest.raises(ConfigError, match="of 10 batches that is none"):
         Fit(3, limit_train_batches=0.01).train()
@@ -252,7 +254,8 @@ def test_max_time_ends_a_call_of_the_step_face_and_the_next_process_resumes_exac
     assert (lines[-1]["event"], lines[-1]["status"], lines[-1]["reason"]) == ("end", "stopped", "max_time")
     second = Fit(12, workspace=tmp_path)
     second.train()
-    assert second.step == 12 and equal(straight, second)
+    assert second.step == 12
+    assert equal(straight, second)
 
 
 def test_the_next_call_of_the_same_trainer_has_the_time_again(clock):
@@ -260,7 +263,8 @@ def test_the_next_call_of_the_same_trainer_has_the_time_again(clock):
     straight.train()
     trainer.train()
     trainer.train()
-    assert trainer.step == 12 and equal(straight, trainer)
+    assert trainer.step == 12
+    assert equal(straight, trainer)
 
 
 @pytest.mark.parametrize("own_epoch", [False, True], ids=["", "overridden train_epoch"])
@@ -279,9 +283,11 @@ def test_max_time_is_of_the_call_in_trainer(tmp_path, clock, own_epoch):
     straight = make(cls)
     straight.train(loader(40, 4, shuffle=True), 3, loader(8, 4))
     stopped = train(max_time=12)
-    assert stopped.step == 13 and stopped.epoch == 1
+    assert stopped.step == 13
+    assert stopped.epoch == 1
     resumed = train()
-    assert resumed.step == 30 and same_weights(straight, resumed)
+    assert resumed.step == 30
+    assert same_weights(straight, resumed)
     assert resumed.history == straight.history
 
 
@@ -309,7 +315,8 @@ def test_a_fast_dev_run_of_the_step_face_makes_so_many_steps_and_validates(tmp_p
     hook = ValidationHook(loader(20, 4))
     trainer = Fit(100, fast_dev_run=3, workspace=tmp_path / "run", hooks=[hook])
     trainer.train()
-    assert trainer.step == 3 and len(hook.history) == 1
+    assert trainer.step == 3
+    assert len(hook.history) == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -329,7 +336,8 @@ def test_a_sanity_evaluation_leaves_the_bits_of_the_run(steps, caplog):
 
     plain, tried = run(), run(num_sanity_eval_steps=steps)
     assert "evaluated before step 1: " in caplog.text
-    assert same_weights(plain, tried) and plain.history == tried.history
+    assert same_weights(plain, tried)
+    assert plain.history == tried.history
 
 
 def test_a_sanity_evaluation_of_a_validation_hook_leaves_the_bits_of_the_run():
@@ -346,7 +354,8 @@ def test_a_sanity_evaluation_of_a_validation_hook_leaves_the_bits_of_the_run():
     tried = Seen(5, hooks=[hook], num_sanity_eval_steps=2)
     tried.train()
     assert seen[:3] == [(0, False), (0, False), (1, True)]
-    assert len(hook.history) == 1 and equal(plain, tried)
+    assert len(hook.history) == 1
+    assert equal(plain, tried)
 
 
 def test_a_broken_evaluation_is_found_before_step_1():

@@ -143,9 +143,7 @@ class AstroTrainer(EngineCounters):
         limits: Limits | Mapping[str, Any] | None = None,
     ):
         self.config = training_settings(config)
-        self.vocab = vocab
-        self.train_loader = train_loader
-        self.device = get_device(device)
+        self.vocab, self.train_loader, self.device = vocab, train_loader, get_device(device)
         loss_config = LossConfig.read(self.config.meaningful_loss)
         given = (image_codebook, spectrum_codebook, scalar_centers)
         codebooks = codebooks_of(vocab, given, loss_config, use_ce=use_ce, device=self.device)

@@ -98,7 +98,8 @@ class Cursor:
         only: Amount | None = None,
     ) -> None:
         self.ranks = ranks
-        self.limit = limit
+        self._limit = limit
+        self._end: int | None = None  # the position at which an epoch of the attached loader ends by the limit
         self._only = only
         self._first: tuple[Any, list[Any]] | None = None  # a loader, and the batches that are read instead of it
         self.epoch = 0
@@ -130,10 +131,21 @@ class Cursor:
                     "loader": None,
                 }  # what is left is found in any loader
             self._source = open_source(loader)
+            self.limit_to(self._limit)
             self._objects = LoaderState(loader)
             self._loader = loader
             self._iterator = None
             self.warn(self._source.warnings(resuming=False) + repeated_by_workers(loader))
+
+    def limit_to(self, limit: Amount | None) -> None:
+        """Ends epochs after so many micro-batches, or the part of the attached loader; None: where the loader ends.
+
+        Raises:
+            ConfigError: it is a part of an unknown length, or comes to no batch at all.
+        """
+        self._limit = limit
+        length = None if self._source is None else self._source.length
+        self._end = None if limit is None else batches_in(limit, length, "limit_train_batches")
 
     def _first_batches(self, loader: Any, only: Amount) -> list[Any]:
         """Returns the first batches of a loader, in an order that is the same in every process of the run."""
@@ -270,15 +282,8 @@ class Cursor:
     @property
     def length(self) -> int | None:
         """Micro-batches in an epoch of the attached loader, as it says itself, and up to the limit."""
-        whole, limit = self._source.length if self._source else None, self._last_position
-        return whole if limit is None else limit if whole is None else min(whole, limit)
-
-    @property
-    def _last_position(self) -> int | None:
-        """The position at which an epoch ends by the limit."""
-        if self.limit is None or self._source is None:
-            return None
-        return batches_in(self.limit, self._source.length, "limit_train_batches")
+        whole = self._source.length if self._source else None
+        return whole if self._end is None else self._end if whole is None else min(whole, self._end)
 
     def _the_source(self) -> Source:
         assert self._source is not None, "attach() comes first"
@@ -291,8 +296,8 @@ class Cursor:
             return group
         if count > 1:
             self._check_buffers(count)
-        source, asks, limit = self._the_source(), self._asks_at_each_step, self._last_position
-        if limit is not None and self.position >= limit:
+        source, asks, end = self._the_source(), self._asks_at_each_step, self._end
+        if end is not None and self.position >= end:
             self.ended, self._iterator = True, None
             return group
         while len(group.batches) < count and not self.ended:
@@ -313,7 +318,7 @@ class Cursor:
             if source.exact and not asks and self.position >= (source.length or 0):
                 source.finish(self._iterator)
                 self.ended = True
-            elif limit is not None and self.position >= limit:
+            elif end is not None and self.position >= end:
                 self.ended = not asks
                 break
         if asks:

@@ -119,9 +119,10 @@ def for_each_batch(
     with evaluation_rules(model, loader, eval_seed=eval_seed):
         cursor.restart()
         cursor.warn(copies_in(loader))
-        cursor.limit = None
+        cursor.limit_to(None)
         cursor.attach(loader)
-        cursor.limit = None if limit is None else batches_in(limit, cursor.length, "limit_eval_batches")
+        if limit is not None:
+            cursor.limit_to(batches_in(limit, cursor.length, "limit_eval_batches"))
         cursor.open(loader)
         left_in_common = math.inf if cursor.lengths is None else cursor.lengths.common
         try:

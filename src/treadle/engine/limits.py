@@ -182,6 +182,7 @@ class Limits:
         return found if self.seconds is None else {**found, "max_time": self.seconds}
 
 
+NO_LIMITS = Limits()
 NAMES: Iterable[str] = tuple(field.name for field in fields(Limits))
 
 

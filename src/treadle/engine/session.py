@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -347,4 +349,6 @@ def _leave(engine: Engine, received: int) -> None:
     wait = max(plan.wait for plan in plans)
     if wait > 0:
         time.sleep(wait)
+    if received == signal.SIGINT and hasattr(sys, "ps1"):  # a prompt or a notebook, which is to stay
+        raise KeyboardInterrupt
     raise SystemExit(plans[0].exit_code(received))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from treadle.data.cursor import Group
-from treadle.engine.limits import Limits
+from treadle.engine.limits import NO_LIMITS, Limits
 from treadle.errors import ConfigError
 from treadle.seed import as_seed
 
@@ -53,7 +53,7 @@ class EngineSettings:
     eval_seed: int = 0
     capture: Capture = False
     progress: bool = True
-    limits: Limits = Limits()
+    limits: Limits = NO_LIMITS
 
     def __post_init__(self) -> None:
         interval, grad_clip, retries = self.scheduler_interval, self.grad_clip, self.max_non_finite_grad_retries

@@ -146,17 +146,10 @@ class BaseTrainer(Engine):
             max_time, limit_train_batches, limit_eval_batches, overfit_batches, fast_dev_run, num_sanity_eval_steps
         )
         settings = EngineSettings(
-            face="mini",
-            scheduler_interval=scheduler_interval,
-            device_asked=device,
-            grad_clip=grad_clip,
-            accumulation_steps=accumulation_steps,
-            syncs_each=not no_sync_accumulate,
-            max_non_finite_grad_retries=max_non_finite_grad_retries,
-            capture=capture,
-            progress=progress,
-            limits=limits,
-        )
+            face="mini", scheduler_interval=scheduler_interval, device_asked=device, grad_clip=grad_clip,
+            accumulation_steps=accumulation_steps, syncs_each=not no_sync_accumulate,
+            max_non_finite_grad_retries=max_non_finite_grad_retries, capture=capture, progress=progress, limits=limits,
+        )  # fmt: skip
         logger, options = logger or logging.getLogger("treadle.trainer"), state_options(state_dict_options)
         self._configure(settings, mixed_precision, logger=logger, state_options=options)
         self.max_steps = max_steps

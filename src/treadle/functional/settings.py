@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, get_args
 
+from treadle.checkpoint.retention import Retention
 from treadle.data.amount import Amount
 from treadle.engine.limits import Duration, Limits
 from treadle.errors import ConfigError, nearest, refuse_unknown
@@ -65,6 +66,12 @@ class TrainingSettings:
     """True or a number: so many steps and batches of an evaluation, once; nothing is written or resumed."""
     num_sanity_eval_steps: int = 0
     """Batches to evaluate before step 1 of a fresh run; -1 for all."""
+    save_total_limit: int | None = None
+    """Numbered checkpoints in ``save_dir`` that stay, the newest ones; None keeps all."""
+    save_top_k: int | None = None
+    """Numbered checkpoints that stay as well, those of the best epochs; alone, the newest one stays beside them."""
+    save_on_signal: bool = True
+    """Save and leave at Ctrl-C and SIGTERM where there is a ``save_dir``, with 128 + the signal as exit code."""
 
     def __post_init__(self) -> None:
         try:
@@ -75,7 +82,8 @@ class TrainingSettings:
             self._check(name, Real, 0, math_name="a number")
         for name in ("max_non_finite_grad_retries", "log_interval"):
             self._check(name, Integral, 0, math_name="a whole number")
-        self._check("gradient_accumulation_steps", Integral, 1, math_name="a whole number")
+        for name in ("gradient_accumulation_steps", "save_total_limit", "save_top_k"):
+            self._check(name, Integral, 1, math_name="a whole number")
         if self.ema_decay is not None and self.ema_decay > 1:
             raise ConfigError("must lie in [0, 1], or be None", argument=f"{_WHERE}.ema_decay", value=self.ema_decay)
         if not (isinstance(self.mixed_precision, bool) or self.mixed_precision in (None, *get_args(PrecisionName))):
@@ -84,12 +92,9 @@ class TrainingSettings:
                 argument=f"{_WHERE}.mixed_precision",
                 value=self.mixed_precision,
             )
-        if not isinstance(self.scheduler_step_per_batch, bool):
-            raise ConfigError(
-                "must be True or False",
-                argument=f"{_WHERE}.scheduler_step_per_batch",
-                value=self.scheduler_step_per_batch,
-            )
+        for name in ("scheduler_step_per_batch", "save_on_signal"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError("must be True or False", argument=f"{_WHERE}.{name}", value=getattr(self, name))
 
     def _check(self, name: str, kind: type, least: Any, *, math_name: str) -> None:
         value: Any = getattr(self, name)
@@ -97,6 +102,11 @@ class TrainingSettings:
             return
         if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
             raise ConfigError(f"must be {math_name} >= {least}, or None", argument=f"{_WHERE}.{name}", value=value)
+
+    def retention(self) -> Retention:
+        """Returns the rule by which numbered checkpoints are deleted; the best ones come on top."""
+        alone = self.save_total_limit is None and self.save_top_k is not None
+        return Retention(1 if alone else self.save_total_limit)
 
     def engine_arguments(self) -> dict[str, Any]:
         """Returns what the engine takes of them, by its own names."""

@@ -43,7 +43,7 @@ from treadle.functional.files import HistoryFile, as_columns, in_order, log_epoc
 from treadle.functional.folder import NumberedFolder
 from treadle.functional.losses import loss_weight, missing_loss, model_loss
 from treadle.functional.metrics import EpochMetrics
-from treadle.functional.own_hooks import own_hooks
+from treadle.functional.own_hooks import SaveAtSignals, own_hooks
 from treadle.functional.own_step import OwnStepEngine, numbers_of
 from treadle.functional.settings import read_settings
 from treadle.functional.task import EvalTask, OverriddenEvalTask, TrainerTask
@@ -122,7 +122,10 @@ class Trainer(EngineCounters):
         self._eval_task = own_eval(self, EpochMetrics(metrics, self.device))
         self._history_file = HistoryFile(lambda: self._epochs.history)
         self._engine = self._build_engine(device, with_trackers(hooks, trackers), eval_seed, capture, progress)
-        self._folder = NumberedFolder(self._engine, self._save_checkpoint, self._history_file)
+        self._folder = NumberedFolder(
+            self._engine, self._save_checkpoint, self._history_file,
+            retention=self.settings.retention(), best_epochs=self._best_epochs,
+        )  # fmt: skip
         self._epochs = FaceEpochs(
             self._engine, self._eval_task, evaluate=self.evaluate if self._overrides("evaluate") else None
         )
@@ -134,6 +137,8 @@ class Trainer(EngineCounters):
         make: Callable[..., Engine] = Engine
         task = TrainerTask(self)
         every = [*own_hooks(settings, self._history_file, given=hooks), *hooks]
+        if settings.save_on_signal:
+            every.append(SaveAtSignals(lambda: self._folder.save_and_log()))
         if self._overrides("train_step"):
             make = partial(OwnStepEngine, own_step=self.train_step, weighted=task.weighted)
         return make(
@@ -327,6 +332,13 @@ class Trainer(EngineCounters):
             self._epochs.fit_through(partial(self.train_epoch, train_loader, eval_loader), num_epochs, after_epoch)
         else:
             self._epochs.fit(train_loader, eval_loader, num_epochs, after_epoch=after_epoch)
+
+    def _best_epochs(self, has_file: Callable[[int], bool]) -> list[int]:
+        """Returns the ``save_top_k`` best epochs of those that have a numbered checkpoint, the best first."""
+        rule, count = self._epochs.best, self.settings.save_top_k
+        if rule is None or count is None:
+            return []
+        return rule.ranked(record for record in self._epochs.history if has_file(record["epoch"]))[:count]
 
     def _end_epoch(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
         improved = None if self._epochs.best is None else self._epochs.improved

@@ -28,12 +28,12 @@ class SessionLogHook(BaseHook):
     """Writes ``sessions.jsonl``: a line when a process starts, one now and then with the step, one when it ends.
 
     Each line has ``event``, ``step``, ``epoch``, ``time`` (seconds since 1970) and ``total_steps`` (null if unknown).
-    ``start`` has also ``target``, ``device``, ``ranks``, ``threads``, ``precision``, ``num_parameters`` and
-    ``versions``; ``end`` has ``status``: ``finished``, ``stopped`` (a signal, or ``should_stop``) or ``failed`` with
-    the ``error``. A run with limits has them in its ``start``, and one that ``max_time`` ended has it as the ``reason``
-    of its ``end``. A killed process leaves no ``end``. Lines ``step`` come at most every second and at least every minute that has a
-    step. The time axis of ``treadle report`` and the status in ``treadle runs`` are made of them; the commands below
-    ``treadle train`` add this hook themselves.
+    ``start`` has also ``target``, ``device``, ``ranks``, ``threads``, ``precision``, ``num_parameters``, ``versions``
+    and the ``limits`` that are set; ``end`` has ``status``: ``finished``, ``stopped`` (a signal, or before the target;
+    with the ``reason`` where that is ``max_time``) or ``failed`` with the ``error``. A killed process leaves no
+    ``end``. Lines ``step`` come at most every second and at least every minute that has a step. The time axis of
+    ``treadle report`` and the status in ``treadle runs`` are made of them; every face adds this log to its run folders
+    by itself.
 
     A resumed run first cuts the lines after its step; a run that starts from nothing renames the file it finds. A file
     that cannot be written is a warning and does not end the training.
