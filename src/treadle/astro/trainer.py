@@ -41,8 +41,9 @@ from treadle.engine.limits import Limits
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
-from treadle.faces.build import EngineCounters, place
+from treadle.faces.build import place
 from treadle.faces.default_hooks import with_default_hooks
+from treadle.faces.epoch_face import EpochFace
 from treadle.faces.epochs import numbers_of
 from treadle.faces.parallel import ParallelConfig
 from treadle.hooks.bar import ProgressBarHook
@@ -57,7 +58,7 @@ _log = logging.getLogger("treadle.astro")
 _epoch_log = logging.getLogger("treadle.astro.epochs")
 
 
-class AstroTrainer(EngineCounters):
+class AstroTrainer(EpochFace):
     """Trains a model ``(tokens, types, attn_mask) -> logits`` on token sequences; the loop is ``treadle.hooks.base``.
 
     The logits are never made where the model has ``hidden_states`` and a linear ``head`` without bias, as
@@ -355,6 +356,17 @@ class AstroTrainer(EngineCounters):
             ConfigError: the loader is empty.
         """
         return self._epochs.evaluate(val_loader)
+
+    def predict(self, loader: Iterable[Any]) -> Any:
+        """Returns the logits of a loader's sequences, of the averaged weights if there is an average.
+
+        Returns:
+            (N, L - 1, V) on the CPU: position i has those of token i + 1.
+
+        Raises:
+            ConfigError: the loader is empty, or its sequences are not of one length.
+        """
+        return self._epochs.predict(loader, partial(self._task.logits, self.model))
 
     # -- files ----------------------------------------------------------------------------------------------------
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from treadle.engine.evaluation import for_each_batch
+from treadle.engine.session import interruption
 from treadle.errors import ConfigError
+from treadle.optim.evaluation_point import at_evaluation_point
+
+if TYPE_CHECKING:
+    from treadle.engine.loop import Engine
 
 
 def kept_outputs(outputs: Any) -> Any:
@@ -61,3 +68,32 @@ def joined(outputs: list[Any], name: str = "outputs") -> Any:
             argument="predict",
         )
     return torch.cat(outputs) if first.dim() else torch.stack(outputs)
+
+
+@contextlib.contextmanager
+def scored_weights(engine: Engine) -> Iterator[None]:
+    """Puts the weights that evaluations score into the model inside the block: the averaged ones if there are some."""
+    engine.prepare()
+    average = next(iter(engine.averages.values()), None)
+    with at_evaluation_point(engine.optimizer) if average is None else average.swapped_into(engine.model):
+        yield
+
+
+def predicted(engine: Engine, loader: Iterable[Any], forward: Callable[[Any], Any]) -> Any:
+    """Returns the joined outputs of ``forward(batch)`` over a loader, of the scored weights; training does not notice.
+
+    Raises:
+        ConfigError: the loader is empty, or the batches' outputs differ in more than dimension 0.
+    """
+    outputs: list[Any] = []
+    with scored_weights(engine):
+        for_each_batch(
+            engine.model,
+            loader,
+            lambda batch: outputs.append(kept_outputs(forward(batch))),
+            precision=engine.precision,
+            eval_seed=engine.eval_seed,
+            cursor=engine.eval_cursor,
+            interrupted=interruption(engine) if engine.num_ranks == 1 else None,  # one rank may predict alone
+        )
+    return joined(outputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,12 +18,14 @@ from treadle.data.cursor import Cursor
 from treadle.distributed import unwrap
 from treadle.engine import Engine
 from treadle.engine.attempt import Attempt
+from treadle.engine.evaluation import refuse_no_batch
 from treadle.engine.events import Events
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Duration, Limits
 from treadle.engine.names import FOREIGN, uncalled_methods
 from treadle.engine.observers import announce_building
+from treadle.engine.predictions import predicted, scored_weights
 from treadle.engine.progress import Progress
 from treadle.engine.session import Declared
 from treadle.engine.settings import Capture, EngineSettings, check_accumulation
@@ -33,6 +35,7 @@ from treadle.engine.state_options import state_options
 from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
 from treadle.faces.default_hooks import with_default_hooks
+from treadle.faces.epoch_face import save_state
 from treadle.hooks.trackers import TrackerChoice, with_trackers
 from treadle.hooks.validate import check_hooks
 from treadle.optim.precision import Precision, check_precision
@@ -183,12 +186,74 @@ class BaseTrainer(Engine):
         Raises:
             ConfigError: nothing is built yet.
         """
+        self._refuse_unbuilt("evaluate")
+        return super().evaluate(loader, task)
+
+    def _refuse_unbuilt(self, method: str) -> None:
         if self.hooks is None:
             raise ConfigError(
-                "evaluate() came before train(): there is no model yet; call train(), which only loads what a finished "
-                "run left, or prepare() to evaluate fresh weights"
+                f"{method}() came before train(): there is no model yet; call train(), which only loads what a finished "
+                f"run left, or prepare() to {method} with fresh weights"
             )
-        return super().evaluate(loader, task)
+
+    def validate(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
+        """Returns the results over a loader, of the averaged weights if there is an average; training does not notice.
+
+        Args:
+            loader: batches, of which ``limit_eval_batches`` counts; of a dict each loader, with its name before those
+                of its results.
+
+        Raises:
+            ConfigError: nothing is built yet, or a loader is empty.
+        """
+        self._refuse_unbuilt("validate")
+        if isinstance(loader, Mapping):
+            results = {name: self.validate(one) for name, one in loader.items()}
+            return {f"{name}_{key}": value for name, values in results.items() for key, value in values.items()}
+        with scored_weights(self):
+            values = self.evaluate(loader)
+        refuse_no_batch(self.eval_cursor.position, "loader: it")
+        return values
+
+    def test(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
+        """Returns the results over the whole loader, as :meth:`validate` does without a limit.
+
+        Raises:
+            ConfigError: nothing is built yet, or a loader is empty.
+        """
+        with self.evaluations_limited_to(None):
+            return BaseTrainer.validate(self, loader)
+
+    def predict(self, loader: Iterable[Any]) -> Any:
+        """Returns what ``predict_step(input)`` of the subclass gives for a loader, in eval mode, in its order.
+
+        Returns:
+            The outputs of all batches joined along dimension 0 on the CPU, of the averaged weights if there is an
+            average: a tensor (N, ...), or tuples and dicts of such.
+
+        Raises:
+            ConfigError: nothing is built yet, the trainer has no ``predict_step``, or the loader is empty.
+        """
+        self._refuse_unbuilt("predict")
+        step = getattr(self, "predict_step", None)
+        if step is None:
+            raise ConfigError(
+                f"{type(self).__name__} has no predict_step(input), which says what is predicted for a batch; add it, "
+                "such as: return self.model(input[0].to(self.device))",
+                argument="predict",
+            )
+        return predicted(self, loader, step)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes a checkpoint of everything that a run needs to resume exactly; all ranks take part.
+
+        Returns:
+            The file; another name beside it where the weights are not finite.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        return save_state(self, path)
 
     # -- to implement ---------------------------------------------------------------------------------------------
 

@@ -300,7 +300,7 @@ _METHODS = (
 _LOOKED_UP_ON_THE_CLASS = ("train_step", "train_epoch", "eval_step", "evaluate")
 _FOREIGN = {
     "training_step": "train_step or _compute_loss", "_train_step": "train_step", "compute_loss": "_compute_loss",
-    "validation_step": "eval_step", "validate": "evaluate", "_run_step": "train_step", "_evaluate": "evaluate",
+    "validation_step": "eval_step", "_run_step": "train_step", "_evaluate": "evaluate",
     "_train_epoch": "train_epoch", "forward": "_forward_pass", "prediction_step": "_forward_pass",
 }  # fmt: skip
 

@@ -22,8 +22,9 @@ from treadle.engine.best import Mode
 from treadle.engine.hook import BaseHook
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
-from treadle.faces.build import EngineCounters, place
+from treadle.faces.build import place
 from treadle.faces.default_hooks import with_default_hooks
+from treadle.faces.epoch_face import EpochFace
 from treadle.faces.folder import loss_name
 from treadle.faces.parallel import ParallelConfig
 from treadle.functional.batches import split_batch
@@ -54,7 +55,7 @@ _log = logging.getLogger("treadle.functional")
 Callback = Callable[[Any, int, dict[str, Any]], object]
 
 
-class Trainer(EngineCounters):
+class Trainer(EpochFace):
     """Trains a model with an optimizer and a loss function; the loop is that of ``treadle.hooks.base``.
 
     Args:

@@ -23,8 +23,9 @@ from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
-from treadle.faces.build import EngineCounters, place
+from treadle.faces.build import place
 from treadle.faces.default_hooks import with_default_hooks
+from treadle.faces.epoch_face import EpochFace
 from treadle.faces.folder import RunFolder, loss_name, write_best_and_last
 from treadle.faces.parallel import ParallelConfig
 from treadle.graphs.checks import (
@@ -57,7 +58,7 @@ _log = logging.getLogger("treadle.graphs")
 _epoch_log = logging.getLogger("treadle.graphs.epochs")  # of its own, for those who show epochs in another way
 
 
-class GraphTrainer(EngineCounters):
+class GraphTrainer(EpochFace):
     """Trains a model that takes a whole batch of graphs; the loop is that of ``treadle.hooks.base``.
 
     Args:
@@ -282,6 +283,15 @@ class GraphTrainer(EngineCounters):
         """
         check_mask_name(mask)
         return self._epochs.evaluate(val_loader, mask=mask)
+
+    def test(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
+        """Returns ``loss`` and the metrics over the whole loader; of batches with masks, the rows of ``test_mask``.
+
+        Raises:
+            ConfigError: a loader is empty, or its batches have masks and not this one.
+        """
+        with self._engine.evaluations_limited_to(None):
+            return self._epochs.evaluate_each(loader, mask="test_mask")
 
     def predict(self, loader: Iterable[Any]) -> Any:
         """Returns the model's raw outputs (logits) for a loader, in eval mode, in the loader's order.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from treadle.data.sources import refuse_dataset
 from treadle.engine.best import BestRule, Mode
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.hook import BaseHook
+from treadle.engine.predictions import scored_weights
 from treadle.engine.session import leave_on_signal
 from treadle.errors import ConfigError
 from treadle.hooks.files import append_lines, continue_lines, to_json
@@ -182,7 +182,7 @@ class ValidationHook(BaseHook):
     def _results(self, trainer: Engine) -> dict[str, Any]:
         """Evaluates every loader; returns the results by flat names."""
         task = None if self.eval_step is None else _EvalTask(trainer, self.eval_step)
-        with _scored_weights(trainer):
+        with scored_weights(trainer):
             results = {name: trainer.evaluate(loader, task) for name, loader in self.loaders.items()}
         return {
             "_".join((name, *path)) if name else "_".join(path): value
@@ -227,11 +227,3 @@ class _EvalTask:
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
         return as_step_output(self._eval_step(self._trainer, batch), training=False)
-
-
-@contextlib.contextmanager
-def _scored_weights(trainer: Engine) -> Iterator[None]:
-    """Puts the averaged weights into the model inside the block, where the run keeps an average."""
-    average = next(iter(trainer.averages.values()), None)
-    with contextlib.nullcontext() if average is None else average.swapped_into(trainer.model):
-        yield

@@ -20,7 +20,7 @@ from treadle.checkpoint.rank_writer import RankWriter
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, save_checkpoint
-from treadle.device import get_device
+from treadle.device import get_device, moved
 from treadle.distributed.state_names import model_state
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
@@ -29,8 +29,9 @@ from treadle.engine.limits import Limits
 from treadle.engine.settings import check_capture
 from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
-from treadle.faces.build import EngineCounters, place
+from treadle.faces.build import place
 from treadle.faces.default_hooks import with_default_hooks
+from treadle.faces.epoch_face import EpochFace
 from treadle.faces.epochs import numbers_of
 from treadle.faces.parallel import ParallelConfig
 from treadle.hooks.background import BackgroundErrorHook
@@ -42,13 +43,13 @@ from treadle.optim.precision import PrecisionName, tf32
 from treadle.spectra.config import TrainerConfig
 from treadle.spectra.epochs import SpectraEpochs
 from treadle.spectra.files import Selection, SpectraFolder
-from treadle.spectra.task import Augmenter, SpectraTask
+from treadle.spectra.task import Augmenter, SpectraTask, spectra_of
 
 _log = logging.getLogger("treadle.spectra")
 _epoch_log = logging.getLogger("treadle.spectra.epochs")
 
 
-class SpectraTrainer(EngineCounters):
+class SpectraTrainer(EpochFace):
     """Trains a model that returns ``(x_recon, z, visible_mask)`` on batches of spectra.
 
     Args:
@@ -226,15 +227,28 @@ class SpectraTrainer(EngineCounters):
         with tf32(self.cfg.enable_tf32):
             return float(self._epochs.train_epoch(self.train_loader)["loss"])
 
-    def validate(self) -> float:
+    def validate(self, loader: Iterable[Any] | None = None) -> float:  # type: ignore[override]  (without arguments)
         """Returns the weighted mean loss of the scored weights under fixed masks; NaN without a ``val_loader``.
 
+        Args:
+            loader: batches; None takes ``val_loader``.
+
         Raises:
-            ConfigError: the ``val_loader`` is empty.
+            ConfigError: the loader is empty.
         """
-        if self.val_loader is None:
-            return math.nan
-        return float(self._epochs.evaluate(self.val_loader)["loss"])
+        chosen = self.val_loader if loader is None else loader
+        return math.nan if chosen is None else float(self._epochs.evaluate(chosen)["loss"])
+
+    def predict(self, loader: Iterable[Any]) -> Any:
+        """Returns ``(x_recon, z, visible_mask)`` of a loader's spectra, of the scored weights under fixed masks.
+
+        Returns:
+            Tensors (N, L), (N, D) and (N, L) on the CPU, in the loader's order.
+
+        Raises:
+            ConfigError: the loader is empty.
+        """
+        return self._epochs.predict(loader, lambda batch: self.model(moved(spectra_of(batch), self.device)))
 
     # -- files ----------------------------------------------------------------------------------------------------
 
