@@ -105,6 +105,9 @@ class BaseHook:
     """Whether a hook that writes does its work in a trainer without a workspace, and writes nothing then."""
     _may_fail_to_write: bool = False
 
+    replays: bool = False
+    """Whether the hook runs a part of a run again; the trainer's own folder is neither read nor written then."""
+
     implicit: bool = False
     """Whether a face added the hook by itself; such a hook is not listed when a run starts."""
 

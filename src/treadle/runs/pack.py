@@ -542,7 +542,7 @@ class Pack(Generic[Config, Data, Trainer]):
         with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch, self._environment(config, threads):
             again = Run(config, Path(scratch), get_device(device), messages, home=home, part=part)
             data = self.prepare(again)
-            with observing(Stage(witness, Path(scratch), only_mini=False)), without_epoch_lines(self.name):
+            with observing(Stage(witness, Path(scratch))), without_epoch_lines(self.name):
                 trainer = self.build(again, data)
                 run_to_step(lambda: self.fit(again, data, trainer), witness)
         return witness.seen
