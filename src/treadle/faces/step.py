@@ -192,8 +192,8 @@ class BaseTrainer(Engine):
     def _refuse_unbuilt(self, method: str) -> None:
         if self.hooks is None:
             raise ConfigError(
-                f"{method}() came before train(): there is no model yet; call train(), which only loads what a finished "
-                f"run left, or prepare() to {method} with fresh weights"
+                f"{method}() came before train(): there is no model yet; call train(), which only loads what a "
+                f"finished run left, or prepare() to {method} with fresh weights"
             )
 
     def validate(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
