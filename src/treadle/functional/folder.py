@@ -14,6 +14,7 @@ from treadle.checkpoint.ranks import on_all_ranks, on_rank_0
 from treadle.checkpoint.retention import Retention
 from treadle.checkpoint.store import copy_checkpoint, save_checkpoint
 from treadle.engine import Engine
+from treadle.engine.start_log import short_path
 from treadle.exchange.pretrained import has_save_pretrained, write_pretrained
 from treadle.faces.folder import RunFolder
 from treadle.functional.files import BEST, LAST, HistoryFile, checkpoints_in, epoch_file
@@ -146,7 +147,8 @@ class NumberedFolder(RunFolder):
         self.write_end()
         if self.engine.state.saved is not None and distributed.rank() == 0:
             text = "saved %s at step %d, epoch %d; run it again with resume_from='auto' to train on from there"
-            self.engine.logger.info(text, self.engine.state.saved, self.engine.step, self.engine.epoch)
+            path = short_path(self.engine.state.saved)
+            self.engine.logger.info(text, path, self.engine.step, self.engine.epoch)
 
     def _write_pretrained(self, path: Path, scored_weights: Callable[[], AbstractContextManager[None]]) -> None:
         model = self.engine.model
