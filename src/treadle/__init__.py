@@ -73,6 +73,7 @@ if _typing.TYPE_CHECKING:
     from treadle.means import Total, Weighted
     from treadle.nested import flatten_nested_dict, key_average, map_nested_tensor
     from treadle.runs.exact import replay, verify
+    from treadle.runs.opening import open_run
     from treadle.seed import ReproducibilityContext, set_seed
     from treadle.task import StepOutput, Task
 
@@ -135,6 +136,7 @@ __all__ = [
     "load_foreign",
     "load_weights",
     "map_nested_tensor",
+    "open_run",
     "parallelize",
     "rank_and_worker",
     "read_foreign",
@@ -207,6 +209,7 @@ _HOMES = {
     "means": ["Total", "Weighted"],
     "nested": ["flatten_nested_dict", "key_average", "map_nested_tensor"],
     "runs.exact": ["replay", "verify"],
+    "runs.opening": ["open_run"],
     "seed": ["ReproducibilityContext", "set_seed"],
     "task": ["StepOutput", "Task"],
 }

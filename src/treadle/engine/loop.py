@@ -51,6 +51,7 @@ from treadle.engine.state import Driver, RunState
 from treadle.engine.state_options import StateOptions
 from treadle.engine.stopping import Target
 from treadle.engine.voice import speaking
+from treadle.errors import ConfigError
 from treadle.means import RunningMeans
 from treadle.optim.ema import Ema
 from treadle.optim.evaluation_point import at_evaluation_point
@@ -241,6 +242,7 @@ class Engine:
             DataExhaustedError: the loader is empty or cannot be opened again.
             NonFiniteError: a gradient is not finite and the retries are used up.
         """
+        self._refuse_if_closed()
         limits = self.settings.limits
         steps, epochs = limits.target(max_steps, epochs)
         self.target = Target(steps, epochs, score_epoch, after_epoch, deadline or limits.deadline())
@@ -274,6 +276,14 @@ class Engine:
             self.raise_if_refused()
             self.emit("on_after_train")
             self.events.write_requested()
+
+    def refuse_training(self, reason: str) -> None:
+        """Makes every later call that would train an error; evaluations and saves stay possible."""
+        self.state.closed = reason
+
+    def _refuse_if_closed(self) -> None:
+        if self.state.closed is not None:
+            raise ConfigError(self.state.closed)
 
     def _log_nothing_to_do(self) -> None:
         """Logs that the target is reached, as a warning if this object has trained: its second call trains nothing."""
@@ -332,6 +342,7 @@ class Engine:
         Raises:
             NonFiniteError: the gradient is not finite.
         """
+        self._refuse_if_closed()
         self.prepare()
         self.target = Target(epochs=self.epoch + 1)  # no step is the last one here
         begin_step(self)

@@ -66,6 +66,7 @@ class RunState:
         base: fingerprints of frozen weights that checkpoints leave out.
         loaded: whether a state was loaded, by hand or by a hook.
         resumed: whether hooks were asked for a checkpoint to resume from.
+        closed: why nothing may be trained; None where it may.
         searched: whether a front end chose the state among those of all hooks too, so that hooks need not look.
         source: the checkpoint that the run resumed from, for the log.
         saved: the newest checkpoint that this process wrote, for the log; None before one.
@@ -99,6 +100,7 @@ class RunState:
         self.num_loads = 0
         self.training = False
         self.num_runs = 0
+        self.closed: str | None = None
         self._trial: Callable[[], None] | None = None
         self._rehearsed = False
         self._warned: set[str] = set()

@@ -11,12 +11,14 @@ from treadle.checkpoint.store import save_checkpoint
 from treadle.engine import Engine
 from treadle.faces.build import EngineCounters
 from treadle.faces.epochs import EpochTrainer
+from treadle.faces.folder import RunFolder
 
 
 class EpochFace(EngineCounters):
     """A trainer of epochs that stands on an engine and an epoch driver."""
 
     _epochs: EpochTrainer
+    _folder: RunFolder
 
     def validate(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
         """Returns the results over a loader, as an epoch's validation has them; training does not notice.
@@ -50,6 +52,20 @@ class EpochFace(EngineCounters):
             CheckpointError: it cannot be written.
         """
         return save_state(self._engine, path)
+
+    def load_from(self, tree: Mapping[str, Any], source: Path, *, folder: Path | None) -> None:
+        """Restores a state and takes a folder for what is written from here on.
+
+        Args:
+            tree: what a checkpoint holds.
+            source: its file.
+            folder: the folder of the run; None writes nothing.
+
+        Raises:
+            CheckpointError: the model or the optimizer does not fit.
+        """
+        self._folder.use(folder)
+        self._folder.restore(tree, source)
 
 
 def save_state(engine: Engine, path: str | Path) -> Path:
