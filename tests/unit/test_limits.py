@@ -367,3 +367,10 @@ def test_a_broken_evaluation_is_found_before_step_1():
     with pytest.raises(RuntimeError, match="broken"):
         trainer.train(loader(), 1, loader())
     assert trainer.step == 0
+
+
+def test_a_list_is_entered_in_the_middle_without_a_warning(tmp_path, caplog):
+    caplog.set_level("WARNING", "treadle")
+    for steps in (4, 12):
+        Fit(steps, data=LOADERS["list"](), workspace=tmp_path).train()
+    assert caplog.messages == []

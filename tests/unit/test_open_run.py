@@ -52,7 +52,7 @@ def test_the_last_state_or_a_named_one_is_taken_when_asked_for(run):
     assert (last.epoch, last.history) == (3, trained.history)
     assert same_weights(last, trained)
     assert open_run(folder, make(ema_decay=0.5), checkpoint="checkpoint_epoch_2.pt").epoch == 2
-    with pytest.raises(ConfigError, match="checkpoint='checkpoint_epoch_9.pt': there is no such checkpoint"):
+    with pytest.raises(ConfigError, match=r"checkpoint='checkpoint_epoch_9\.pt': there is no such checkpoint"):
         open_run(folder, make(), checkpoint="checkpoint_epoch_9.pt")
 
 

@@ -266,8 +266,11 @@ def check_before_training(engine: Engine) -> None:
             argument="optimizer",
         )
     _warn_of_half_sums(engine)
-    engine.stray_parameters = [parameter for _, parameter in uncovered_parameters(engine.model, engine.optimizer)]
-    names = [name for name, _ in uncovered_parameters(engine.model, engine.optimizer)]
+    uncovered = uncovered_parameters(engine.model, engine.optimizer)
+    engine.stray_parameters = [parameter for _, parameter in uncovered]
+    groups = [group for optimizer in engine.state.objects.optimizers() for group in optimizer.param_groups]
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    names = [name for name, parameter in uncovered if id(parameter) not in held]
     if names and len(names) == sum(parameter.requires_grad for parameter in engine.model.parameters()):
         raise ConfigError(
             f"none of the {len(names)} trainable parameters of the model is in it, so nothing would be trained; build "
