@@ -1,6 +1,6 @@
 """PyTorch's MNIST example on the 8x8 digits of scikit-learn: ready parts, an epoch at a time.
 
-    python examples/ports/mnist.py --epochs 5
+python examples/ports/mnist.py --epochs 5
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""nanoGPT's loop on Python's manual, a character a token: steps, validation every few, the best state, warm-up + cosine.
+"""nanoGPT's loop on Python's manual, a character a token: validation every few steps, the best state, warm-up + cosine.
 
-    python examples/ports/nanogpt.py --max-steps 200
+python examples/ports/nanogpt.py --max-steps 200
 """
 
 from __future__ import annotations

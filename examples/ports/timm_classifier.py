@@ -1,6 +1,6 @@
 """An image classifier in the manner of timm's train.py: EMA, mixup, label smoothing, warm-up + cosine, AMP if asked.
 
-    python examples/ports/timm_classifier.py --epochs 10
+python examples/ports/timm_classifier.py --epochs 10
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ if _typing.TYPE_CHECKING:
     from treadle.device import get_device
     from treadle.engine import Engine
     from treadle.engine.best import BestRule, EarlyStopping
+    from treadle.engine.limits import Limits
     from treadle.errors import (
         CheckpointError,
         ConfigError,
@@ -81,6 +82,7 @@ if _typing.TYPE_CHECKING:
     from treadle.optim.swa import SwaSchedule
     from treadle.runs.exact import replay, verify
     from treadle.runs.hub import push_to_hub
+    from treadle.runs.opening import open_run
     from treadle.seed import ReproducibilityContext, set_seed
     from treadle.task import StepOutput, Task
 
@@ -104,6 +106,7 @@ __all__ = [
     "HistoryHook",
     "ImageFileLoggerHook",
     "JsonlHook",
+    "Limits",
     "LoggingHook",
     "MappedLoader",
     "MlflowHook",
@@ -150,6 +153,7 @@ __all__ = [
     "load_foreign",
     "load_weights",
     "map_nested_tensor",
+    "open_run",
     "parallelize",
     "push_to_hub",
     "rank_and_worker",
@@ -181,6 +185,7 @@ _HOMES = {
     "device": ["get_device"],
     "engine": ["Engine"],
     "engine.best": ["BestRule", "EarlyStopping"],
+    "engine.limits": ["Limits"],
     "errors": [
         "CheckpointError",
         "ConfigError",
@@ -232,6 +237,7 @@ _HOMES = {
     "optim.swa": ["SwaSchedule"],
     "runs.exact": ["replay", "verify"],
     "runs.hub": ["push_to_hub"],
+    "runs.opening": ["open_run"],
     "seed": ["ReproducibilityContext", "set_seed"],
     "task": ["StepOutput", "Task"],
 }

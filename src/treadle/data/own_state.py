@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from treadle.checkpoint.attributes import Attributes, attributes_of, same
 from treadle.checkpoint.schema import to_plain
 from treadle.data.indexed import has_state
 from treadle.data.rows import RowLoader
+from treadle.data.samplers import generators_of
 from treadle.data.transfer import TransferLoader
 
 _DEEPEST = 8
@@ -146,3 +148,22 @@ class LoaderState:
 def _is_known(owner: Any) -> bool:
     known = type(owner).__module__.startswith(("torch.utils.data", "treadle."))
     return known or isinstance(owner, nn.Module)
+
+
+@contextlib.contextmanager
+def kept_generators(loader: Any) -> Iterator[None]:
+    """Puts generators, samplers and data sets of a loader back after the block, so that its next pass is the same.
+
+    Example:
+        >>> with kept_generators([1, 2]):
+        ...     pass
+    """
+    states = [(generator, generator.get_state()) for generator in generators_of(loader)]
+    objects = LoaderState(loader)
+    before = objects.collect()
+    try:
+        yield
+    finally:
+        objects.restore(before)
+        for generator, state in states:
+            generator.set_state(state)

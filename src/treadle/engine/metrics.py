@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle import distributed
-from treadle.engine.predictions import joined, kept_outputs
+from treadle.engine.outputs import joined, kept_outputs
 from treadle.errors import ConfigError, MissingExtraError, nearest
 from treadle.nested import flatten_nested_dict
 

@@ -59,14 +59,18 @@ class OwnObjects:
             for key, item in owner.items():
                 self._walk(f"{path}.{key}", item, depth - 1)
         elif has_state(owner) and not _is_a_root(path):
-            if not _is_ours(owner) or isinstance(owner, nn.Module):
+            if not is_ours(owner) or isinstance(owner, nn.Module):
                 self.owners[path] = owner
         elif _is_plain(owner):
-            if not _is_ours(owner):
+            if not is_ours(owner):
                 self._attributes[path] = Attributes(owner, leave_out=_OF_TRAINERS, stashes=True)
             for name, value in attributes_of(owner).items():
                 if name not in _OF_TRAINERS:
                     self._walk(f"{path}.{name}", value, depth - 1)
+
+    def optimizers(self) -> list[Optimizer]:
+        """Returns the optimizers among them, which the user's own code steps."""
+        return [owner for owner in self.owners.values() if isinstance(owner, Optimizer)]
 
     def collect(self) -> dict[str, Any]:
         """Returns the states by path; of a module nothing where it has not changed and cannot be trained."""
@@ -165,6 +169,7 @@ class OwnObjects:
 def _parts_of(engine: Engine) -> Iterator[Any]:
     yield from (engine.optimizer, engine.lr_scheduler, engine.precision, engine.precision.scaler, engine.hooks)
     yield from (engine.cursor, engine.eval_cursor, engine.progress, engine.state, *engine.hooks, *engine.state.drivers)
+    yield from (engine.cursor.loader, getattr(engine, "data_loader", None))  # whose place the cursor keeps
     yield from engine.model.modules()
 
 
@@ -172,7 +177,7 @@ def _roots(engine: Engine) -> dict[str, Any]:
     task = engine.task
     trainer = getattr(task, "trainer", None)
     found = {"trainer": trainer} if trainer is not None else {}
-    if not _is_ours(engine) and trainer is not engine:
+    if not is_ours(engine) and trainer is not engine:
         found["trainer"] = engine
     return {**found, "task": task}
 
@@ -181,7 +186,13 @@ def _is_a_root(path: str) -> bool:
     return path in ("trainer", "task")
 
 
-def _is_ours(owner: Any) -> bool:
+def is_ours(owner: Any) -> bool:
+    """Returns whether the class of an object is treadle's.
+
+    Example:
+        >>> is_ours(nn.Linear(1, 1))
+        False
+    """
     return type(owner).__module__.partition(".")[0] == "treadle"
 
 

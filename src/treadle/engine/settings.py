@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from treadle.data.cursor import Group
+from treadle.engine.limits import NO_LIMITS, Limits
 from treadle.errors import ConfigError
 from treadle.seed import as_seed
 
@@ -33,6 +34,7 @@ class EngineSettings:
         eval_seed: seeds the random state of every evaluation.
         capture: True, False or ``"auto"``.
         progress: whether a run shows its log where no handler of the user's does; see ``treadle.engine.voice``.
+        limits: of time and batches.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -53,6 +55,7 @@ class EngineSettings:
     eval_seed: int = 0
     capture: Capture = False
     progress: bool = True
+    limits: Limits = NO_LIMITS
 
     def __post_init__(self) -> None:
         interval, retries = self.scheduler_interval, self.max_non_finite_grad_retries

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from treadle import distributed
 from treadle.data.cursor import Cursor
+from treadle.data.own_state import kept_generators
 from treadle.engine.attempt import Attempt
-from treadle.engine.evaluation import kept_generators
 from treadle.engine.progress import Progress
 from treadle.engine.session import Declared
 from treadle.errors import ConfigError

@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from treadle.data.amount import batches_in
 from treadle.data.sources import refuse_dataset
 from treadle.engine.best import BestRule, EarlyStopping, Mode
 from treadle.engine.hook import BaseHook
+from treadle.engine.limits import Limits
 from treadle.engine.names import overridden_on_instance, uncalled_methods
 from treadle.errors import ConfigError
 from treadle.functional.driver import PREFIX, FaceEpochs, MetricRule
@@ -107,17 +109,14 @@ def scheduler_for(optimizer: Optimizer, scheduler: Any, settings: TrainingSettin
     return LambdaLR(optimizer, settings.schedule.factor(total_steps=1))
 
 
-def set_length(
-    scheduler: Any, loader: Iterable[Any], num_epochs: int, *, settings: TrainingSettings, limit: int | None = None
-) -> None:
-    """Sets the length of a schedule that the settings name: the steps of all epochs.
+def set_length(scheduler: Any, loader: Iterable[Any], num_epochs: int, *, settings: TrainingSettings) -> None:
+    """Sets the length of a schedule that the settings name: the steps of all epochs, which limits may shorten.
 
     Args:
         scheduler: of :func:`scheduler_for`.
         loader: gives the micro-batches of an epoch.
         num_epochs: of the whole run.
-        settings: name the schedule, and count the micro-batches of a step.
-        limit: micro-batches that an epoch is cut to, or None.
+        settings: name the schedule, count the micro-batches of a step, and limit those of an epoch.
 
     Raises:
         ConfigError: the loader has no length.
@@ -125,7 +124,9 @@ def set_length(
     Example:
         >>> set_length(None, [], 1, settings=TrainingSettings())
     """
-    if settings.schedule is None or num_epochs == 0:
+    limits = Limits.among(vars(settings))
+    epochs = limits.target(None, num_epochs)[1]
+    if settings.schedule is None or not epochs:
         return
     try:
         batches = len(loader)  # type: ignore[arg-type]
@@ -136,9 +137,10 @@ def set_length(
             argument="lr_scheduler",
             value=settings.lr_scheduler,
         ) from None
-    batches = batches if limit is None else min(batches, limit)
-    steps = num_epochs * math.ceil(batches / settings.gradient_accumulation_steps)
-    if steps:
+    for name, amount in (("limit_train_batches", limits.train), ("overfit_batches", limits.overfit_batches)):
+        if amount is not None and batches:
+            batches = min(batches, batches_in(amount, batches, name))
+    if steps := epochs * math.ceil(batches / settings.gradient_accumulation_steps):
         follow_shape(scheduler, settings.schedule, steps)
 
 
@@ -359,7 +361,7 @@ _METHODS = (
 _LOOKED_UP_ON_THE_CLASS = ("train_step", "train_epoch", "eval_step", "evaluate")
 _FOREIGN = {
     "training_step": "train_step or _compute_loss", "_train_step": "train_step", "compute_loss": "_compute_loss",
-    "validation_step": "eval_step", "validate": "evaluate", "_run_step": "train_step", "_evaluate": "evaluate",
+    "validation_step": "eval_step", "_run_step": "train_step", "_evaluate": "evaluate",
     "_train_epoch": "train_epoch", "forward": "_forward_pass", "prediction_step": "_forward_pass",
 }  # fmt: skip
 

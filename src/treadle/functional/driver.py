@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from treadle import distributed
+from treadle.data.amount import FirstBatches
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules, refuse_no_batch
@@ -93,11 +94,12 @@ class FaceEpochs(SelectingEpochs):
         engine.prepare()
         resume_from_hooks(engine)
         engine.should_stop, self._through = False, True
+        self.deadline = engine.settings.limits.deadline()
         try:
             while engine.epoch < epochs and not (self.finished or ranks_stop(engine)):
                 self._one_through(train_epoch, after_epoch)
         finally:
-            self._through = False
+            self._through, self.deadline = False, None
 
     def _one_through(self, train_epoch: Callable[[int], Any], after_epoch: Callable[[dict[str, Any]], None]) -> None:
         before, self._epochs_run = self.engine.epoch, 0
@@ -124,8 +126,10 @@ class FaceEpochs(SelectingEpochs):
         """Returns the results of the evaluation in force, without the prefix, as plain numbers."""
         if self._own_evaluate is None:
             return self.measure(loader)
+        limit = self.engine.settings.limits.evaluation
         with self.scored_weights(), self._inside_the_rules(loader), self._busy():
-            values = numbers_from("evaluate", self._own_evaluate(loader))
+            first = loader if limit is None else FirstBatches(loader, limit, "limit_eval_batches")
+            values = numbers_from("evaluate", self._own_evaluate(first))
         return _as_record(values)
 
     def _try_evaluation(self, val_loader: Iterable[Any]) -> None:

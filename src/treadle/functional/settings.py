@@ -12,6 +12,9 @@ from numbers import Integral, Real
 from typing import Any, get_args
 
 from treadle.capture.checkpointing import Checkpointing, check_checkpointing
+from treadle.checkpoint.retention import Retention
+from treadle.data.amount import Amount
+from treadle.engine.limits import Duration, Limits
 from treadle.errors import ConfigError, nearest, refuse_unknown
 from treadle.optim.precision import PrecisionName
 from treadle.optim.schedules import ScheduleShape
@@ -67,13 +70,36 @@ class TrainingSettings:
     """Smallest improvement that counts, for the best epoch and early stopping."""
     ema_decay: float | None = None
     """Decay of an averaged copy of the weights, which evaluations then score; None keeps none."""
+    max_time: Duration | None = None
+    """How long one call of ``train`` may take: seconds, ``"HH:MM:SS"``, ``"1h30m"`` or a timedelta."""
+    limit_train_batches: Amount | None = None
+    """Micro-batches of an epoch, or a float, the part of it."""
+    limit_eval_batches: Amount | None = None
+    """Batches of an evaluation while training and of ``validate``, or a float, the part of the loader."""
+    overfit_batches: Amount | None = None
+    """Batches at the start of the loader that make every epoch, read once."""
+    fast_dev_run: bool | int = False
+    """True or a number: so many steps and batches of an evaluation, once; nothing is written or resumed."""
+    num_sanity_eval_steps: int = 0
+    """Batches to evaluate before step 1 of a fresh run; -1 for all."""
+    save_total_limit: int | None = None
+    """Numbered checkpoints in ``save_dir`` that stay, the newest ones; None keeps all."""
+    save_top_k: int | None = None
+    """Numbered checkpoints that stay as well, those of the best epochs; alone, the newest one stays beside them."""
+    save_on_signal: bool = True
+    """Save and leave at Ctrl-C and SIGTERM where there is a ``save_dir``, with 128 + the signal as exit code."""
 
     def __post_init__(self) -> None:
+        try:
+            Limits.among(vars(self))  # refuses bad values now
+        except ConfigError as error:
+            raise error.renamed(f"{_WHERE}.{error.argument}") from None
         for name in ("max_grad_norm", "grad_clip_value", "weight_decay", "learning_rate", "ema_decay", "min_delta"):
             self._check(name, Real, 0, math_name="a number")
         for name in ("max_non_finite_grad_retries", "log_interval"):
             self._check(name, Integral, 0, math_name="a whole number")
-        self._check("gradient_accumulation_steps", Integral, 1, math_name="a whole number")
+        for name in ("gradient_accumulation_steps", "save_total_limit", "save_top_k"):
+            self._check(name, Integral, 1, math_name="a whole number")
         if self.ema_decay is not None and self.ema_decay > 1:
             raise ConfigError("must lie in [0, 1], or be None", argument=f"{_WHERE}.ema_decay", value=self.ema_decay)
         if not (isinstance(self.mixed_precision, bool) or self.mixed_precision in (None, *get_args(PrecisionName))):
@@ -83,12 +109,9 @@ class TrainingSettings:
                 value=self.mixed_precision,
             )
         check_checkpointing(self.gradient_checkpointing, name=f"{_WHERE}.gradient_checkpointing")
-        if not isinstance(self.scheduler_step_per_batch, bool):
-            raise ConfigError(
-                "must be True or False",
-                argument=f"{_WHERE}.scheduler_step_per_batch",
-                value=self.scheduler_step_per_batch,
-            )
+        for name in ("scheduler_step_per_batch", "save_on_signal"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError("must be True or False", argument=f"{_WHERE}.{name}", value=getattr(self, name))
 
         self._check_schedule()
 
@@ -114,6 +137,11 @@ class TrainingSettings:
         if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
             raise ConfigError(f"must be {math_name} >= {least}, or None", argument=f"{_WHERE}.{name}", value=value)
 
+    def retention(self) -> Retention:
+        """Returns the rule by which numbered checkpoints are deleted; the best ones come on top."""
+        alone = self.save_total_limit is None and self.save_top_k is not None
+        return Retention(1 if alone else self.save_total_limit)
+
     def engine_arguments(self) -> dict[str, Any]:
         """Returns what the engine takes of them, by its own names."""
         return {
@@ -123,6 +151,7 @@ class TrainingSettings:
             "grad_clip_value": self.grad_clip_value,
             "accumulation_steps": self.gradient_accumulation_steps,
             "max_non_finite_grad_retries": self.max_non_finite_grad_retries,
+            "limits": Limits.among(vars(self)),
         }
 
     @property

@@ -23,8 +23,9 @@ from treadle.engine.hook import BaseHook
 from treadle.engine.metrics import EpochMetrics
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
-from treadle.faces.build import EngineCounters, place
+from treadle.faces.build import place
 from treadle.faces.default_hooks import with_default_hooks
+from treadle.faces.epoch_face import EpochFace
 from treadle.faces.folder import loss_name
 from treadle.faces.parallel import ParallelConfig
 from treadle.functional.batches import split_batch
@@ -45,7 +46,7 @@ from treadle.functional.driver import FaceEpochs
 from treadle.functional.files import HistoryFile, as_columns, in_order, log_epoch
 from treadle.functional.folder import NumberedFolder
 from treadle.functional.losses import loss_weight, missing_loss, model_loss
-from treadle.functional.own_hooks import own_hooks
+from treadle.functional.own_hooks import SaveAtSignals, own_hooks
 from treadle.functional.own_step import OwnStepEngine, numbers_of
 from treadle.functional.settings import read_settings
 from treadle.functional.task import EvalTask, OverriddenEvalTask, TrainerTask
@@ -56,7 +57,7 @@ _log = logging.getLogger("treadle.functional")
 Callback = Callable[[Any, int, dict[str, Any]], object]
 
 
-class Trainer(EngineCounters):
+class Trainer(EpochFace):
     """Trains a model with an optimizer and a loss function; the loop is that of ``treadle.hooks.base``.
 
     Args:
@@ -127,7 +128,10 @@ class Trainer(EngineCounters):
         self._eval_task = own_eval(self, EpochMetrics(metrics, self.device, loss_fn=loss_fn))
         self._history_file = HistoryFile(lambda: self._epochs.history)
         self._engine = self._build_engine(device, with_trackers(hooks, trackers), eval_seed, capture, progress)
-        self._folder = NumberedFolder(self._engine, self._save_checkpoint, self._history_file)
+        self._folder = NumberedFolder(
+            self._engine, self._save_checkpoint, self._history_file,
+            retention=self.settings.retention(), best_epochs=self._best_epochs,
+        )  # fmt: skip
         self._epochs = FaceEpochs(
             self._engine, self._eval_task, evaluate=self.evaluate if self._overrides("evaluate") else None
         )
@@ -139,6 +143,8 @@ class Trainer(EngineCounters):
         make: Callable[..., Engine] = Engine
         task = TrainerTask(self)
         every = [*own_hooks(settings, self._history_file, given=hooks), *hooks]
+        if settings.save_on_signal:
+            every.append(SaveAtSignals(lambda: self._folder.save_and_log()))
         if self._overrides("train_step"):
             make = partial(OwnStepEngine, own_step=self.train_step, weighted=task.weighted)
         return make(
@@ -333,6 +339,13 @@ class Trainer(EngineCounters):
             self._epochs.fit_through(partial(self.train_epoch, train_loader, eval_loader), num_epochs, after_epoch)
         else:
             self._epochs.fit(train_loader, eval_loader, num_epochs, after_epoch=after_epoch)
+
+    def _best_epochs(self, has_file: Callable[[int], bool]) -> list[int]:
+        """Returns the ``save_top_k`` best epochs of those that have a numbered checkpoint, the best first."""
+        rule, count = self._epochs.best, self.settings.save_top_k
+        if rule is None or count is None:
+            return []
+        return rule.ranked(record for record in self._epochs.history if has_file(record["epoch"]))[:count]
 
     def _end_epoch(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
         improved = None if self._epochs.best is None else self._epochs.improved

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from treadle.engine.best import BestRule, Mode
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.hook import BaseHook
 from treadle.engine.metrics import EpochMetrics
+from treadle.engine.predictions import scored_weights
 from treadle.engine.rehearsal import try_evaluation
 from treadle.engine.session import leave_on_signal
 from treadle.errors import ConfigError
@@ -70,6 +70,7 @@ class ValidationHook(BaseHook):
     """
 
     writes = True
+    writes_in_workspace_alone = True
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class ValidationHook(BaseHook):
             loss_fn = trainer.task.loss_fn if isinstance(trainer.task, TakesMetrics) else None
             self._metrics = EpochMetrics(self.metrics, trainer.device, loss_fn=loss_fn)
             if trainer.step == 0 and not trainer.state.loaded:
-                trainer.state.try_now(trainer, lambda: self._try_first_batches(trainer))
+                trainer.state.isolated(trainer, lambda: self._try_first_batches(trainer))
         if distributed.rank() == 0 and trainer.workspace is not None:
             with self._guard(trainer, self, "opening the file"):
                 path = trainer.workspace / (_LINES if self.name == "val" else f"validation_{self.name}.jsonl")
@@ -131,6 +132,8 @@ class ValidationHook(BaseHook):
                 self._file = path
         if self._due:
             self._evaluate(trainer)
+        elif trainer.step == 0 and trainer.settings.limits.num_sanity_eval_steps:
+            trainer.state.isolated(trainer, lambda: self._try(trainer))
         self._stop_if_patience_is_over(trainer)
 
     def on_after_step(self, trainer: Engine) -> None:
@@ -168,28 +171,39 @@ class ValidationHook(BaseHook):
 
     def _evaluate(self, trainer: Engine) -> None:
         self._due = True
-        task = self._task(trainer)
         try:
-            with _scored_weights(trainer):
-                results = {name: trainer.evaluate(loader, task) for name, loader in self.loaders.items()}
+            values = self._results(trainer)
         except EvaluationAbandoned:
             leave_on_signal(trainer)
             raise
         self._due = False
-        values = {
+        record = {f"{self.name}_{key}": float(value) for key, value in values.items() if _is_number(value)}
+        improved = self.best_rule.update(trainer.step, self.best_rule.value_in(record))
+        self.history.append({"step": trainer.step, "epoch": trainer.epoch, **record})
+        self._report(trainer, record, values, improved=improved)
+        writes = self.best is not None and (self.best.is_absolute() or trainer.workspace is not None)
+        if improved and writes and not trainer.settings.limits.fast_dev_run:
+            trainer.request_write(lambda: self._write_best(trainer))
+        self._stop_if_patience_is_over(trainer)
+
+    def _try(self, trainer: Engine) -> None:
+        """Evaluates a few batches before step 1 and logs the results; nothing of them is kept."""
+        with trainer.evaluations_limited_to(trainer.settings.limits.sanity):
+            values = self._results(trainer)
+        if distributed.rank() == 0:
+            shown = " ".join(f"{self.name}_{key} {value:.4g}" for key, value in values.items() if _is_number(value))
+            trainer.logger.info("evaluated before step 1: %s", shown, extra={"topic": "sanity"})
+
+    def _results(self, trainer: Engine) -> dict[str, Any]:
+        """Evaluates every loader; returns the results by flat names."""
+        task = self._task(trainer)
+        with scored_weights(trainer):
+            results = {name: trainer.evaluate(loader, task) for name, loader in self.loaders.items()}
+        return {
             "_".join((name, *path)) if name else "_".join(path): value
             for name, result in results.items()
             for path, value in flatten_nested_dict(result).items()
         }
-        record = {
-            f"{self.name}_{key}": float(value) for key, value in values.items() if isinstance(value, (int, float))
-        }
-        improved = self.best_rule.update(trainer.step, self.best_rule.value_in(record))
-        self.history.append({"step": trainer.step, "epoch": trainer.epoch, **record})
-        self._report(trainer, record, values, improved=improved)
-        if improved and self.best is not None and (self.best.is_absolute() or trainer.workspace is not None):
-            trainer.request_write(lambda: self._write_best(trainer))
-        self._stop_if_patience_is_over(trainer)
 
     def _task(self, trainer: Engine) -> Task | None:
         task = trainer.task if self.eval_step is None else _EvalTask(trainer, self.eval_step)
@@ -199,7 +213,7 @@ class ValidationHook(BaseHook):
 
     def _try_first_batches(self, trainer: Engine) -> None:
         task = self._task(trainer)
-        with _scored_weights(trainer):
+        with scored_weights(trainer):
             for loader in self.loaders.values():
                 try_evaluation(trainer.model, loader, task, precision=trainer.precision, eval_seed=trainer.eval_seed)
 
@@ -225,6 +239,10 @@ class ValidationHook(BaseHook):
     def _stop_if_patience_is_over(self, trainer: Engine) -> None:
         if self.best_rule.should_stop:
             trainer.should_stop = True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
 
 
 class _EvalTask:
@@ -262,11 +280,3 @@ class _MetricTask:
     def new_metrics(self) -> EpochMetrics:
         self._metrics.reset()
         return self._metrics
-
-
-@contextlib.contextmanager
-def _scored_weights(trainer: Engine) -> Iterator[None]:
-    """Puts the averaged weights into the model inside the block, where the run keeps an average."""
-    average = next(iter(trainer.averages.values()), None)
-    with contextlib.nullcontext() if average is None else average.swapped_into(trainer.model):
-        yield

@@ -45,6 +45,16 @@ def test_groups_of_micro_batches_count_as_steps():
     assert trainer.scheduler.get_last_lr() == [0.0]
 
 
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [({"limit_train_batches": 2}, 8), ({"overfit_batches": 1}, 4), ({"fast_dev_run": 2}, 2)],
+)
+def test_limits_shorten_the_schedule(settings, steps):
+    trainer = run("linear", **settings)
+    assert trainer.step == steps
+    assert trainer.scheduler.get_last_lr() == [0.0]
+
+
 def test_a_stopped_run_follows_the_same_schedule_to_the_bit(tmp_path):
     class Stop(treadle.BaseHook):
         def on_after_step(self, trainer):
