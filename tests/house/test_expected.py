@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming-from" / "expected.md").read_text(encoding="utf-8")
-ROWS = [row for row in re.findall(r"^\|(.+)\|$", PAGE, flags=re.MULTILINE)[2:]]
+ROWS = re.findall(r"^\|(.+)\|$", PAGE, flags=re.MULTILINE)[2:]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split(" | ")[0].strip())

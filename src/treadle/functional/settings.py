@@ -46,20 +46,6 @@ class TrainingSettings:
     """Of the optimizer that the trainer builds; 1e-4 by default."""
     gradient_accumulation_steps: int = 1
     """Micro-batches per step."""
-    grad_clip_value: float | None = None
-    """Largest absolute value of a gradient's element; None or 0 off. Not together with ``max_grad_norm``."""
-    gradient_checkpointing: Checkpointing = False
-    """True computes activations again in the backward pass: by the model's own method where it has one, else in each
-    item of its ModuleLists; or names of modules, such as ``["layers.*"]``."""
-    lr_scheduler: str | None = None
-    """A schedule by name, over all steps of ``train``: ``"cosine"``, ``"linear"``, ``"wsd"``, ``"inverse_sqrt"`` or
-    ``"constant"``."""
-    warmup_steps: int | None = None
-    """Updates of linear warm-up of ``lr_scheduler``."""
-    warmup_ratio: float | None = None
-    """The warm-up as a part of all steps, in place of ``warmup_steps``."""
-    min_lr_scale: float = 0.0
-    """The last factor of the rate in ``lr_scheduler``."""
     mixed_precision: PrecisionName | bool | None = None
     """``"bf16"``, ``"fp16"``, True (bf16), False or None (full)."""
     max_non_finite_grad_retries: int | None = None
@@ -88,6 +74,20 @@ class TrainingSettings:
     """Numbered checkpoints that stay as well, those of the best epochs; alone, the newest one stays beside them."""
     save_on_signal: bool = True
     """Save and leave at Ctrl-C and SIGTERM where there is a ``save_dir``, with 128 + the signal as exit code."""
+    grad_clip_value: float | None = None
+    """Largest absolute value of a gradient's element; None or 0 off. Not together with ``max_grad_norm``."""
+    gradient_checkpointing: Checkpointing = False
+    """True computes activations again in the backward pass: by the model's own method where it has one, else in each
+    item of its ModuleLists; or names of modules, such as ``["layers.*"]``."""
+    lr_scheduler: str | None = None
+    """A schedule by name, over all steps of ``train``: ``"cosine"``, ``"linear"``, ``"wsd"``, ``"inverse_sqrt"`` or
+    ``"constant"``."""
+    warmup_steps: int | None = None
+    """Updates of linear warm-up of ``lr_scheduler``."""
+    warmup_ratio: float | None = None
+    """The warm-up as a part of all steps, in place of ``warmup_steps``."""
+    min_lr_scale: float = 0.0
+    """The last factor of the rate in ``lr_scheduler``."""
 
     def __post_init__(self) -> None:
         try:
