@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def kept_outputs(outputs: Any) -> Any:
-    """Returns the tensors of one batch's outputs on the CPU, in plain containers; what is no tensor is left out.
+    """Returns the tensors of one batch's outputs on the CPU, in plain containers; other values are left out.
 
     Example:
         >>> kept_outputs({"logits": torch.zeros(1), "cache": object()})

@@ -63,7 +63,7 @@ class Replayed:
 
 
 class Witness(BaseHook):
-    """The last hook of a replay: says where to start, watches every step, and ends the run at the one asked for."""
+    """The last hook of a replay: chooses the start, watches every step, and ends the run at the requested one."""
 
     state_key = "treadle replay"
     replays = True
@@ -166,7 +166,7 @@ def _quiet_about_left_out_hooks() -> Iterator[None]:
     def passes(record: logging.LogRecord) -> bool:
         return getattr(record, "topic", None) != "ignored hook state"
 
-    # Every face has a logger of its own, also that of another package's trainer.
+    # Every face has its own logger, also that of another package's trainer.
     loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
     for logger in loggers:
         logger.addFilter(passes)
