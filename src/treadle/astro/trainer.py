@@ -116,6 +116,9 @@ class AstroTrainer(EpochFace):
         (4, 1, 8)
     """
 
+    _epochs: AstroEpochs
+    _folder: AstroFolder
+
     def __init__(
         self,
         model: nn.Module,

@@ -281,7 +281,7 @@ class Cursor:
 
     @property
     def length(self) -> int | None:
-        """Micro-batches in an epoch of the attached loader, as it says itself, and up to the limit."""
+        """Micro-batches in an epoch by the ``len`` of the attached loader, and up to the limit."""
         whole = self._source.length if self._source else None
         return whole if self._end is None else self._end if whole is None else min(whole, self._end)
 

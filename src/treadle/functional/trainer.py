@@ -92,6 +92,9 @@ class Trainer(EpochFace):
         ([1, 2], 6)
     """
 
+    _epochs: FaceEpochs
+    _folder: NumberedFolder
+
     def __init__(
         self,
         model: nn.Module,

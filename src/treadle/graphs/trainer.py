@@ -111,6 +111,9 @@ class GraphTrainer(EpochFace):
 
     config: dict[str, Any]
 
+    _epochs: GraphEpochs
+    _folder: BestAndLast
+
     def __init__(
         self,
         model: nn.Module,

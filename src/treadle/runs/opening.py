@@ -108,7 +108,7 @@ def find_checkpoint(run: Path, wanted: str | os.PathLike[str] | None = "best") -
         raise ConfigError("there is no such run folder or checkpoint", argument="run", value=str(run))
     places = (run, run / CHECKPOINTS)
     if wanted not in (None, "best", "last"):
-        asked = Path(wanted)  # type: ignore[arg-type]
+        asked = Path(wanted)
         found = [place for place in (asked, *(place / asked for place in places)) if place.is_file() or is_whole(place)]
         if not found:
             raise ConfigError(f"there is no such checkpoint in {run}", argument="checkpoint", value=os.fspath(asked))
@@ -136,17 +136,27 @@ def _loaded(trainer: Any, tree: Mapping[str, Any], path: Path, *, folder: Path, 
             argument="trainer", value=type(trainer).__name__,
         )  # fmt: skip
     engine.workspace = None if read_only else folder.absolute()
-    if isinstance(trainer, EpochFace):
-        trainer.load_from(tree, path, folder=None if read_only else folder)
-    else:
-        try:
-            engine.load_state_dict(tree)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from error
-        engine.state.record_source(path)
+    try:
+        _load(trainer, engine, tree, path, folder=None if read_only else folder)
+    except CheckpointError:
+        if not read_only:
+            raise
+        # The state is checked before anything is loaded; what is only used needs no optimizer that fits.
+        _load(trainer, engine, {**tree, "optimizer": None, "scheduler": None}, path, folder=None)
     if read_only:
         engine.refuse_training(f"the run in {folder} was opened to be used: open it with read_only=False to train on")
     return trainer
+
+
+def _load(trainer: Any, engine: Engine, tree: Mapping[str, Any], path: Path, *, folder: Path | None) -> None:
+    if isinstance(trainer, EpochFace):
+        trainer.load_from(tree, path, folder=folder)
+        return
+    try:
+        engine.load_state_dict(tree)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    engine.state.record_source(path)
 
 
 def _engine_of(trainer: Any) -> Engine | None:

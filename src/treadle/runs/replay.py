@@ -212,8 +212,8 @@ def refuse_run_of_ranks(run: Path) -> None:
 def replay_script(run: Path, step: int, *, script: Path, arguments: Sequence[str], debug: bool) -> Replayed:
     """Runs a step of a user's own script again: everything up to its training, then from the nearest state.
 
-    The trainer's workspace is a temporary folder meanwhile, and a folder of checkpoints is neither read nor written.
-    What the script itself writes, it writes again.
+    The trainer's workspace lies in a temporary folder meanwhile, and a folder of checkpoints is neither read nor
+    written. What the script itself writes, it writes again.
 
     Raises:
         ConfigError: there is no such script or folder, it trains with no trainer of treadle, or the run has no such

@@ -77,6 +77,9 @@ class SpectraTrainer(EpochFace):
         >>> # trainer.fit(epochs=100)["best"]
     """
 
+    _epochs: SpectraEpochs
+    _folder: SpectraFolder
+
     def __init__(
         self,
         model: nn.Module,
@@ -227,7 +230,7 @@ class SpectraTrainer(EpochFace):
         with tf32(self.cfg.enable_tf32):
             return float(self._epochs.train_epoch(self.train_loader)["loss"])
 
-    def validate(self, loader: Iterable[Any] | None = None) -> float:  # type: ignore[override]  (without arguments)
+    def validate(self, loader: Iterable[Any] | None = None) -> float:  # type: ignore[override]  # returns the loss alone
         """Returns the weighted mean loss of the scored weights under fixed masks; NaN without a ``val_loader``.
 
         Args:
