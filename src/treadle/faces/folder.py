@@ -67,20 +67,29 @@ class RunFolder:
         self.engine = engine
         self._argument = argument
         self._on_disk: Reach | None = None
+        self._replayed = False
         self.path: Path | None = None
 
     def use(self, path: str | Path | None) -> None:
         """Names the folder, where it is now: a callback may change the working directory. None for none."""
-        self.path = self.engine.workspace = None if path is None else Path(path).absolute()
+        trial = self.engine.settings.limits.fast_dev_run
+        self.path = self.engine.workspace = None if path is None or trial else Path(path).absolute()
         if self.path is not None:
             self.engine.state.origin.watch(self.path, self.states)
 
     def held(self) -> AbstractContextManager[None]:
-        """Holds the folder for this run inside the block; all ranks enter it.
+        """Holds the folder for this run inside the block; all ranks enter it. One that is replayed is let alone.
 
         Raises:
             CheckpointError: another process holds it; on all ranks.
         """
+        if self.path is not None:
+            self.engine.prepare()  # an observer may be about to replay the run
+            self._replayed = any(hook.replays for hook in self.engine.hooks)
+        if self._replayed:
+            if self.engine.workspace == self.path:  # else an observer has moved it
+                self.engine.workspace = None
+            self.path = None
         return contextlib.nullcontext() if self.path is None else held_by_rank_0(self.path)
 
     def candidates(self, folder: Path) -> Iterable[Path]:
@@ -129,7 +138,7 @@ class RunFolder:
             ConfigError: ``"auto"`` without a folder.
             CheckpointError: files are there and none is intact, or the named one is not.
         """
-        if source is None:
+        if source is None or self._replayed or self.engine.settings.limits.fast_dev_run:
             return None
         if str(source) == "auto":
             if self.path is None:
