@@ -215,7 +215,7 @@ def set_run_aside(out: Path, *, parts: Collection[str] = ()) -> None:
 
     Args:
         out: the run folder; it may not be there.
-        parts: names of files and folders, beside ``checkpoints`` and ``metrics.json``, that only a run with results has.
+        parts: further names that only a run with a state or results has, beside ``checkpoints`` and ``metrics.json``.
     """
     moving = out / _MOVING
     if not (moving.is_dir() or any(_has_content(out / name) for name in ("checkpoints", "metrics.json", *parts))):
