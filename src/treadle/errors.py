@@ -135,7 +135,7 @@ class DataExhaustedError(TreadleError, RuntimeError):
 
 
 class RankLostError(TreadleError, RuntimeError):
-    """Another rank ended or does not answer, so this one cannot go on; the cause lies there."""
+    """Another rank ended or does not answer, so this one cannot continue; the cause is there."""
 
 
 class MissingExtraError(TreadleError, ImportError):

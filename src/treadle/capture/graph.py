@@ -79,7 +79,7 @@ def _recording_stream(device: int) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def _noting(reason: list[BaseException]) -> Iterator[None]:
-    """Keeps the error of the block, which the end of a broken recording replaces by one of its own."""
+    """Keeps the error of the block, which the end of a broken recording would replace."""
     try:
         yield
     except BaseException as error:
@@ -227,7 +227,7 @@ class FixedBatch:
 
     Args:
         batch: the first of them.
-        device: where the memory lies.
+        device: of the memory.
         in_place: the batch's own tensors on the device are the memory: their producer writes the next batch there.
 
     Attributes:

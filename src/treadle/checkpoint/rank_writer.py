@@ -57,14 +57,14 @@ class RankWriter(CheckpointWriter):
         Args:
             collect: makes the state; called on every rank.
             write: writes it; called on rank 0.
-            background: whether training goes on meanwhile; False waits for rank 0.
+            background: whether training continues meanwhile; False waits for rank 0.
 
         Raises:
             CheckpointError: it could not be written, or the one before could not; on all ranks.
         """
         if distributed.rank() != 0:
             self.wait()
-            collect(NoBuffers())  # what is spread over ranks is gathered on rank 0
+            collect(NoBuffers())  # sharded tensors are gathered on rank 0
             if not background:
                 on_rank_0(_nothing)
         elif background:
@@ -81,7 +81,7 @@ class RankWriter(CheckpointWriter):
         Args:
             collect: makes them.
             write: writes them together with the other ranks, and agrees on errors itself.
-            background: whether training goes on meanwhile.
+            background: whether training continues meanwhile.
 
         Raises:
             CheckpointError: they could not be written, or those before could not.

@@ -1,6 +1,6 @@
 """What all ranks do together about checkpoints: one works and the others wait, or each does its share.
 
-A failure on one rank raises the same error on all of them, at the same point, so that nobody waits for ever.
+A failure on one rank raises the same error on all of them, at the same point, so that no rank waits for ever.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the default
 
 
 class WriterLostError(CheckpointError, RankLostError):
-    """A rank went away or did not answer, so nobody knows what the others did."""
+    """A rank ended or did not answer, so the state of the others is unknown."""
 
 
 def writers_group() -> dist.ProcessGroup | None:

@@ -64,7 +64,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
     """Returns the problems found in a checkpoint; an empty list means it is intact and holds no code.
 
     Of a file, checks that it is a whole archive of the kind that ``torch.save`` writes, that every record's CRC-32 is
-    right, that its pickle names nothing but tensors and plain values, and that every tensor lies inside its storage.
+    right, that its pickle names nothing but tensors and plain values, and that every tensor is inside its storage.
     One pass; nothing in the file is executed. Of a folder of shards, checks every byte of every file, and that its
     metadata holds nothing but places of tensors in them.
 

@@ -73,7 +73,7 @@ class StoredTensor:
 
 
 class ShardFolder:
-    """Knows where the tensors of a folder lie.
+    """Index of the tensors of a folder.
 
     Args:
         path: the folder.

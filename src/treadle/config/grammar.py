@@ -141,7 +141,7 @@ def fitted(assignment: Assignment, current: Any) -> Any:
 
     Args:
         assignment: with the form ``+key=value`` it may change the kind.
-        current: what is there; None has no kind.
+        current: the present value; None has no kind.
 
     Raises:
         ConfigError: the kinds differ.

@@ -164,7 +164,7 @@ class _Arguments:
 
     Attributes:
         names: of all arguments; those of the classes above too where ``**kwargs`` are handed on to them.
-        required: those of its own that must be given.
+        required: its own arguments without a default.
         open: whether other names may be taken as well.
     """
 

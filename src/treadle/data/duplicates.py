@@ -62,7 +62,7 @@ def repeated_by_ranks(loader: Any, *, same_data: bool) -> list[str]:
 
 
 def fingerprint(loader: Any) -> int:
-    """Returns a number that is equal on ranks which read the same samples; 0 where they are shared or nobody can tell.
+    """Returns a number that is equal on ranks which read the same samples; 0 where they are shared or it is unknown.
 
     Example:
         >>> fingerprint([1, 2])

@@ -66,7 +66,7 @@ def note_sizes(moved: Any, sizes: tuple[int, ...]) -> None:
         ((1, 0, 2), None)
     """
     graph_N = getattr(moved, "batch", None)
-    # A tensor of inference mode does not count what is written to it.
+    # A tensor of inference mode does not count its writes.
     if isinstance(graph_N, Tensor) and graph_N.shape == (sum(sizes),) and not graph_N.is_inference():
         setattr(graph_N, _NAME, _Noted(sizes, graph_N._version))
 

@@ -21,7 +21,7 @@ class RankBatchSampler(Sampler[list[int]]):
 
     Pass it as ``batch_sampler`` to a ``DataLoader`` of torch or torch_geometric, for training and evaluation alike.
     :class:`GlobalOrder` has the rule for a short last batch. No sample is repeated, so means and metrics over ranks are
-    those of one process. A run may go on with another number of ranks inside an epoch: the rest of the epoch
+    those of one process. A run may continue with another number of ranks inside an epoch: the rest of the epoch
     comes in the same order, without a sample lost or doubled.
 
     Args:

@@ -40,11 +40,11 @@ class LastRows(NamedTuple):
         return self.part if self.rows is None else self.rows[self.part.start : self.part.stop]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leaves out what is of this process only."""
+        """Leaves out the state of this process only."""
         return LastRows, (self.rows, self.part)
 
     def gave(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor is one that the loader gave with these rows, and nobody has written to it."""
+        """Returns whether a tensor is one that the loader gave with these rows, unwritten since."""
         return any(of() is tensor and tensor._version == version for of, version in self.given)
 
 
@@ -142,7 +142,7 @@ class RowLoader:
         return self.order.num_batches()
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch whose order the next pass has; a pass that ends goes on to the next epoch by itself."""
+        """Chooses the epoch whose order the next pass has; a pass that ends advances to the next epoch by itself."""
         self.epoch = epoch
         self.start_at(0)
 

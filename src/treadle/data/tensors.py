@@ -194,7 +194,7 @@ class RowGather:
         self._of: Tensor | None = None  # whose copy the order is
         self._start = self._stride = 0  # of the batch that was given last
         self._expected: int | None = None  # where the next batch must start to be left
-        self._is_new = False  # whether nobody has advanced since a batch was given
+        self._is_new = False  # whether the loader has not advanced since a batch was given
 
     def begin(self) -> None:
         """Begins a pass: its first batch is gathered when it is given."""
@@ -220,7 +220,7 @@ class RowGather:
         return self.batch if self._names is None else packed(self._names, self._outs)
 
     def gives(self, batch: Any) -> bool:
-        """Returns whether a batch is the one that was given last, and nobody has gone on from it."""
+        """Returns whether a batch is the last one given, and the loader has not advanced since."""
         if not self._is_new:
             return False
         if batch is self.batch:
@@ -254,7 +254,7 @@ class RowGather:
             self.is_left = False
 
     def whole(self) -> Any:
-        """Returns the batch that was given last as tensors of their own over its memory, gathered if it was left."""
+        """Returns the last batch as new tensors over its memory, gathered if it was deferred."""
         self.settle()
         return packed(self._names, [out.detach() for out in self._outs])
 

@@ -156,7 +156,7 @@ class TransferredSource:
         self.exact = source.exact
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
-        """Opens an epoch at a position; what is passed over is not copied."""
+        """Opens an epoch at a position; skipped batches are not copied."""
         return self.loader.over(
             self.source.open(skip=skip, seed=seed, state=state), stateful=self.source.kind == "stateful"
         )
@@ -181,13 +181,18 @@ class TransferredSource:
         """Returns what the user must know about exact resume with the wrapped loader."""
         return self.source.warnings(resuming=resuming)
 
+    def measure(self) -> None:
+        """Reads the length of the wrapped loader again."""
+        self.source.measure()
+        self.length = self.source.length
+
     def close(self) -> None:
         """Ends what the wrapped loader runs in the background."""
         self.source.close()
 
 
 class GpuCopies:
-    """Copies on a stream of its own; the stream that uses a batch waits for it, and the host does not.
+    """Copies on a side stream; the stream that uses a batch waits for it, the host does not.
 
     Args:
         device: a CUDA device.

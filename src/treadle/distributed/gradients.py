@@ -1,7 +1,7 @@
 """How the ranks share gradients in a step: replicas by buckets during the last backward pass, sharded models by FSDP2.
 
 Whatever happened in its forward and backward passes, every rank starts the same collectives in the same order, so a
-micro-batch without a loss, or a parameter that was not used, makes nobody wait for ever.
+micro-batch without a loss, or a parameter that was not used, makes no rank wait for ever.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MESSAGES = 40  # of a large model, about: each takes the time of Python while b
 
 
 class GradientExchange:
-    """What a step does for a model whose gradients nobody has to exchange: one process, or a wrapper of the user's.
+    """Gradient exchange of a model that needs none: one process, or the user's own wrapper.
 
     Args:
         model: the model of the run.
@@ -76,7 +76,7 @@ class GradientExchange:
 
 
 def gradient_exchange(model: nn.Module) -> GradientExchange:
-    """Returns how the ranks share the gradients of a model: by what is around it and in it.
+    """Returns how the ranks share the gradients of a model: by its wrappers and its parameters.
 
     Example:
         >>> type(gradient_exchange(nn.Linear(1, 1))).__name__
@@ -214,7 +214,7 @@ class ReplicaExchange(GradientExchange):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Sends what is left, waits, and hands out the means."""
+        """Sends the rest, waits, and hands out the means."""
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
         states = self._gather_states()
@@ -342,7 +342,7 @@ class ShardExchange(GradientExchange):
             _share_buffers([buffer for name, buffer in named if name in self._saved_buffers])
 
     def second_look(self, *, last: bool) -> AbstractContextManager[None]:
-        """As in a step: what is not reduced in the end would be added to the next step's gradients."""
+        """As in a step: gradients that are not reduced would be added to those of the next step."""
         return self.micro_batch(syncs=last)
 
     def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:

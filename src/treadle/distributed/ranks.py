@@ -102,7 +102,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def collective_device(device: torch.device) -> torch.device:
-    """Returns where a tensor must lie for a collective: on its device, or on the CPU if the ranks talk by gloo."""
+    """Returns the device of a tensor in a collective: its own, or the CPU if the ranks use gloo."""
     return torch.device("cpu") if dist.get_backend() == "gloo" else device
 
 

@@ -24,11 +24,11 @@ _MODELS = ("model_state_dict", "state_dict", "model", "model_state", "net", "net
 _OPTIMIZERS = ("optimizer_state_dict", "optimizer", "optimizer_state", "optim")
 _STEPS = ("global_step", "step", "iteration")
 
-RANDOM = "the random numbers of the run: training that goes on from here draws others"
+RANDOM = "the random numbers of the run: training continued from here draws others"
 SCHEDULE = "the state of a schedule fits the same schedule only: build yours for the steps that are left"
 SCALER = "a new fp16 scaler finds its scale within a few steps"
 _LIGHTNING = {
-    "loops": "the position inside the epoch: training goes on at the beginning of one",
+    "loops": "the position inside the epoch: training continues at the beginning of one",
     "callbacks": "the state of callbacks, which are Lightning's own",
     "lr_schedulers": SCHEDULE,
     "hyper_parameters": "the model is yours to build with them",

@@ -37,5 +37,5 @@ class BackgroundErrorHook(BaseHook):
         return self._writer.notice
 
     def wait_for_writes(self) -> None:
-        """Waits for what is being written."""
+        """Waits for the background write."""
         self._writer.wait()

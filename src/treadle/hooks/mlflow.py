@@ -26,7 +26,7 @@ class MlflowHook(TrackerHook):
 
     The run's id is kept in ``<workspace>/mlflow_run_id`` and the run is continued from there; ``MLFLOW_RUN_ID`` in
     the environment wins over the file. After a resume, points that the run has already are not sent again. The hook
-    talks to the store through a client of its own: the process's active MLflow run is not touched.
+    uses its own client: the process's active MLflow run is not touched.
 
     Args:
         experiment: name of the experiment, created if there is none; None takes ``MLFLOW_EXPERIMENT_NAME``, else

@@ -109,7 +109,7 @@ class TrackerHook(BaseHook):
         """Imports the package and checks the settings, on every rank: if this raises, it raises on all."""
 
     def open(self, trainer: Engine) -> None:
-        """Starts or continues the run, on rank 0; after an error here training goes on without this tracker."""
+        """Starts or continues the run, on rank 0; after an error here training continues without this tracker."""
 
     def was_sent(self, key: str, step: int) -> bool:
         """Whether an earlier process sent this key at this step; asked for steps up to :attr:`sent_through`."""

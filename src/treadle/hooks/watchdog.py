@@ -99,7 +99,7 @@ class StuckRankHook(BaseHook):
             self._watch.stop()
 
     def place(self, trainer: Engine) -> tuple[int, ...]:
-        """Returns numbers that change when this rank goes on; the first three say who is behind."""
+        """Returns numbers that change when this rank advances; the first three order the ranks."""
         cursor, evaluated = trainer.cursor, trainer.eval_cursor
         return (
             trainer.step, self._event, trainer.micro_steps, cursor.epoch, cursor.position, evaluated.epoch,
@@ -140,7 +140,7 @@ class Note:
 
 
 def who_is_stuck(notes: Sequence[Note], timeout: float) -> list[Note]:
-    """Returns the ranks that the others wait for; nobody as long as any rank went on within the timeout.
+    """Returns the ranks that the others wait for; none while any rank advanced within the timeout.
 
     Those inside a collective wait; of the others, those that are behind are stuck. If all wait, those that are behind.
     """

@@ -24,7 +24,7 @@ class GroupWeights:
     micro-batch on one rank is not scaled at all: a plain loop is matched to the bit.
 
     Ranks tell each other their numbers after the first and after the last forward pass of a step, which is one
-    exchange where a step has one micro-batch. It is between the hosts; only weights that lie on a device are reduced
+    exchange where a step has one micro-batch. It is between the hosts; only weights on a device are reduced
     there.
 
     Args:
@@ -288,7 +288,7 @@ def as_count(count: Tensor) -> float | Tensor:
 def without_empty(loss: Tensor, weight: float | Tensor) -> Tensor | None:
     """Returns the loss of a batch, or None if nothing in it counts.
 
-    Where the weight lies on a device, a loss over nothing (0/0) becomes an exact 0 that keeps its graph, so that it
+    Where the weight is on a device, a loss over nothing (0/0) becomes an exact 0 that keeps its graph, so that it
     neither reaches the gradient nor has to be looked at.
 
     Example:

@@ -57,7 +57,7 @@ class RefusalPlan:
     Attributes:
         described: the policy in words, for the block at the start.
         watch: called at the start of every attempt, before anything draws a random number.
-        refused: called with the refused gradients in place; returns whether the run goes on without this step. False
+        refused: called with the refused gradients in place; returns whether the run continues without this step. False
             asks for fresh data while there are retries, else for NonFiniteError. All ranks must answer alike.
     """
 
@@ -218,7 +218,7 @@ class FiniteGuard:
         return self.late
 
     def late_refusal(self, *, wait: bool) -> LateRefusal | None:
-        """Returns what is known of the first deferred step whose gradient was not finite, else None.
+        """Returns the first deferred step with a non-finite gradient, else None.
 
         Args:
             wait: for all steps so far; False looks only at results that the host has.
@@ -231,7 +231,7 @@ class FiniteGuard:
 class LateFlags:
     """What the host does not know yet of steps that the device may have refused: one flag for all of them so far.
 
-    On several ranks, all hear of a refusal at the same step: each eighth step sends its flag to a place of its own,
+    On several ranks, all learn of a refusal at the same step: each eighth step sends its flag to its own place,
     which is read two such steps later.
 
     Args:

@@ -128,7 +128,7 @@ def differences(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> dic
 
 
 def same(recorded: Any, replayed: Any) -> bool:
-    """Returns whether two values are equal to the bit; the record holds null for what is not finite.
+    """Returns whether two values are equal to the bit; the record holds null for non-finite values.
 
     Example:
         >>> same([0.5, None], [0.5, float("nan")]), same(0.0, -0.0)

@@ -144,7 +144,7 @@ def _loaded_yaml(path: Path) -> dict[str, Any]:
 
 
 def refuse_other_run(out: Path, face: str) -> None:
-    """Refuses a folder that holds a run of another kind: neither could go on or be replayed after the other.
+    """Refuses a folder that holds a run of another kind: neither could be resumed or replayed after the other.
 
     Args:
         out: the run folder; it may not be there.

@@ -38,7 +38,7 @@ def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, 
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Returns a copy of a tree of dataclasses with stored settings in it; what is not stored stays.
+    """Returns a copy of a tree of dataclasses with stored settings in it; other values stay.
 
     Args:
         config: a dataclass whose fields are values or further dataclasses.

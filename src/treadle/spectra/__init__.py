@@ -34,11 +34,13 @@ from treadle.spectra.encoder import SpectrumDecoder as ChemoDecoderLP
 from treadle.spectra.encoder import SpectrumEncoder as ChemoEncoder
 from treadle.spectra.inference import Extractor, ExtractorConfig, Tester, TesterConfig
 from treadle.spectra.losses import masked_mse, masked_sse
-from treadle.spectra.masks import make_block_mask
+from treadle.spectra.masks import make_band_mask, make_block_mask
+from treadle.spectra.mixing import MixedSpectra
 from treadle.spectra.model import ChemoMAE
 from treadle.spectra.optim import build_optimizer, build_scheduler, build_warmup_cosine
 from treadle.spectra.patches import PatchMAE, PatchMAEConfig, make_patch_mask
 from treadle.spectra.preprocessing import SNVScaler, cosine_fps_downsample, snv
+from treadle.spectra.residual import LinearGaussian, ResidualMAE, Uncertainty
 from treadle.spectra.task import SpectraTask
 from treadle.spectra.trainer import SpectraTrainer
 
@@ -55,8 +57,11 @@ __all__ = [
     "ExtractorConfig",
     "LLAResult",
     "LLAWindowResult",
+    "LinearGaussian",
+    "MixedSpectra",
     "PatchMAE",
     "PatchMAEConfig",
+    "ResidualMAE",
     "SNVScaler",
     "SpectraAugmenter",
     "SpectraTask",
@@ -65,6 +70,7 @@ __all__ = [
     "TesterConfig",
     "Trainer",
     "TrainerConfig",
+    "Uncertainty",
     "VMFMixture",
     "build_optimizer",
     "build_scheduler",
@@ -75,6 +81,7 @@ __all__ = [
     "enable_deterministic",
     "find_elbow_curvature",
     "local_label_agreement",
+    "make_band_mask",
     "make_block_mask",
     "make_patch_mask",
     "masked_mse",

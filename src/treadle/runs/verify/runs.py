@@ -127,7 +127,7 @@ class Verifier:
         kills: how often it is killed.
         seed: decides at which steps and how.
         folder: where workspaces, output and records go.
-        say: shown what is going on, a line each.
+        say: receives progress, a line each.
     """
 
     def __init__(
