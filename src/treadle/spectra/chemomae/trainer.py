@@ -403,10 +403,11 @@ class _EpochBatches:
     """Batches of the epoch that begins, from ``train_batches`` of a subclass."""
 
     def __init__(self, trainer: Trainer):
-        self._trainer = trainer
+        # A function, which is not looked into for state: the trainer is no part of the data.
+        self._open = lambda: trainer.train_batches(trainer.epoch + 1)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._trainer.train_batches(self._trainer.epoch + 1))
+        return iter(self._open())
 
 
 class _OwnMasks(SpectraTask):
