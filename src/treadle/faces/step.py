@@ -86,7 +86,7 @@ class BaseTrainer(Engine):
         progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
         max_time: how long one call of ``train`` may take: seconds, ``"HH:MM:SS"``, ``"1h30m"`` or a timedelta.
         limit_train_batches: micro-batches of an epoch, or a float, the part of it.
-        limit_eval_batches: batches of an evaluation while training and of ``validate``, or a float.
+        limit_eval_batches: batches of ``evaluate`` and ``validate``, also while training, or a float.
         overfit_batches: batches at the start of the loader that make every epoch, read once.
         fast_dev_run: True or a number: so many steps and batches of an evaluation; nothing is written or resumed.
         num_sanity_eval_steps: batches that a ValidationHook evaluates before step 1 of a fresh run; -1 for all.

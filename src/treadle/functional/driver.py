@@ -95,8 +95,9 @@ class FaceEpochs(SelectingEpochs):
         resume_from_hooks(engine)
         engine.should_stop, self._through = False, True
         self.deadline = engine.settings.limits.deadline()
+        last = engine.settings.limits.target(None, epochs)[1] or 0
         try:
-            while engine.epoch < epochs and not (self.finished or ranks_stop(engine)):
+            while engine.epoch < last and not (self.finished or ranks_stop(engine)):
                 self._one_through(train_epoch, after_epoch)
         finally:
             self._through, self.deadline = False, None

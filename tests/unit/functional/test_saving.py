@@ -87,9 +87,9 @@ def train(folder, *hooks, epochs=3, **rest):
     return trainer
 
 
-@pytest.mark.parametrize("save_freq", [1, None])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("step", [13, 20])
+@pytest.mark.parametrize(
+    ("number", "step", "save_freq"), [(signal.SIGINT, 13, 1), (signal.SIGTERM, 13, None), (signal.SIGINT, 20, 1)]
+)
 def test_a_signal_saves_the_step_and_the_same_call_resumes_there(tmp_path, caplog, number, step, save_freq):
     caplog.set_level("INFO", "treadle")
     straight = train(tmp_path / "straight")
