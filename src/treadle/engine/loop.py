@@ -55,7 +55,7 @@ from treadle.errors import ConfigError
 from treadle.means import RunningMeans
 from treadle.optim.ema import Ema
 from treadle.optim.evaluation_point import at_evaluation_point
-from treadle.optim.gradients import Gradients, clip_, divide_, total_norm
+from treadle.optim.gradients import Gradients, clip_, clip_values_, divide_, total_norm
 from treadle.optim.nonfinite import FiniteGuard, StepLocation
 from treadle.optim.precision import Precision, PrecisionName
 from treadle.task import StepOutput, Task, as_step_output
@@ -73,6 +73,7 @@ class Engine:
         device: None takes CUDA, then MPS, then the CPU.
         precision: None, ``"bf16"`` or ``"fp16"``.
         grad_clip: total 2-norm; None or 0 off.
+        grad_clip_value: largest absolute value of a gradient's element; None or 0 off.
         accumulation_steps: micro-batches per step, >= 1.
         max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None or 0: none.
         hooks: what watches the run, in order.
@@ -144,6 +145,7 @@ class Engine:
         device: torch.device | str | int | None = None,
         precision: PrecisionName | None = None,
         grad_clip: float | None = None,
+        grad_clip_value: float | None = None,
         accumulation_steps: int = 1,
         max_non_finite_grad_retries: int | None = None,
         hooks: Sequence[BaseHook] = (),
@@ -165,6 +167,7 @@ class Engine:
             scheduler_interval=scheduler_interval,
             device_asked=device,
             grad_clip=grad_clip,
+            grad_clip_value=grad_clip_value,
             accumulation_steps=accumulation_steps,
             max_non_finite_grad_retries=max_non_finite_grad_retries,
             eval_seed=eval_seed,
@@ -329,6 +332,8 @@ class Engine:
 
         if self.settings.grad_clip is not None:
             clip_(grads, self.settings.grad_clip, norm)
+        elif self.settings.grad_clip_value is not None:
+            clip_values_(grads, self.settings.grad_clip_value)
         self.guard.apply(self.optimizer, norm, weights.total, locate=self.location)
         return apply_step_effects(self)
 
@@ -478,6 +483,8 @@ class Engine:
     @grad_clip.setter
     def grad_clip(self, value: float | None) -> None:
         self.settings = dataclasses.replace(self.settings, grad_clip=value)
+        if self.state.training:
+            self.progress.moved_settings["grad_clip"] = self.settings.grad_clip
 
     @property
     def scheduler_interval(self) -> Literal["step", "epoch"]:

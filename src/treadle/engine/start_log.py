@@ -88,7 +88,7 @@ def _duration(seconds: float) -> str:
 
 
 def short_path(path: str) -> str:
-    """Returns a path relative to the working directory where it lies below it.
+    """Returns a path relative to the working directory if it is below it.
 
     Example:
         >>> short_path("runs/a/last.pt")

@@ -90,7 +90,9 @@ class RunFolder:
             self.engine.prepare()  # an observer may be about to replay the run
             self._replayed = any(hook.replays for hook in self.engine.hooks)
         if self._replayed:
-            self.path = self.engine.workspace = None
+            if self.engine.workspace == self.path:  # else an observer has moved it
+                self.engine.workspace = None
+            self.path = None
         return contextlib.nullcontext() if self.path is None else held_by_rank_0(self.path)
 
     def candidates(self, folder: Path) -> Iterable[Path]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from treadle.capture.checkpointing import Checkpointing, check_checkpointing, checkpoint_model
 from treadle.capture.compile import Compile, check_compile, compile_model
 from treadle.data.amount import Amount
 from treadle.data.cursor import Cursor
@@ -68,6 +69,7 @@ class BaseTrainer(Engine):
         max_steps: absolute target, >= 0. An epoch that ends with the last step is completed only when the run goes on,
             so that the checkpoint of the last step is the state that the run ends with.
         grad_clip: total 2-norm; None or 0 off.
+        grad_clip_value: largest absolute value of a gradient's element; None or 0 off. Not together with ``grad_clip``.
         max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None or 0: none.
         mixed_precision: None, ``"bf16"`` or ``"fp16"``.
         gradient_accumulation_steps: micro-batches per step, >= 1; None = 1.
@@ -81,6 +83,8 @@ class BaseTrainer(Engine):
         scheduler_interval: ``"step"`` or ``"epoch"``.
         hooks: come after those of ``build_hooks``.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
+        gradient_checkpointing: True computes activations of the model's blocks again in the backward pass, or names of
+            modules; see :func:`treadle.checkpoint_model`.
         compile: True compiles what ``build_model`` returns, in place; ``"blocks"`` each of its repeated blocks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
@@ -133,6 +137,8 @@ class BaseTrainer(Engine):
         capture: Capture = False,
         compile: Compile = False,
         progress: bool = True,
+        grad_clip_value: float | None = None,
+        gradient_checkpointing: Checkpointing = False,
         max_time: Duration | None = None,
         limit_train_batches: Amount | None = None,
         limit_eval_batches: Amount | None = None,
@@ -150,6 +156,7 @@ class BaseTrainer(Engine):
         )
         settings = EngineSettings(
             face="mini", scheduler_interval=scheduler_interval, device_asked=device, grad_clip=grad_clip,
+            grad_clip_value=grad_clip_value,
             accumulation_steps=accumulation_steps, syncs_each=not no_sync_accumulate,
             max_non_finite_grad_retries=max_non_finite_grad_retries, capture=capture, progress=progress, limits=limits,
         )  # fmt: skip
@@ -158,6 +165,7 @@ class BaseTrainer(Engine):
         self.max_steps = max_steps
         self.trackers = trackers
         self.compile_setting = check_compile(compile)
+        self.checkpointing_setting = check_checkpointing(gradient_checkpointing)
         self._given_hooks = check_hooks(hooks)
         with_trackers([], trackers)  # a wrong name is told here
         # Absolute, so that a hook given `trainer.workspace / "checkpoints"` does not put it below itself once more.
@@ -171,6 +179,7 @@ class BaseTrainer(Engine):
             "max_steps": max_steps, "grad_clip": grad_clip, "max_non_finite_grad_retries": max_non_finite_grad_retries,
             "mixed_precision": mixed_precision, "gradient_accumulation_steps": accumulation_steps,
             "scheduler_interval": scheduler_interval, "capture": capture, "compile": compile,
+            "grad_clip_value": grad_clip_value, "gradient_checkpointing": gradient_checkpointing,
             **limits.given(),
         }  # fmt: skip
 
@@ -316,7 +325,8 @@ class BaseTrainer(Engine):
                 self.logger.warning("%s", warning)
             announce_building(self)
             self.data_loader = self._built("build_data_loader")
-            self.model = compile_model(self._built("build_model"), self.compile_setting)
+            self.model = checkpoint_model(self._built("build_model"), self.checkpointing_setting)
+            compile_model(self.model, self.compile_setting)
             self.optimizer = self._built("build_optimizer")
             self.lr_scheduler = self.build_lr_scheduler()
             self.grad_scaler = self.build_grad_scaler()

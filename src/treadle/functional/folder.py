@@ -62,6 +62,12 @@ class NumberedFolder(RunFolder):
         self._history.folder = self.path
         self._save_freq = save_freq or 0
 
+    def held(self) -> AbstractContextManager[None]:
+        """Holds the folder for this run inside the block; one that is replayed gets no history either."""
+        held = super().held()
+        self._history.folder = self.path
+        return held
+
     # -- reading --------------------------------------------------------------------------------------------------
 
     def candidates(self, folder: Path) -> Iterable[Path]:

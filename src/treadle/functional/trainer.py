@@ -19,6 +19,7 @@ from treadle.device import to_device
 from treadle.engine import Engine
 from treadle.engine.best import Mode
 from treadle.engine.hook import BaseHook
+from treadle.engine.metrics import EpochMetrics
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
 from treadle.faces.build import place
@@ -35,6 +36,8 @@ from treadle.functional.checks import (
     optimizer_for,
     rule_for,
     say_if_finished,
+    scheduler_for,
+    set_length,
     unused_names,
     warn_of_idle_interval,
 )
@@ -42,7 +45,6 @@ from treadle.functional.driver import FaceEpochs
 from treadle.functional.files import HistoryFile, as_columns, in_order, log_epoch
 from treadle.functional.folder import NumberedFolder
 from treadle.functional.losses import loss_weight, missing_loss, model_loss
-from treadle.functional.metrics import EpochMetrics
 from treadle.functional.own_hooks import SaveAtSignals, own_hooks
 from treadle.functional.own_step import OwnStepEngine, numbers_of
 from treadle.functional.settings import read_settings
@@ -64,13 +66,15 @@ class Trainer(EpochFace):
         loss_fn: ``loss_fn(outputs, targets)``; None where the model returns its loss.
         config: None, a mapping or an object with a ``training`` part, see :class:`TrainingSettings`; not changed.
         device: None takes CUDA, then MPS, then the CPU.
-        scheduler: stepped per epoch, or per applied step with ``training.scheduler_step_per_batch``.
+        scheduler: stepped per epoch, or per applied step with ``training.scheduler_step_per_batch``. The setting
+            ``lr_scheduler="cosine"`` builds one by name, with ``warmup_steps`` or ``warmup_ratio``.
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         settings: any of :class:`TrainingSettings` by its name, such as ``max_grad_norm=1.0``; they win over ``config``.
         progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
         eval_seed: seeds the random numbers of every evaluation.
-        metrics: torchmetrics objects, a collection or a dict of them; reported as ``eval_<name>``.
+        metrics: names such as ``["accuracy", "f1"]``, functions ``fn(outputs, targets)`` of the whole set, torchmetrics
+            objects, or a dict of these by name; reported as ``eval_<name>``.
         parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
         compile: True compiles the model in place, ``"blocks"`` each of its repeated blocks; see ``compile_model``.
@@ -114,15 +118,16 @@ class Trainer(EpochFace):
         self.model, self.optimizer, self.device = place(
             model, partial(optimizer_for, optimizer=optimizer, settings=self.settings), device=device,
             scheduler=scheduler, compile=compile, parallel=parallel,
+            gradient_checkpointing=self.settings.gradient_checkpointing,
         )  # fmt: skip
         self.loss_fn = loss_fn.to(self.device) if isinstance(loss_fn, nn.Module) else loss_fn
-        self.scheduler = scheduler
+        self.scheduler = scheduler_for(self.optimizer, scheduler, self.settings)
         warn_of_idle_interval(scheduler, self.settings)
         check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"), optimizer=self.optimizer)
         self._warned_of_length = False
         self._counts_on_host = not (self._overrides("_prepare_batch") or self._overrides("_loss_weight"))
         own_eval = OverriddenEvalTask if self._overrides("eval_step") else EvalTask
-        self._eval_task = own_eval(self, EpochMetrics(metrics, self.device))
+        self._eval_task = own_eval(self, EpochMetrics(metrics, self.device, loss_fn=loss_fn))
         self._history_file = HistoryFile(lambda: self._epochs.history)
         self._engine = self._build_engine(device, with_trackers(hooks, trackers), eval_seed, capture, progress)
         self._folder = NumberedFolder(
@@ -314,6 +319,7 @@ class Trainer(EpochFace):
             best_model_metric, best_mode, patience=early_stopping_patience, min_delta=self.settings.min_delta,
             known=known_keys(self._overrides, losses=losses, has_metrics=bool(self._eval_task.metrics)),
         )  # fmt: skip
+        set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
         self._folder.use(save_dir, save_freq)
         after_epoch = partial(self._end_epoch, callbacks or ())
         with speaking(self._engine), self._folder.held():

@@ -211,9 +211,12 @@ class CheckpointingHook(BaseHook):
 
     def on_after_train(self, trainer: Engine) -> None:
         """Saves the state that the run ended with, its last epoch included, and waits for the background write."""
+        trainer.request_write(lambda: self._save_end(trainer))
+
+    def _save_end(self, trainer: Engine) -> None:
         if all(getattr(driver, "record_complete", True) for driver in trainer.state.drivers):
-            trainer.request_write(lambda: self.save(trainer))
-        trainer.request_write(self.wait_for_writes)
+            self.save(trainer)
+        self.wait_for_writes()
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
         """Waits for the background write; after a gradient that was not finite, names the checkpoints to go back to."""

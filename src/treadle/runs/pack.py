@@ -23,7 +23,7 @@ from treadle.device import get_device
 from treadle.distributed.state_names import load_model_state
 from treadle.engine.evaluation import for_each_batch
 from treadle.engine.observers import observing
-from treadle.engine.predictions import joined, kept_outputs
+from treadle.engine.outputs import joined, kept_outputs
 from treadle.errors import ConfigError
 from treadle.faces.step import BaseTrainer
 from treadle.hooks.files import to_json
