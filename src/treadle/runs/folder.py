@@ -21,6 +21,7 @@ SPLITS = ("train", "val", "test")
 RUN_FILE = "run.json"
 _EARLIER, _MOVING = "earlier", ".earlier-moving"
 _LOGS = (".log", ".out", ".err")
+CHECKPOINTS = "checkpoints"
 _log = logging.getLogger("treadle.cli")
 
 
