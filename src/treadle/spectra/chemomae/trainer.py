@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -408,7 +408,7 @@ class _EpochBatches:
 
     def __init__(self, trainer: Trainer):
         # A function, which is not looked into for state: the trainer is no part of the data.
-        self._open = lambda: trainer.train_batches(trainer.epoch + 1)
+        self._open: Callable[[], Iterable[Any]] = lambda: trainer.train_batches(trainer.epoch + 1)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._open())
