@@ -87,6 +87,7 @@ class AstroTrainer(EpochFace):
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
         limits: of time and batches, and short trials: a :class:`treadle.Limits` or a mapping of its names.
+        save_total_limit: checkpoints of epochs, and of steps, that stay, the newest ones; None keeps all.
         eval_seed: seeds evaluations, and with the number of a batch its positions.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
             The terms of the pack's own loss are counted on the host in each step, so only a ``compute_loss`` of one's
@@ -145,6 +146,7 @@ class AstroTrainer(EpochFace):
         parallel: ParallelConfig | str | None = None,
         progress: bool = True,
         limits: Limits | Mapping[str, Any] | None = None,
+        save_total_limit: int | None = None,
     ):
         self.config = training_settings(config)
         self.vocab, self.train_loader, self.device = vocab, train_loader, get_device(device)
@@ -177,8 +179,7 @@ class AstroTrainer(EpochFace):
             limits=limits,
         )  # fmt: skip
         self._epochs = AstroEpochs(self._engine, None if overridden else self._task.term_weights)
-        self._folder = AstroFolder(self._engine, vocab)
-        self._folder.use(output_dir)
+        self._folder = AstroFolder(self._engine, vocab, path=output_dir, save_total_limit=save_total_limit)
 
     def _build_engine(
         self,

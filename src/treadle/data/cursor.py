@@ -170,6 +170,9 @@ class Cursor:
         if set_epoch(loader, self.epoch) and self._epoch_of_workers not in (None, self.epoch):
             self._the_source().close()  # persistent workers have copies set to another epoch
         self._epoch_of_workers = self.epoch
+        if self._opening is not None:
+            self._objects.restore(self._opening.get("objects") or {})  # it may tell how long the epoch is
+        self._the_source().measure()
         self._ask_ranks()
         if self._opening is None:
             self._open_fresh()
@@ -221,7 +224,6 @@ class Cursor:
             [f"the checkpoint's state of {path} is ignored: this run's loader has no such object" for path in unknown]
         )
         _set_generators(self._loader, opening["generators"])
-        self._objects.restore(opening.get("objects") or {})
         RngState.from_plain(opening["rng"]).restore()
         keeps_state = self._place.keeps_state and loaded.get("kind") == source.kind
         state = loaded.get("loader") if keeps_state else None

@@ -187,6 +187,9 @@ class BaseHook:
         """
         return None
 
+    def _save_end(self, trainer: Engine) -> None:
+        """Saves the state in which a front end left an epoch, where the hook saves the end of a run."""
+
     def wait_for_writes(self) -> None:
         """Waits until all background writes of this hook are on the disk; may raise their error."""
 

@@ -483,6 +483,8 @@ class Engine:
     @grad_clip.setter
     def grad_clip(self, value: float | None) -> None:
         self.settings = dataclasses.replace(self.settings, grad_clip=value)
+        if self.state.training:
+            self.progress.moved_settings["grad_clip"] = self.settings.grad_clip
 
     @property
     def scheduler_interval(self) -> Literal["step", "epoch"]:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -165,6 +165,45 @@ def training_session(engine: Engine) -> Iterator[None]:
         if distributed.rank() == 0:
             seconds = time.perf_counter() - started
             engine.logger.info(end_line(engine, first_step, seconds), extra={"topic": "end"})
+
+
+class BetweenRuns:
+    """Signals noted around several runs of one front end, which holds its folders as in a run.
+
+    Args:
+        engine: that runs.
+
+    Example:
+        >>> # with BetweenRuns(engine) as between: ...
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._plans = [plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None]
+        self._held = contextlib.ExitStack()
+
+    def __enter__(self) -> BetweenRuns:
+        with contextlib.ExitStack() as held:
+            for hook in self._engine.hooks:
+                held.enter_context(hook.claim(self._engine))
+            numbers = [number for plan in self._plans for number in plan.signals]
+            held.enter_context(self._engine.signals.listening(numbers))
+            self._held = held.pop_all()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self._held.close()
+
+    @contextlib.contextmanager
+    def acting(self) -> Iterator[None]:
+        """Saves and leaves, at the end of the block, for a signal that arrived so far; evaluations are abandoned."""
+        self._engine.signals.expect(self._plans)
+        try:
+            with contextlib.suppress(EvaluationAbandoned):
+                yield
+            leave_on_signal(self._engine)
+        finally:
+            self._engine.signals.expect([])
 
 
 def into_training_mode(engine: Engine) -> None:

@@ -8,12 +8,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from treadle.checkpoint.order import Reach
+from treadle.checkpoint.files import name_also
+from treadle.checkpoint.order import Reach, is_aside
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks
 from treadle.checkpoint.store import copy_checkpoint, find_latest, save_checkpoint
 from treadle.engine import Engine
 from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks.checkpointing import CheckpointingHook, step_states
+
+_INNER = "checkpoints"
 
 
 def loss_name(loss_fn: Any) -> str:
@@ -116,6 +119,24 @@ class RunFolder:
     def record_written(self) -> None:
         """Records that a file holds the present state."""
         self._on_disk = Reach(self.engine.step, self.engine.epoch)
+
+    def name_state(self, path: Path, *, best: bool) -> None:
+        """Points ``checkpoints/best.pt`` or ``checkpoints/last.pt``, which every face has, to a state; on rank 0.
+
+        Args:
+            path: the state, in the folder.
+            best: which of the two.
+        """
+        folder = self.path
+        if folder is None or folder.name == _INNER or path.parent != folder or is_aside(path):
+            return
+        name_also(path, folder / _INNER / ("best.pt" if best else "last.pt"))
+
+    def name_best_and_last(self, best: Path, last: Path) -> None:
+        """Points both names to states, as far as these are there; on rank 0."""
+        for path, is_best in ((best, True), (last, False)):
+            if path.exists():
+                self.name_state(path, best=is_best)
 
     def write_end(self) -> None:
         """Writes the state that a run ended with if no file holds it; all ranks call it."""

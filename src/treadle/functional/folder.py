@@ -167,11 +167,20 @@ class NumberedFolder(RunFolder):
         first = self._written[0] if self._written else None
         if first is not None and not is_aside(first):
             on_rank_0(lambda: copy_checkpoint(first, path) if first.exists() else None)
+            on_rank_0(lambda: self._name(path))
             return
         tree = self.engine.state_dict()
         if metric_value is not None:
             tree["best_metric"] = float(metric_value)
         written = on_rank_0(lambda: save_checkpoint(tree, path))
         self.engine.state.record_saved(written, self.engine.step)
+        on_rank_0(lambda: self._name(written))
         if self._written is not None:
             self._written.append(written)
+
+    def _name(self, path: Path) -> None:
+        """Gives a state of the run the name that it has in every face."""
+        if path.exists() and path in checkpoints_in(path.parent):
+            if path.name == BEST:
+                self.name_state(path, best=True)
+            self.name_state(path, best=False)

@@ -21,6 +21,10 @@ from treadle.optim.schedules import ScheduleShape
 
 _log = logging.getLogger("treadle.functional")
 _WHERE = "config.training"
+_FIRST = (
+    "max_grad_norm", "scheduler_step_per_batch", "weight_decay", "learning_rate", "gradient_accumulation_steps",
+    "mixed_precision", "max_non_finite_grad_retries", "log_interval", "min_delta", "ema_decay",
+)  # fmt: skip
 _UNUSED = ("batch_size", "num_epochs", "seed")
 
 
@@ -136,6 +140,14 @@ class TrainingSettings:
             return
         if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
             raise ConfigError(f"must be {math_name} >= {least}, or None", argument=f"{_WHERE}.{name}", value=value)
+
+    def described(self) -> dict[str, Any]:
+        """Returns plain values for checkpoints: the older settings, and of the newer ones those that are set."""
+        limits = Limits.among(vars(self)).given()
+        default = TrainingSettings()
+        changed = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+        first = {name: getattr(self, name) for name in _FIRST}
+        return {**first, **{name: value for name, value in changed.items() if name not in limits}, **limits}
 
     def retention(self) -> Retention:
         """Returns the rule by which numbered checkpoints are deleted; the best ones come on top."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -162,7 +161,7 @@ class Trainer(EpochFace):
             logger=_log,
             progress=progress,
             face="functional",
-            config={**dataclasses.asdict(settings), "loss": loss_name(self.loss_fn)},
+            config={**settings.described(), "loss": loss_name(self.loss_fn)},
             **settings.engine_arguments(),
         )
 

@@ -377,6 +377,7 @@ class BestAndLast(RunFolder):
         self.before_write()
         tree = self.engine.state_dict()
         on_rank_0(lambda: write_best_and_last(tree, folder, is_best=improved))
+        on_rank_0(lambda: self.name_best_and_last(folder / "best.pt", folder / "last.pt"))
         self.engine.state.record_saved(folder / "last.pt", self.engine.step)
         self.record_written()
 

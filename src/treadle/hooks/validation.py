@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from treadle import distributed
+from treadle.checkpoint.files import name_also
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.store import save_checkpoint
 from treadle.data.sources import refuse_dataset
@@ -234,7 +235,10 @@ class ValidationHook(BaseHook):
         assert self.best is not None
         path = self.best if trainer.workspace is None else trainer.workspace / self.best
         tree = trainer.state_dict()
-        on_rank_0(lambda: save_checkpoint(tree, path))
+        written = on_rank_0(lambda: save_checkpoint(tree, path))
+        if trainer.workspace is not None and written.parent == trainer.workspace:
+            # As it is called in every face.
+            on_rank_0(lambda: name_also(written, written.parent / "checkpoints" / "best.pt"))
 
     def _stop_if_patience_is_over(self, trainer: Engine) -> None:
         if self.best_rule.should_stop:
