@@ -86,12 +86,7 @@ def find_learning_rate(
         >>> len(found.rates)
         5
     """
-    if not 0 < lowest < highest:
-        raise ConfigError("must be > 0 and below highest", argument="lowest", value=lowest)
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 2:
-        raise ConfigError("must be a whole number of steps >= 2", argument="num_steps", value=num_steps)
-    if not divergence > 1:
-        raise ConfigError("must be > 1", argument="divergence", value=divergence)
+    _check_search(lowest, highest, num_steps, divergence)
     engine, loader = _ready(trainer, loader)
     rates, losses = list[float](), list[float]()
     mean = 0.0
@@ -111,6 +106,15 @@ def find_learning_rate(
             if losses[-1] - lowest_loss > (divergence - 1) * abs(lowest_loss):
                 break
     return LearningRates(rates, losses)
+
+
+def _check_search(lowest: float, highest: float, num_steps: Any, divergence: float) -> None:
+    if not 0 < lowest < highest:
+        raise ConfigError("must be > 0 and below highest", argument="lowest", value=lowest)
+    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 2:
+        raise ConfigError("must be a whole number of steps >= 2", argument="num_steps", value=num_steps)
+    if not divergence > 1:
+        raise ConfigError("must be > 1", argument="divergence", value=divergence)
 
 
 def find_batch_size(

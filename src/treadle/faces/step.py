@@ -156,14 +156,12 @@ class BaseTrainer(Engine):
         )
         settings = EngineSettings(
             face="mini", scheduler_interval=scheduler_interval, device_asked=device, grad_clip=grad_clip,
-            grad_clip_value=grad_clip_value,
-            accumulation_steps=accumulation_steps, syncs_each=not no_sync_accumulate,
+            grad_clip_value=grad_clip_value, accumulation_steps=accumulation_steps, syncs_each=not no_sync_accumulate,
             max_non_finite_grad_retries=max_non_finite_grad_retries, capture=capture, progress=progress, limits=limits,
         )  # fmt: skip
         logger, options = logger or logging.getLogger("treadle.trainer"), state_options(state_dict_options)
         self._configure(settings, mixed_precision, logger=logger, state_options=options)
-        self.max_steps = max_steps
-        self.trackers = trackers
+        self.max_steps, self.trackers = max_steps, trackers
         self.compile_setting = check_compile(compile)
         self.checkpointing_setting = check_checkpointing(gradient_checkpointing)
         self._given_hooks = check_hooks(hooks)
@@ -172,16 +170,20 @@ class BaseTrainer(Engine):
         self.workspace = None if workspace is None else Path(workspace).absolute()
         self.state_dict_options = state_dict_options
         self.task = _ForwardTask(self)
-        self.model = self.optimizer = self.lr_scheduler = self.hooks = None
-        self.grad_scaler: torch.amp.GradScaler | None = None
-        self.data_loader: Any = None
+        self._clear_parts()
+        given = {"grad_clip_value": grad_clip_value, "gradient_checkpointing": gradient_checkpointing}
         self.config = {
             "max_steps": max_steps, "grad_clip": grad_clip, "max_non_finite_grad_retries": max_non_finite_grad_retries,
             "mixed_precision": mixed_precision, "gradient_accumulation_steps": accumulation_steps,
             "scheduler_interval": scheduler_interval, "capture": capture, "compile": compile,
-            "grad_clip_value": grad_clip_value, "gradient_checkpointing": gradient_checkpointing,
-            **limits.given(),
+            **{name: value for name, value in given.items() if value}, **limits.given(),
         }  # fmt: skip
+
+    def _clear_parts(self) -> None:
+        """Sets the parts that :meth:`prepare` builds to None."""
+        self.model = self.optimizer = self.lr_scheduler = self.hooks = None
+        self.grad_scaler: torch.amp.GradScaler | None = None
+        self.data_loader: Any = None
 
     def train(self) -> None:
         """Trains to ``max_steps``; a finished run is a no-op. An exception leaves unchanged."""

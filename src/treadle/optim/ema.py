@@ -105,7 +105,10 @@ class Ema(AveragedModel):
 
     @torch.no_grad()
     def move(self, model: nn.Module, weight: float | None = None) -> None:
-        """Moves the shadow towards the model's weights by ``weight``, by default 1 - decay; counts nothing, to be recordable."""
+        """Moves the shadow towards the model's weights by ``weight``, by default 1 - decay.
+
+        It counts nothing, so that it can be recorded.
+        """
         source = unwrap(model)
         shadows: list[Tensor] = []
         lives: list[Tensor] = []

@@ -18,6 +18,7 @@ from treadle.runs.settings import changes
 
 SPLITS = ("train", "val", "test")
 RUN_FILE = "run.json"
+CHECKPOINTS = "checkpoints"
 _log = logging.getLogger("treadle.cli")
 
 
