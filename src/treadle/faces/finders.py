@@ -172,6 +172,7 @@ def find_batch_size(
 
 def _fits(trainer: Any, loader: Iterable[Any], num_steps: int, *, must: bool) -> bool:
     engine, loader = _ready(trainer, loader)
+    fits = True
     try:
         with undone(engine, loader) as steps:
             for _ in range(num_steps):
@@ -179,12 +180,12 @@ def _fits(trainer: Any, loader: Iterable[Any], num_steps: int, *, must: bool) ->
     except BaseException as error:
         if must or not is_out_of_memory(error):
             raise
-        return False
-    finally:
-        gc.collect()
-        if engine.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return True
+        fits = False
+    if not fits:
+        gc.collect()  # the error's frames held tensors
+    if engine.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return fits
 
 
 def _ready(trainer: Any, loader: Iterable[Any] | None) -> tuple[Engine, Iterable[Any]]:
