@@ -169,16 +169,22 @@ class BaseTrainer(Engine):
         with_trackers([], trackers)  # a wrong name is told here
         # Absolute, so that a hook given `trainer.workspace / "checkpoints"` does not put it below itself once more.
         self.workspace = None if workspace is None else Path(workspace).absolute()
-        self.state_dict_options, self.task = state_dict_options, _ForwardTask(self)
-        self.model = self.optimizer = self.lr_scheduler = self.hooks = self.data_loader = None
-        self.grad_scaler: torch.amp.GradScaler | None = None
+        self.state_dict_options = state_dict_options
+        self.task = _ForwardTask(self)
+        self._clear_parts()
+        given = {"grad_clip_value": grad_clip_value, "gradient_checkpointing": gradient_checkpointing}
         self.config = {
             "max_steps": max_steps, "grad_clip": grad_clip, "max_non_finite_grad_retries": max_non_finite_grad_retries,
             "mixed_precision": mixed_precision, "gradient_accumulation_steps": accumulation_steps,
             "scheduler_interval": scheduler_interval, "capture": capture, "compile": compile,
-            **({} if grad_clip_value is None else {"grad_clip_value": grad_clip_value}), **limits.given(),
-            **({"gradient_checkpointing": gradient_checkpointing} if gradient_checkpointing else {}),
+            **{name: value for name, value in given.items() if value}, **limits.given(),
         }  # fmt: skip
+
+    def _clear_parts(self) -> None:
+        """Sets the parts that :meth:`prepare` builds to None."""
+        self.model = self.optimizer = self.lr_scheduler = self.hooks = None
+        self.grad_scaler: torch.amp.GradScaler | None = None
+        self.data_loader: Any = None
 
     def train(self) -> None:
         """Trains to ``max_steps``; a finished run is a no-op. An exception leaves unchanged."""

@@ -19,6 +19,7 @@ from treadle.runs.settings import changes
 
 SPLITS = ("train", "val", "test")
 RUN_FILE = "run.json"
+CHECKPOINTS = "checkpoints"
 _EARLIER, _MOVING = "earlier", ".earlier-moving"
 _LOGS = (".log", ".out", ".err")
 CHECKPOINTS = "checkpoints"
