@@ -52,11 +52,55 @@ def uncalled_methods(kind: type, base: type, *, known: Collection[str], foreign:
 
 def names_used_in(owner: type) -> Iterator[str]:
     """Yields the names that the methods of a class use."""
-    waiting = [value.__code__ for value in vars(owner).values() if isinstance(value, types.FunctionType)]
+    for value in vars(owner).values():
+        if isinstance(value, types.FunctionType):
+            yield from names_used_by(value)
+
+
+def names_used_by(function: types.FunctionType) -> Iterator[str]:
+    """Yields the names that a function uses, those of functions inside it included."""
+    waiting = [function.__code__]
     while waiting:
         code = waiting.pop()
         yield from code.co_names
         waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
+
+def replaces(kind: type, base: type, method: str) -> bool:
+    """Returns whether a subclass has a method in place of its base's: no override of it leads to that one.
+
+    Args:
+        kind: the user's class.
+        base: the class that it extends.
+        method: the name of the method.
+
+    Example:
+        >>> class Base:
+        ...     def step(self): ...
+        >>> class Adds(Base):
+        ...     def step(self): return super().step()
+        >>> class Replaces(Base):
+        ...     def step(self): return 1
+        >>> replaces(Adds, Base, "step"), replaces(Replaces, Base, "step"), replaces(Base, Base, "step")
+        (False, True, False)
+    """
+    owners = kind.__mro__[: kind.__mro__.index(base)]
+    own = {name: value for owner in owners for name, value in vars(owner).items()}
+    overrides = [vars(owner)[method] for owner in owners if isinstance(vars(owner).get(method), types.FunctionType)]
+    return any(method not in _names_reached(override, own) for override in overrides)
+
+
+def _names_reached(function: types.FunctionType, own: Mapping[str, Any]) -> set[str]:
+    """Returns the names that a method uses, itself or through other methods of its class."""
+    found: set[str] = set()
+    waiting = list(names_used_by(function))
+    while waiting:
+        name = waiting.pop()
+        helper = own.get(name)
+        if name not in found and isinstance(helper, types.FunctionType) and helper is not function:
+            waiting += names_used_by(helper)
+        found.add(name)
+    return found
 
 
 def overridden_on_instance(owner: Any, methods: Collection[str]) -> Iterator[str]:
