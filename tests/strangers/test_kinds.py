@@ -378,7 +378,7 @@ class Fit(BaseTrainer):
         return self.model(input[0]).square().mean()
 
 
-@pytest.mark.parametrize("name", ["_build", "_run_step", "build_lr_schedular", "build_optimiser", "training_step"])
+@pytest.mark.parametrize("name", ["_train_step", "build_lr_schedular", "build_optimiser", "training_step"])
 def test_a_method_that_nothing_calls_is_named_at_once(name, caplog):
     type("Mine", (Fit,), {name: lambda self: None})(max_steps=1, device="cpu").train()
     assert f"Mine.{name}: nothing calls it" in caplog.text

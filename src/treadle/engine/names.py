@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 FOREIGN = {
-    "_build": "build_model, build_optimizer and build_data_loader", "_run_step": "train_step or forward",
     "_train_step": "train_step", "_build_model": "build_model", "_build_optimizer": "build_optimizer",
     "training_step": "forward", "train_batch": "forward", "run_step": "train_step", "compute_loss": "forward",
     "configure_optimizers": "build_optimizer and build_lr_scheduler", "train_dataloader": "build_data_loader",
@@ -101,6 +100,23 @@ def _names_reached(function: types.FunctionType, own: Mapping[str, Any]) -> set[
             waiting += names_used_by(helper)
         found.add(name)
     return found
+
+
+def is_own_helper(kind: type, base: type, name: str) -> bool:
+    """Returns whether other methods of a user's class call a method of this name, so that it is the user's own.
+
+    Example:
+        >>> class Base: ...
+        >>> class Mine(Base):
+        ...     def _build(self): ...
+        ...     def build_model(self): return self._build()
+        >>> is_own_helper(Mine, Base, "_build")
+        True
+    """
+    owners = kind.__mro__[: kind.__mro__.index(base)]
+    methods = [item for owner in owners for item in vars(owner).items() if isinstance(item[1], types.FunctionType)]
+    defined = any(method == name for method, _ in methods)
+    return defined and any(name in names_used_by(function) for method, function in methods if method != name)
 
 
 def overridden_on_instance(owner: Any, methods: Collection[str]) -> Iterator[str]:
