@@ -165,7 +165,8 @@ def test_a_list_of_encodings_that_cannot_be_meant_is_refused(section, message):
     [
         ("ring", {"n": 12}, 12), ("grid_2d", {"m": 3, "n": 5}, 15), ("grid_3d", {"m": 2, "n": 2, "k": 3}, 12),
         ("tree", {"r": 3, "h": 2}, 13), ("random_regular", {"n": 10, "d": 4}, 10),
-        ("erdos_renyi", {"n": 9, "p": 0.5}, 9), ("barabasi_albert", {"n": 9, "m": 2}, 9), ("watts_strogatz", {"n": 9, "k": 4, "p": 0.3}, 9),
+        ("erdos_renyi", {"n": 9, "p": 0.5}, 9), ("barabasi_albert", {"n": 9, "m": 2}, 9),
+        ("watts_strogatz", {"n": 9, "k": 4, "p": 0.3}, 9),
     ],
 )  # fmt: skip
 def test_settings_of_graphs_by_the_names_of_networkx(family, params, nodes):
