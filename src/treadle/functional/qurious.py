@@ -104,6 +104,7 @@ class Trainer(ours.Trainer):
             rate = read_settings(config).learning_rate
             optimizer = self._get_default_optimizer(1e-4 if rate is None else rate)
         super().__init__(model, optimizer, loss_fn, config, None if device == "auto" else device, scheduler, **rest)
+        self._folder.other_names = _names_of_the_package
 
     def _get_default_optimizer(self, learning_rate: float) -> Optimizer:
         """Returns AdamW over all parameters."""
@@ -190,7 +191,7 @@ class Trainer(ours.Trainer):
         self.run.log_metrics(metrics)
 
     def _save_checkpoint(self, path: str | Path, epoch: float | None = None, metric_value: float | None = None) -> None:
-        """Writes a full checkpoint.
+        """Writes a full checkpoint, which the package reads too.
 
         Args:
             path: the file.
@@ -228,6 +229,14 @@ class Trainer(ours.Trainer):
 
 def _prefixed(name: str, prefix: str) -> str:
     return f"{prefix}{name}" if name == "loss" else name
+
+
+def _names_of_the_package(tree: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the package reads of a checkpoint, by its names."""
+    found = {"model_state_dict": tree["model"], "optimizer_state_dict": tree["optimizer"], "step": tree["global_step"]}
+    if tree["scheduler"] is not None:
+        found["scheduler_state_dict"] = tree["scheduler"]
+    return found if tree["best_metric"] is None else {**found, "metric_value": tree["best_metric"]}
 
 
 def _paths_of(config: Any) -> str | Path | None:

@@ -61,7 +61,7 @@ def train_step(
     with torch.autocast(torch.device(device).type, enabled=scaler is not None):
         pred = model(batch)
     loss = loss_fn(pred, batch.y)
-    (loss if scaler is None else scaler.scale(loss)).backward()
+    (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
     if grad_clip is not None:
         if scaler is not None:
             scaler.unscale_(optimizer)

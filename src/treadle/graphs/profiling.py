@@ -5,9 +5,10 @@ Operations are counted by ``torch.utils.flop_counter`` while the model runs, so 
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -72,8 +73,12 @@ def benchmark_function(
     """
     if num_runs < 1:
         raise ConfigError("must be at least 1", argument="num_runs", value=num_runs)
-    wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
-    times = []
+    on_gpu, times = torch.device(device).type == "cuda", []
+
+    def wait() -> None:
+        if on_gpu:
+            torch.cuda.synchronize(device)
+
     for number in range(warmup_runs + num_runs):
         wait()
         start = time.perf_counter()
@@ -92,7 +97,8 @@ def profile_forward(model: nn.Module, batch: Any, *, num_runs: int = 100, warmup
         with torch.no_grad():
             model(batch)
 
-    return _in_mode(model, False, lambda: _timed(model, forward, num_runs, warmup_runs))
+    with _mode(model, False):
+        return _timed(model, forward, num_runs, warmup_runs)
 
 
 def profile_training_step(
@@ -108,10 +114,11 @@ def profile_training_step(
 
     def step() -> None:
         optimizer.zero_grad()
-        loss_fn(model(batch), batch.y).backward()
+        loss_fn(model(batch), batch.y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
-    return _in_mode(model, True, lambda: _timed(model, step, num_runs, warmup_runs))
+    with _mode(model, True):
+        return _timed(model, step, num_runs, warmup_runs)
 
 
 def _timed(model: nn.Module, function: Callable[[], None], num_runs: int, warmup_runs: int) -> RuntimeStats:
@@ -120,11 +127,12 @@ def _timed(model: nn.Module, function: Callable[[], None], num_runs: int, warmup
         return benchmark_function(function, num_runs=num_runs, warmup_runs=warmup_runs, device=device)
 
 
-def _in_mode(model: nn.Module, training: bool, function: Callable[[], Any]) -> Any:
+@contextlib.contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
-        return function()
+        yield
     finally:
         for module, mode in modes:
             module.training = mode
@@ -143,17 +151,13 @@ def count_flops(model: nn.Module, batch: Any, *, backward: bool = False) -> Flop
         FlopCount(total=48, breakdown={'aten.mm': 48})
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-    def run() -> FlopCount:
-        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward), forked_rng():
-            output = model(batch)
-            if backward:
-                torch.autograd.grad(output.sum(), parameters, allow_unused=True)
-        found = counter.get_flop_counts().get("Global", {})
-        return FlopCount(counter.get_total_flops(), {str(name): int(count) for name, count in found.items()})
-
-    counted: FlopCount = _in_mode(model, False, run)
-    return counted
+    counting = FlopCounterMode(display=False)
+    with _mode(model, False), counting as counter, torch.set_grad_enabled(backward), forked_rng():
+        output = model(batch)
+        if backward:
+            torch.autograd.grad(output.sum(), parameters, allow_unused=True)
+    found = counter.get_flop_counts().get("Global", {})
+    return FlopCount(counter.get_total_flops(), {str(name): int(count) for name, count in found.items()})
 
 
 def memory_breakdown(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, float]:
@@ -165,7 +169,7 @@ def memory_breakdown(model: nn.Module, optimizer: Optimizer | None = None) -> di
     """
     parameters = list(model.parameters())
     state = [] if optimizer is None else [value for entry in optimizer.state.values() for value in entry.values()]
-    parts = {
+    parts: dict[str, list[Any]] = {
         "parameters": parameters,
         "buffers": list(model.buffers()),
         "gradients": [parameter.grad for parameter in parameters],

@@ -142,6 +142,10 @@ def test_its_checkpoint_arguments_in_both_forms(tmp_path):
     late, early = (load_checkpoint(tmp_path / name) for name in ("late.pt", "early.pt"))
     assert (late["epoch"], late["best_metric"]) == (5, 0.5)
     assert (early["epoch"], early["best_metric"]) == (7, 0.25)
+    theirs = torch.load(tmp_path / "early.pt", weights_only=True)
+    assert torch.equal(theirs["model_state_dict"]["0.weight"], trainer.model[0].weight)
+    assert (theirs["metric_value"], theirs["step"]) == (0.25, 0)
+    assert theirs["optimizer_state_dict"].keys() == trainer.optimizer.state_dict().keys()
 
 
 def test_a_checkpoint_of_the_package_is_taken_over_and_its_next_losses_are_the_same(tmp_path):

@@ -91,8 +91,9 @@ class NodePEConfig:
     """``"none"``, or ``"graph"``: mean 0 and variance 1 over the nodes of each graph; a constant column becomes 0."""
 
     def __post_init__(self) -> None:
-        parts = self.type.split("+") if isinstance(self.type, str) and "+" in self.type else []
-        _check_word("node.type", self.type, [self.type] if parts and parts == _in_order(parts) else _NODE_TYPES)
+        several = self.type.split("+") if isinstance(self.type, str) and "+" in self.type else []
+        is_known = len(several) > 1 and several == _in_order(several)
+        _check_word("node.type", self.type, [self.type] if is_known else _NODE_TYPES)
         _check_word("node.normalize", self.normalize, ("none", "graph"))
         if self.dim is not None:
             _check_whole("node.dim", self.dim, at_least=1)
