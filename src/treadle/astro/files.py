@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treadle.astro.originals import is_original, own_tree
 from treadle.astro.vocab import VocabSpec
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.store import copy_checkpoint, save_checkpoint
@@ -67,6 +68,12 @@ class AstroFolder(RunFolder):
         Raises:
             CheckpointError: it is of another vocabulary, or the model or the optimizer does not fit.
         """
+        if is_original(tree):
+            self.engine.logger.warning(
+                "%s is a checkpoint of astromodal: weights, optimizer and counters are taken over; it holds no random "
+                "state, so the order of the data starts anew", source,
+            )  # fmt: skip
+            tree = own_tree(tree, self.engine)
         saved = tree.get("config") or {}
         wrong = [
             f"{name} is {saved[name]} there and {own} here"

@@ -8,13 +8,51 @@ from __future__ import annotations
 
 import logging
 import math
+import types
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from treadle.errors import ConfigError
 
 logger = logging.getLogger("treadle.schedules")
+
+
+def schedulers_in(scheduler: Any, path: str = "scheduler") -> Iterator[tuple[str, Any]]:
+    """Yields a scheduler and those of torch that it composes, by path; nothing for None.
+
+    Example:
+        >>> list(schedulers_in(None))
+        []
+    """
+    if scheduler is None:
+        return
+    yield path, scheduler
+    for number, inner in enumerate(getattr(scheduler, "_schedulers", ())):
+        yield from schedulers_in(inner, f"{path}[{number}]")
+
+
+def scheduler_state(scheduler: Any) -> dict[str, Any]:
+    """Returns the state of a scheduler, without schedulers and functions that it wraps.
+
+    The state dict that a class inherits from torch's holds every attribute. Those are no values; their own state is
+    carried as that of any object.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        >>> scheduler.wrapped = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        >>> "wrapped" in scheduler_state(scheduler)
+        False
+    """
+    state: dict[str, Any] = scheduler.state_dict()
+    if type(scheduler).state_dict is not LRScheduler.state_dict:
+        return state
+    wrapped = (LRScheduler, types.FunctionType, types.MethodType, partial)
+    return {key: value for key, value in state.items() if not isinstance(value, wrapped)}
 
 
 def step_plateau(scheduler: ReduceLROnPlateau, value: float) -> None:

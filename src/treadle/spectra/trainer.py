@@ -110,14 +110,33 @@ class SpectraTrainer(EngineCounters):
         if self._selects:
             delta, patience = self.cfg.early_stop_min_delta, self.cfg.early_stop_patience
             rule = BestRule("val_loss", "min", delta, patience)
-        self._epochs = SpectraEpochs(self._engine, best=rule)
-        self._folder = SpectraFolder(self._engine, self._writer, out_dir)
+        self._epochs = self._make_epochs(rule)
+        self._folder = self._make_folder(out_dir, rule)
 
     def _choose_selection(self) -> bool:
         if self.cfg.selection == "best" and self.val_loader is None:
             _log.warning("selection='best' needs a val_loader; without one it is 'last': a fixed budget, no early stop")
             self.cfg.selection = "last"  # of the trainer's own copy
         return self.cfg.selection == "best"
+
+    # What a subclass may replace: the epochs, the folder, the task and the hooks of its own.
+
+    def _make_epochs(self, rule: BestRule | None) -> SpectraEpochs:
+        return SpectraEpochs(self._engine, best=rule)
+
+    def _make_folder(self, out_dir: Path, rule: BestRule | None) -> SpectraFolder:
+        return SpectraFolder(self._engine, self._writer, out_dir, rule)
+
+    def _make_task(self, augmenter: Augmenter | None) -> SpectraTask:
+        cfg = self.cfg
+        return SpectraTask(
+            self.device, loss_type=cfg.loss_type, reduction=cfg.reduction, loss_region=cfg.loss_region,
+            augmenter=augmenter,
+        )  # fmt: skip
+
+    def _make_hooks(self, out_dir: Path) -> list[BaseHook]:
+        keys = ("epoch", "train_loss", "val_loss", "lr")
+        return [HistoryHook(out_dir / "training_history.json", lambda: self.history, keep=keys)]
 
     def _build_engine(
         self,
@@ -130,8 +149,7 @@ class SpectraTrainer(EngineCounters):
     ) -> Engine:
         cfg = self.cfg
         own: list[BaseHook] = [EmaHook(cfg.ema_decay, use_buffers=True)] if cfg.use_ema else []
-        keys = ("epoch", "train_loss", "val_loss", "lr")
-        own.append(HistoryHook(out_dir / "training_history.json", lambda: self.history, keep=keys))
+        own += self._make_hooks(out_dir)
         if cfg.background_saves:
             own.append(BackgroundErrorHook(self._writer))
         precision: PrecisionName | None = None
@@ -140,7 +158,7 @@ class SpectraTrainer(EngineCounters):
         return Engine(
             self.model,
             self.optimizer,
-            SpectraTask(self.device, loss_type=cfg.loss_type, reduction=cfg.reduction, augmenter=augmenter),
+            self._make_task(augmenter),
             scheduler=self.scheduler,
             scheduler_interval=interval,
             device=self._device_asked,
@@ -241,7 +259,8 @@ class SpectraTrainer(EngineCounters):
         if self._selects:
             selection = "improved" if self._epochs.improved else "not improved"
         self._folder.write_epoch(selection, background=self.cfg.background_saves)
-        self._engine.state.record_saved(self.out_dir / "checkpoints" / "last.pt", self.step)
+        if self._folder.last is not None:
+            self._engine.state.record_saved(self._folder.last, self.step)
         if distributed.rank() == 0:
             _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record), extra={"topic": "epoch"})
 
