@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from treadle.errors import ConfigError
+from treadle.graphs.loops import train_step
 from treadle.seed import forked_rng
 
 
@@ -112,19 +113,18 @@ def profile_training_step(
 ) -> RuntimeStats:
     """Times forward, backward and the step of the optimizer, which changes the weights."""
 
-    def step() -> None:
-        optimizer.zero_grad()
-        loss_fn(model(batch), batch.y).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
+    device = _device(model)
     with _mode(model, True):
-        return _timed(model, step, num_runs, warmup_runs)
+        return _timed(model, lambda: train_step(model, batch, optimizer, loss_fn, device), num_runs, warmup_runs)
 
 
-def _timed(model: nn.Module, function: Callable[[], None], num_runs: int, warmup_runs: int) -> RuntimeStats:
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+def _device(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _timed(model: nn.Module, function: Callable[[], Any], num_runs: int, warmup_runs: int) -> RuntimeStats:
     with forked_rng():
-        return benchmark_function(function, num_runs=num_runs, warmup_runs=warmup_runs, device=device)
+        return benchmark_function(function, num_runs=num_runs, warmup_runs=warmup_runs, device=_device(model))
 
 
 @contextlib.contextmanager
