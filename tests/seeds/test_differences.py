@@ -136,7 +136,7 @@ def qurious_functions_on_the_object(caplog):
 
 def qurious_saved_epochs(tmp_path):
     make(save_interval=2, checkpoint_dir=str(tmp_path)).train(loader(), 4)
-    assert sorted(path.name for path in tmp_path.glob("checkpoint*")) == [
+    assert sorted(path.name for path in tmp_path.glob("checkpoint_*")) == [
         "checkpoint_epoch_2.pt",
         "checkpoint_epoch_4.pt",
     ]

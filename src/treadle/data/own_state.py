@@ -17,6 +17,7 @@ from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.plain_values import GENERATORS, same
 from treadle.checkpoint.schema import to_plain
 from treadle.data.rows import RowLoader
+from treadle.data.samplers import generators_of
 from treadle.data.transfer import TransferLoader
 from treadle.errors import ConfigError
 
@@ -282,3 +283,22 @@ class WatchedState:
                     "resume is exact only if no item depends on it. Use num_workers=0, or make items from their index",
                     owner, name,
                 )  # fmt: skip
+
+
+@contextlib.contextmanager
+def kept_generators(loader: Any) -> Iterator[None]:
+    """Puts generators, samplers and data sets of a loader back after the block, so that its next pass is the same.
+
+    Example:
+        >>> with kept_generators([1, 2]):
+        ...     pass
+    """
+    states = [(generator, generator.get_state()) for generator in generators_of(loader)]
+    objects = LoaderState(loader)
+    before = objects.collect()
+    try:
+        yield
+    finally:
+        objects.restore(before)
+        for generator, state in states:
+            generator.set_state(state)

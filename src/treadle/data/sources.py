@@ -213,7 +213,7 @@ class _Replayed:
                 "no exact resume; pass an iterable that makes a fresh iterator each time"
             ]
         sentences = hidden_generators(self.loader)
-        if resuming:
+        if resuming and type(self.loader) not in (list, tuple, range):  # whose items no replay changes
             sentences.append(
                 f"a {name} cannot be entered in the middle: its epoch is replayed from the start and the consumed "
                 "batches are read again and dropped. That is exact only if what it yields depends on the RNG at its "

@@ -80,18 +80,22 @@ class OwnObjects:
             if owner.__closure__ and is_users(owner):
                 self._look_into(path, owner, depth)
         elif has_state(owner) and path not in self._whole:
-            if not _is_ours(owner) or isinstance(owner, nn.Module):
+            if not is_ours(owner) or isinstance(owner, nn.Module):
                 self.owners[path] = owner
         elif _is_plain(owner):
             self._look_into(path, owner, depth)
 
     def _look_into(self, path: str, owner: Any, depth: int) -> None:
         left_out = _OF_TRAINERS if path in self._whole else ()
-        if not _is_ours(owner):
+        if not is_ours(owner):
             self._attributes[path] = Attributes(owner, deep=True, leave_out=left_out, stashes=True)
         for name, value in attributes_of(owner).items():
             if name not in left_out:
                 self._walk(f"{path}.{name}".lstrip("."), value, depth - 1)
+
+    def optimizers(self) -> list[Optimizer]:
+        """Returns the optimizers among them, which the user's own code steps."""
+        return [owner for owner in self.owners.values() if isinstance(owner, Optimizer)]
 
     def collect(self) -> dict[str, Any]:
         """Returns the states by path; of a module nothing where it has not changed and cannot be trained."""
@@ -201,7 +205,7 @@ def objects_of_hook(engine: Engine, hook: BaseHook) -> OwnObjects | None:
     """Returns what a user's hook holds, or None where it keeps its state itself."""
     methods = ("on_state_dict", "on_load_state_dict")
     keeps = any(getattr(type(hook), name) is not getattr(BaseHook, name) for name in methods)
-    if keeps or _is_ours(hook) or has_state(hook):
+    if keeps or is_ours(hook) or has_state(hook):
         return None
     known = {id(part) for part in _parts_of(engine)} - {id(hook)} | {id(engine), id(engine.task)}
     known |= {id(owner) for owner in engine.state.objects.owners.values()}
@@ -222,13 +226,14 @@ def _callables_of(engine: Engine) -> dict[str, Any]:
         for name, value in vars(owner).items():
             if name.endswith("_hooks") and isinstance(value, Mapping):
                 found |= {f"{path}.{name}[{number}]": hook for number, hook in enumerate(value.values())}
-    return {path: owner for path, owner in found.items() if not _is_ours(owner)}
+    return {path: owner for path, owner in found.items() if not is_ours(owner)}
 
 
 def _parts_of(engine: Engine) -> Iterator[Any]:
     yield from (engine.optimizer, engine.precision, engine.precision.scaler, engine.hooks)
     yield from (scheduler for _, scheduler in schedulers_in(engine.lr_scheduler) if scheduler is engine.lr_scheduler)
     yield from (engine.cursor, engine.eval_cursor, engine.progress, engine.state, *engine.hooks, *engine.state.drivers)
+    yield from (engine.cursor.loader, getattr(engine, "data_loader", None))  # whose place the cursor keeps
     yield from engine.model.modules()
 
 
@@ -236,12 +241,18 @@ def _roots(engine: Engine) -> dict[str, Any]:
     task = engine.task
     trainer = getattr(task, "trainer", None)
     found = {"trainer": trainer} if trainer is not None else {}
-    if not _is_ours(engine) and trainer is not engine:
+    if not is_ours(engine) and trainer is not engine:
         found["trainer"] = engine
     return {**found, "task": task}
 
 
-def _is_ours(owner: Any) -> bool:
+def is_ours(owner: Any) -> bool:
+    """Returns whether the class of an object is treadle's.
+
+    Example:
+        >>> is_ours(nn.Linear(1, 1))
+        False
+    """
     return type(owner).__module__.partition(".")[0] == "treadle"
 
 

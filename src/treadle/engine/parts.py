@@ -22,7 +22,7 @@ from treadle.distributed.shards import placed_like, placed_state
 from treadle.distributed.state_names import check_model_state, load_model_state, model_state, without_wrappers
 from treadle.engine.hook import BaseHook
 from treadle.engine.module_state import ModulesPart
-from treadle.engine.own_objects import ObjectsPart
+from treadle.engine.own_objects import ObjectsPart, is_ours
 from treadle.engine.state_part import Difference, Notice, Saved, StatePart
 from treadle.errors import CheckpointError
 from treadle.optim.ema import Ema
@@ -340,15 +340,22 @@ class HooksPart(StatePart):
 
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
         kept, known = saved.part("hooks"), {hook.state_key for hook in engine.hooks}
-        for key in kept:
-            if key not in known:
-                text = f"the checkpoint's state of hook {key!r} is ignored: this run has no such hook"
-                yield Notice(text, topic="ignored hook state")
-        own_keys = set(saved.tree) - set(KEYS) - set(OPTIONAL_KEYS)  # a hook may keep its state under a key of its own
-        for hook in engine.hooks:
-            keeps_state = type(hook).on_state_dict is not BaseHook.on_state_dict and not hook.implicit
-            if keeps_state and "hooks" in saved.tree and not own_keys and hook.state_key not in kept:
-                yield Notice(f"the checkpoint has no state of hook {hook.state_key!r}: it starts fresh")
+        unknown = [key for key in kept if key not in known]
+        stateful = [
+            hook
+            for hook in engine.hooks
+            if type(hook).on_state_dict is not BaseHook.on_state_dict and not hook.implicit
+        ]
+        without = [hook for hook in stateful if "hooks" in saved.tree and hook.state_key not in kept]
+        # A user's hook may keep its state under a key of its own, beside the hooks' or among them.
+        own_keys = set(saved.tree) - set(KEYS) - set(OPTIONAL_KEYS)
+        if unknown and any(not is_ours(hook) for hook in without):
+            return
+        for key in unknown:
+            text = f"the checkpoint's state of hook {key!r} is ignored: this run has no such hook"
+            yield Notice(text, topic="ignored hook state")
+        for hook in without if not own_keys else ():
+            yield Notice(f"the checkpoint has no state of hook {hook.state_key!r}: it starts fresh")
 
     def check(self, engine: Engine, saved: Saved) -> None:
         if engine.state.options.strict:

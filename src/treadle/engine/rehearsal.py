@@ -18,6 +18,7 @@ from treadle.checkpoint.schema import to_plain
 from treadle.data.cursor import Cursor
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import evaluation_rules
+from treadle.engine.metrics import EpochMetrics
 from treadle.errors import ConfigError
 from treadle.optim.precision import Precision
 from treadle.optim.schedules import scheduler_state
@@ -174,6 +175,8 @@ def try_evaluation(
                 output = as_step_output(task.step(model, batches[0]), training=False)
             if output.outputs is not None:
                 update_of(metrics)(output.outputs)
+                if isinstance(metrics, EpochMetrics):
+                    metrics.try_first_batch()
                 metrics.reset()
         finally:
             cursor.close()

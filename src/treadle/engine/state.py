@@ -69,6 +69,7 @@ class RunState:
         base: fingerprints of frozen weights that checkpoints leave out.
         loaded: whether a state was loaded, by hand or by a hook.
         resumed: whether hooks were asked for a checkpoint to resume from.
+        closed: why nothing may be trained; None where it may.
         searched: whether a front end chose the state among those of all hooks too, so that hooks need not look.
         source: the checkpoint that the run resumed from, for the log.
         saved: the newest checkpoint that this process wrote, for the log; None before one.
@@ -104,6 +105,7 @@ class RunState:
         self.num_loads = 0
         self.training = False
         self.num_runs = 0
+        self.closed: str | None = None
         self._trial: Callable[[], None] | None = None
         self._rehearsed = False
         self._warned: set[str] = set()
@@ -132,8 +134,11 @@ class RunState:
     def run_trial(self, engine: Engine) -> None:
         """Runs a trial and restores the user's objects afterwards."""
         trial, self._trial = self._trial, None
-        if trial is None or engine.progress.step or self.loaded:
-            return
+        if trial is not None and not engine.progress.step and not self.loaded:
+            self.isolated(engine, trial)
+
+    def isolated(self, engine: Engine, trial: Callable[[], None]) -> None:
+        """Runs something, and puts back what it changed in buffers and in the user's objects."""
         modules, objects = self.modules.collect(engine.model), self.objects.attributes()
         trial()
         self.modules.restore(engine.model, modules, ready=False)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from treadle import distributed
+from treadle.data.amount import FirstBatches
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules, refuse_no_batch
@@ -104,6 +105,7 @@ class FaceEpochs(SelectingEpochs):
         engine.prepare()
         resume_from_hooks(engine)
         engine.should_stop, self._through = False, True
+        self.deadline = engine.settings.limits.deadline()
         try:
             with BetweenRuns(engine) as between:
                 while engine.epoch < epochs and not (self.finished or ranks_stop(engine)):
@@ -114,6 +116,7 @@ class FaceEpochs(SelectingEpochs):
                             after_epoch(record)
         finally:
             self._through = self._incomplete = False
+            self.deadline = None
 
     def _record_completed(self) -> None:
         """Lets hooks save the end of an epoch, whose record had not all that it has now when its run ended."""
@@ -219,8 +222,10 @@ class FaceEpochs(SelectingEpochs):
         own_evaluate = self._find_evaluate()
         if own_evaluate is None:
             return self.measure(loader)
+        limit = self.engine.settings.limits.evaluation
         with self.scored_weights(), self._inside_the_rules(loader), self._busy():
-            values = numbers_from("evaluate", own_evaluate(loader))
+            first = loader if limit is None else FirstBatches(loader, limit, "limit_eval_batches")
+            values = numbers_from("evaluate", own_evaluate(first))
         return _as_record(values)
 
     def _try_evaluation(self, val_loader: Iterable[Any]) -> None:

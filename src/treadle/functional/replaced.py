@@ -226,15 +226,11 @@ def warn_of_replaced_step(settings: TrainingSettings) -> None:
         ConfigError: mixed precision is asked for, which the override has to do itself.
     """
     _refuse_precision(settings, "train_step")
-    idle = [
-        f"{name}={value}" for name in ("max_grad_norm", "max_non_finite_grad_retries")
-        if (value := getattr(settings, name))
-    ]  # fmt: skip
     _log.warning(
         "train_step: the override replaces this trainer's step. A call is a step, applied where it steps the "
         "optimizer; %s. Its loss weighs each batch by its samples. Gradients are not clipped, not checked for being "
         "finite and not shown to hooks%s",
-        _SAVED, f"; without effect unless the override reads them: {', '.join(idle)}" if idle else "",
+        _SAVED, _idle(settings),
     )  # fmt: skip
 
 
@@ -254,9 +250,17 @@ def warn_of_replaced_epoch(settings: TrainingSettings) -> None:
     _log.warning(
         "train_epoch: the override replaces this trainer's loop. Epochs are saved and resume exactly, as seen from "
         "their boundaries: %s. Hooks see the steps that go through train_step; optimizer steps of the override are "
-        "counted only",
+        "counted only%s",
         _SAVED,
+        _idle(settings),
     )
+
+
+def _idle(settings: TrainingSettings) -> str:
+    """Returns the end of a sentence on settings of the step that nothing reads."""
+    names = ("max_grad_norm", "grad_clip_value", "max_non_finite_grad_retries")
+    idle = [f"{name}={getattr(settings, name)}" for name in names if getattr(settings, name)]
+    return f"; without effect unless the override reads them: {', '.join(idle)}" if idle else ""
 
 
 def _refuse_precision(settings: TrainingSettings, method: str) -> None:

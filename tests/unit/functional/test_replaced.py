@@ -236,3 +236,14 @@ def test_a_function_that_is_set_on_the_object_acts():
     trainer.train_epoch = lambda batches, evaluation, epoch: {"train_loss": float(len(list(batches))), **evaluation[0]}
     history = trainer.train(loader(), 2, [{"eval_loss": 4.0}])
     assert (history["train_loss"], history["eval_loss"]) == ([3.0, 3.0], [4.0, 4.0])
+
+
+def test_limits_of_batches_and_trials_hold_in_it(caplog):
+    class Counts(Loop):
+        def train_epoch(self, train_dataloader, eval_dataloader=None):
+            return {"train_loss": float(len(list(train_dataloader)))}
+
+    assert make(Counts, limit_train_batches=2).train(loader(), 2)["train_loss"] == [2.0, 2.0]
+    assert make(Counts, fast_dev_run=1).train(loader(), 5)["train_loss"] == [1.0]
+    make(Loop, grad_clip_value=0.5)
+    assert "grad_clip_value=0.5" in caplog.text
