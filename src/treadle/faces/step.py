@@ -90,7 +90,7 @@ class BaseTrainer(Engine):
         progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
         max_time: how long one call of ``train`` may take: seconds, ``"HH:MM:SS"``, ``"1h30m"`` or a timedelta.
         limit_train_batches: micro-batches of an epoch, or a float, the part of it.
-        limit_eval_batches: batches of an evaluation while training and of ``validate``, or a float.
+        limit_eval_batches: batches of ``evaluate`` and ``validate``, also while training, or a float.
         overfit_batches: batches at the start of the loader that make every epoch, read once.
         fast_dev_run: True or a number: so many steps and batches of an evaluation; nothing is written or resumed.
         num_sanity_eval_steps: batches that a ValidationHook evaluates before step 1 of a fresh run; -1 for all.
@@ -117,6 +117,7 @@ class BaseTrainer(Engine):
     model: Any
     optimizer: Any
     hooks: Any
+    data_loader: Any
 
     def __init__(
         self,
@@ -157,31 +158,27 @@ class BaseTrainer(Engine):
         )
         settings = EngineSettings(
             face="mini", scheduler_interval=scheduler_interval, device_asked=device, grad_clip=grad_clip,
-            grad_clip_value=grad_clip_value,
-            accumulation_steps=accumulation_steps, syncs_each=not no_sync_accumulate,
+            grad_clip_value=grad_clip_value, accumulation_steps=accumulation_steps, syncs_each=not no_sync_accumulate,
             max_non_finite_grad_retries=max_non_finite_grad_retries, capture=capture, progress=progress, limits=limits,
         )  # fmt: skip
         logger, options = logger or logging.getLogger("treadle.trainer"), state_options(state_dict_options)
         self._configure(settings, mixed_precision, logger=logger, state_options=options)
-        self.max_steps = max_steps
-        self.trackers = trackers
+        self.max_steps, self.trackers = max_steps, trackers
         self.compile_setting = check_compile(compile)
         self.checkpointing_setting = check_checkpointing(gradient_checkpointing)
         self._given_hooks = check_hooks(hooks)
         with_trackers([], trackers)  # a wrong name is told here
         # Absolute, so that a hook given `trainer.workspace / "checkpoints"` does not put it below itself once more.
         self.workspace = None if workspace is None else Path(workspace).absolute()
-        self.state_dict_options = state_dict_options
-        self.task = _ForwardTask(self)
-        self.model = self.optimizer = self.lr_scheduler = self.hooks = None
+        self.state_dict_options, self.task = state_dict_options, _ForwardTask(self)
+        self.model = self.optimizer = self.lr_scheduler = self.hooks = self.data_loader = None
         self.grad_scaler: torch.amp.GradScaler | None = None
-        self.data_loader: Any = None
         self.config = {
             "max_steps": max_steps, "grad_clip": grad_clip, "max_non_finite_grad_retries": max_non_finite_grad_retries,
             "mixed_precision": mixed_precision, "gradient_accumulation_steps": accumulation_steps,
             "scheduler_interval": scheduler_interval, "capture": capture, "compile": compile,
-            "grad_clip_value": grad_clip_value, "gradient_checkpointing": gradient_checkpointing,
-            **limits.given(),
+            **({} if grad_clip_value is None else {"grad_clip_value": grad_clip_value}), **limits.given(),
+            **({"gradient_checkpointing": gradient_checkpointing} if gradient_checkpointing else {}),
         }  # fmt: skip
 
     def train(self) -> None:

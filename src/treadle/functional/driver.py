@@ -106,9 +106,10 @@ class FaceEpochs(SelectingEpochs):
         resume_from_hooks(engine)
         engine.should_stop, self._through = False, True
         self.deadline = engine.settings.limits.deadline()
+        last = engine.settings.limits.target(None, epochs)[1] or 0
         try:
             with BetweenRuns(engine) as between:
-                while engine.epoch < epochs and not (self.finished or ranks_stop(engine)):
+                while engine.epoch < last and not (self.finished or ranks_stop(engine)):
                     record = self._one_through(train_epoch)
                     with between.acting():
                         if record is not None:

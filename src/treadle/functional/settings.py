@@ -104,7 +104,7 @@ class TrainingSettings:
     limit_train_batches: Amount | None = None
     """Micro-batches of an epoch, or a float, the part of it."""
     limit_eval_batches: Amount | None = None
-    """Batches of an evaluation while training and of ``validate``, or a float, the part of the loader."""
+    """Batches of ``evaluate`` and ``validate``, also while training, or a float, the part of the loader."""
     overfit_batches: Amount | None = None
     """Batches at the start of the loader that make every epoch, read once."""
     fast_dev_run: bool | int = False

@@ -13,8 +13,8 @@ from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.hooks.files import to_json
 from treadle.hooks.sessionlog import SessionLogHook
-from treadle.runs.folder import RUN_FILE, write_record
-from treadle.runs.record import CHECKPOINTS, SESSIONS, from_literal, read_entries
+from treadle.runs.folder import CHECKPOINTS, RUN_FILE, write_record
+from treadle.runs.record import SESSIONS, from_literal, read_entries
 from treadle.runs.settings import changes
 
 _log = logging.getLogger("treadle.cli")
