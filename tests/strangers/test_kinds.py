@@ -378,7 +378,7 @@ class Fit(BaseTrainer):
         return self.model(input[0]).square().mean()
 
 
-@pytest.mark.parametrize("name", ["_build", "_run_step", "build_lr_schedular", "build_optimiser", "training_step"])
+@pytest.mark.parametrize("name", ["_train_step", "build_lr_schedular", "build_optimiser", "training_step"])
 def test_a_method_that_nothing_calls_is_named_at_once(name, caplog):
     type("Mine", (Fit,), {name: lambda self: None})(max_steps=1, device="cpu").train()
     assert f"Mine.{name}: nothing calls it" in caplog.text
@@ -403,12 +403,14 @@ def test_an_event_that_does_not_exist_is_named_at_once(name, caplog):
     assert f"Mine.{name}: no event calls it" in caplog.text
 
 
-def test_an_evaluation_that_is_set_on_the_object_is_named(caplog):
+def test_an_evaluation_that_is_set_on_the_object_acts_and_a_step_is_named(caplog):
     model = net()
     trainer = Trainer(model, None, nn.MSELoss(), device="cpu")
-    trainer.evaluate = lambda loader: {"loss": 0.0}
-    trainer.train(points_loader(), 1, points_loader())
-    assert "evaluate: set on this object of Trainer, where nothing calls it" in caplog.text
+    trainer.evaluate = lambda loader: {"loss": 7.0}
+    trainer.eval_step = lambda batch: {"loss": 0.0}
+    assert trainer.train(points_loader(), 1, points_loader())["eval_loss"] == [7.0]
+    assert "eval_step: set on this object of Trainer, where nothing calls it" in caplog.text
+    assert "evaluate: set" not in caplog.text
 
 
 def test_a_second_train_that_trains_nothing_says_so(caplog):

@@ -24,7 +24,7 @@ from treadle.engine.events import Events
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Duration, Limits
-from treadle.engine.names import FOREIGN, uncalled_methods
+from treadle.engine.names import FOREIGN, is_own_helper, uncalled_methods
 from treadle.engine.observers import announce_building
 from treadle.engine.predictions import predicted, scored_weights
 from treadle.engine.progress import Progress
@@ -147,6 +147,7 @@ class BaseTrainer(Engine):
         fast_dev_run: bool | int = False,
         num_sanity_eval_steps: int = 0,
     ):
+        self._refuse_own_loop()
         if not isinstance(max_steps, int) or max_steps < 0:
             raise ConfigError("must be a whole number of optimizer steps, >= 0", argument="max_steps", value=max_steps)
         check_precision(mixed_precision, argument="mixed_precision")
@@ -327,19 +328,38 @@ class BaseTrainer(Engine):
             for warning in uncalled_methods(type(self), BaseTrainer, known=_OVERRIDABLE, foreign=FOREIGN):
                 self.logger.warning("%s", warning)
             announce_building(self)
-            self.data_loader = self._built("build_data_loader")
-            self.model = checkpoint_model(self._built("build_model"), self.checkpointing_setting)
-            compile_model(self.model, self.compile_setting)
-            self.optimizer = self._built("build_optimizer")
-            self.lr_scheduler = self.build_lr_scheduler()
-            self.grad_scaler = self.build_grad_scaler()
-            self.precision = Precision(self.precision.name, self.device, scaler=self.grad_scaler)
-            hooks = self._built("build_hooks")
-            if self._given_hooks:
-                hooks = [*check_hooks(hooks), *self._given_hooks]
-            hooks = with_trackers(hooks, self.trackers)
-            self.hooks = with_default_hooks(hooks, given=hooks, progress=self.settings.progress)
+            # A helper that a subclass calls itself has the name by chance.
+            BaseTrainer._build(self) if is_own_helper(type(self), BaseTrainer, "_build") else self._build()
+            if self.hooks is None:
+                raise ConfigError(
+                    f"{type(self).__name__}._build() did not call super()._build(), which builds every part; call it, "
+                    "and change a part by overriding its own method, such as build_model"
+                )
         super().prepare()
+
+    def _build(self) -> None:
+        """Builds every part; a subclass may do something around ``super()._build()``."""
+        self.data_loader = self._built("build_data_loader")
+        self.model = checkpoint_model(self._built("build_model"), self.checkpointing_setting)
+        compile_model(self.model, self.compile_setting)
+        self.optimizer = self._built("build_optimizer")
+        self.lr_scheduler = self.build_lr_scheduler()
+        self.grad_scaler = self.build_grad_scaler()
+        self.precision = Precision(self.precision.name, self.device, scaler=self.grad_scaler)
+        hooks = self._built("build_hooks")
+        if self._given_hooks:
+            hooks = [*check_hooks(hooks), *self._given_hooks]
+        hooks = with_trackers(hooks, self.trackers)
+        self.hooks = with_default_hooks(hooks, given=hooks, progress=self.settings.progress)
+
+    def _refuse_own_loop(self) -> None:
+        """Raises ConfigError for a ``_run_step`` of mini's or trainloop's, which nothing here would call."""
+        kind = type(self)
+        if hasattr(kind, "_run_step") and not is_own_helper(kind, BaseTrainer, "_run_step"):
+            raise ConfigError(
+                f"{type(self).__name__}._run_step: nothing calls it; override train_step(group), which returns what "
+                "super().train_step(group) does, or use on_before_step and on_after_step of a hook"
+            )
 
     def _refuse_replaced_parts(self) -> None:
         for name, kind in _PARTS.items():

@@ -73,8 +73,10 @@ class SessionKeeper:
 
 def _same(last: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
     # Which settings came from the command line does not matter where the whole is known.
-    keys = ("file", "config", "arguments") if entry["config"] is None else ("file", "config")
-    return all(last[key] == entry[key] for key in keys)
+    if entry["config"] is None or last["config"] is None:
+        return all(last[key] == entry[key] for key in ("file", "config", "arguments"))
+    before = format_config(from_literal(last["config"])).split("\n")  # an earlier version wrote other quotes
+    return bool(last["file"] == entry["file"] and before == entry["config"])
 
 
 def _say_changes(last: Mapping[str, Any], entry: Mapping[str, Any], folder: str) -> None:
