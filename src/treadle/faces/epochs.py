@@ -148,7 +148,8 @@ class EpochTrainer:
     def _try_before_step_1(self, val_loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> None:
         """Evaluates as many batches as ``num_sanity_eval_steps`` says and logs the results, or tries one batch."""
         if not self.engine.settings.limits.num_sanity_eval_steps:
-            self._try_evaluation(val_loader)
+            for loader in val_loader.values() if isinstance(val_loader, Mapping) else [val_loader]:
+                self._try_evaluation(loader)
             return
         with self.engine.evaluations_limited_to(self.engine.settings.limits.sanity):
             results = numbers_of(self.evaluate_each(val_loader))
