@@ -16,8 +16,20 @@ def spectra(count=40, length=32):
 
 
 def make(
-    out_dir, *, val=True, epochs=4, seed=0, data=None, hooks=(), scheduler=True, workers=0, limits=None, **settings
+    out_dir,
+    *,
+    val=True,
+    epochs=4,
+    seed=0,
+    data=None,
+    hooks=(),
+    scheduler=True,
+    workers=0,
+    limits=None,
+    metric=None,
+    **settings,
 ):
+    """``val`` is whether there is a validation, or its loaders by name; ``metric`` is ``best_model_metric``."""
     treadle.set_seed(seed)
     x = spectra() if data is None else data
     train = DataLoader(TensorDataset(x[:28]), batch_size=8, shuffle=True, num_workers=workers)
@@ -29,7 +41,8 @@ def make(
     steps = treadle.steps_per_epoch(train, settings.get("accumulation_steps", 1))
     schedule = build_scheduler(optimizer, steps_per_epoch=steps, epochs=epochs) if scheduler else None
     cfg = TrainerConfig(**{"out_dir": out_dir, "amp": False, "ema_decay": 0.8, "device": "cpu", **settings})
+    loaders = {True: validation, False: None}[val] if isinstance(val, bool) else val
     return SpectraTrainer(
-        model, optimizer, train, validation if val else None, scheduler=schedule, cfg=cfg, hooks=hooks,
-        limits=limits,
+        model, optimizer, train, loaders, scheduler=schedule, cfg=cfg, hooks=hooks, limits=limits,
+        best_model_metric=metric,
     )  # fmt: skip

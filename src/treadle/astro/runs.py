@@ -23,6 +23,7 @@ from treadle.distributed.state_names import load_model_state
 from treadle.hooks.files import to_json
 from treadle.runs.folder import part_of, stored_json
 from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run
+from treadle.runs.packs import SUMMARIES
 from treadle.runs.report import Report
 from treadle.runs.setting_names import as_settings
 from treadle.seed import set_seed
@@ -35,7 +36,7 @@ class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
     """The pack of ``treadle train astro``."""
 
     name = "astro"
-    summary = "A transformer on tokens of pictures, spectra and tables."
+    summary = SUMMARIES["astro"]
     help = """
     Train a transformer on tokens of galaxy pictures, spectra and catalogues, and ask it for one from the others.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from treadle.astro.settings import (
     schedule_length,
     training_settings,
 )
+from treadle.astro.step_records import TERMS
 from treadle.astro.task import AstroTask
 from treadle.astro.vocab import VocabSpec
 from treadle.capture.compile import Compile, check_compile
@@ -45,6 +46,7 @@ from treadle.faces.build import place
 from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.epochs import numbers_of
+from treadle.faces.loaders import EvalLoaders, check_eval_loaders, check_loader, results_by_name, selected_by
 from treadle.faces.parallel import ParallelConfig
 from treadle.hooks.bar import ProgressBarHook
 from treadle.hooks.history import HistoryHook
@@ -292,37 +294,62 @@ class AstroTrainer(EpochFace):
     def train(
         self,
         num_epochs: int | None = None,
-        val_loader: Iterable[Any] | None = None,
+        val_loader: EvalLoaders | None = None,
         *,
         resume_from: str | Path | None = None,
+        best_model_metric: str | None = None,
     ) -> list[dict[str, Any]]:
         """Trains until ``num_epochs`` epochs are completed.
 
         Args:
             num_epochs: absolute target; None takes ``config.epochs``. A run that has reached it returns at once.
-            val_loader: batches to evaluate after each epoch; ``val_loss_total`` then selects ``best.pt``.
+            val_loader: batches to evaluate after each epoch; ``val_loss_total`` then selects ``best.pt``. Of a dict
+                each loader is evaluated, as ``val_<name>_loss_total`` and so on.
             resume_from: None, ``"auto"`` (the furthest intact checkpoint of ``output_dir`` and of the folders of hooks
                 that load the latest), or a path, also in ``output_dir``.
+            best_model_metric: a loss of the record that selects ``best.pt`` instead, such as ``"val_far_loss_total"``
+                or ``"val_loss_img"``; of several loaders without the name of one, that of the first.
 
         Returns:
             A record for each epoch: ``epoch`` (1-based), ``train_loss_total``, ``train_loss_ce``, …, ``train_n_ce``,
             …, the same with ``val_``, and ``lr``.
 
         Raises:
-            ConfigError: ``num_epochs`` is not a whole number >= 0, or the evaluation loader is empty.
+            ConfigError: ``num_epochs`` is not a whole number >= 0, a loader is empty, or ``best_model_metric`` is no
+                loss of the record.
             CheckpointError: another process trains in ``output_dir``, or no checkpoint is intact.
         """
         epochs = self.config.epochs if num_epochs is None else num_epochs
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
             raise ConfigError("must be a whole number of epochs >= 0, or None", argument="num_epochs", value=num_epochs)
+        check_loader(self.train_loader, "train_loader")
+        check_eval_loaders(val_loader, "val_loader")
+        make_rule = self._rule_for(best_model_metric, val_loader)
         with speaking(self._engine), self._folder.held():
             self._folder.resume(resume_from)
-            self._epochs.select_by(None if val_loader is None else partial(BestRule, "val_loss_total", "min"))
+            self._epochs.select_by(make_rule)
             if isinstance(self.scheduler, WarmupCosine) and self.epoch < epochs:
                 self.scheduler.use_total(schedule_length(self.config, self.train_loader, epochs))
             records = self._epochs.fit(self.train_loader, val_loader, epochs, after_epoch=self._end_epoch)
             self._folder.write_end()
         return records
+
+    def _rule_for(self, metric: str | None, loaders: EvalLoaders | None) -> Callable[[], BestRule] | None:
+        """Returns what makes the best rule of a call, or None where nothing is evaluated."""
+        if loaders is None:
+            if metric is not None:
+                raise ConfigError(
+                    "selects by an evaluation; give a val_loader", argument="best_model_metric", value=metric
+                )
+            return None
+        key = selected_by("loss_total" if metric is None else metric.removeprefix("val_"), loaders)
+        known = results_by_name(("loss_total", *(f"loss_{term}" for term in TERMS)), loaders)
+        if key not in known and type(self).compute_loss is AstroTrainer.compute_loss:
+            raise ConfigError(
+                f"no epoch's record will have it as a loss; it has {', '.join(f'val_{name}' for name in known)}",
+                argument="best_model_metric", value=metric,
+            )  # fmt: skip
+        return partial(BestRule, f"val_{key}", "min")
 
     def _end_epoch(self, record: Mapping[str, Any]) -> None:
         self._folder.write_epoch(improved=self._epochs.improved)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
 from treadle.cli.pack_options import Trackers
@@ -34,6 +34,16 @@ class TrainGroup(TyperGroup):
         from treadle.cli.train_pack import pack_command
 
         return pack_command(name)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Writes the list of commands; no pack of treadle is imported for its line, one of another package is."""
+        from treadle.runs.packs import SUMMARIES
+
+        listed = {
+            name: TyperCommand(name, short_help=SUMMARIES[name]) if name in SUMMARIES else self.get_command(ctx, name)
+            for name in self.list_commands(ctx)
+        }
+        TyperGroup(commands=listed).format_commands(ctx, formatter)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Finds the command that the first argument means."""

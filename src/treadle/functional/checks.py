@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,15 +14,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader
 
 from treadle.data.amount import batches_in
-from treadle.data.sources import refuse_dataset
 from treadle.engine.best import BestRule, EarlyStopping, Mode
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
 from treadle.engine.names import overridden_on_instance, uncalled_methods
 from treadle.errors import ConfigError
+from treadle.faces.loaders import EvalLoaders, check_eval_loaders, check_loader, results_by_name
 from treadle.functional.driver import PREFIX, FaceEpochs, MetricRule
 from treadle.functional.settings import TrainingSettings
 from treadle.optim.optimizer import can_be_fused, decay_groups, move_optimizer_state
@@ -199,7 +198,7 @@ def check_call(
     save_freq: Any,
     *,
     callbacks: Sequence[Callable[..., Any]] | None,
-    loaders: tuple[Iterable[Any], Iterable[Any] | Mapping[str, Iterable[Any]] | None],
+    loaders: tuple[Iterable[Any], EvalLoaders | None],
 ) -> None:
     """Raises ConfigError for an argument of ``train`` that is out of range; the loaders are those of both kinds."""
     train_loader, eval_loader = loaders
@@ -220,13 +219,7 @@ def check_call(
         raise ConfigError("must be a list of functions; write [callback]", argument="callbacks", value=callbacks)
     for callback in callbacks or ():
         check_callback(callback)
-    if isinstance(eval_loader, Mapping):
-        for name, loader in eval_loader.items():
-            _check_eval_loader(loader, f"eval_dataloader[{name!r}]")
-        if all(isinstance(name, str) and name for name in eval_loader) and eval_loader:
-            return
-        raise ConfigError("a dict of loaders needs a name for each, and at least one", argument="eval_dataloader")
-    _check_eval_loader(eval_loader, "eval_dataloader")
+    check_eval_loaders(eval_loader, "eval_dataloader")
 
 
 def check_callback(callback: Any) -> None:
@@ -264,46 +257,14 @@ def takes(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def check_loader(loader: Any, argument: str) -> None:
-    """Raises ConfigError for a data set, or several loaders in a list, where a loader belongs.
-
-    Args:
-        loader: what was given.
-        argument: how it is called.
-
-    Example:
-        >>> check_loader([torch.ones(2, 1)], "train_dataloader")
-    """
-    refuse_dataset(loader, argument)
-    if isinstance(loader, (list, tuple)) and any(isinstance(one, DataLoader) for one in loader):
-        raise ConfigError(
-            "is a list of loaders, whose items would be taken for batches; evaluate several as a dict of names and "
-            "loaders, and join data sets to train on by ConcatDataset",
-            argument=argument,
-        )
-
-
-def _check_eval_loader(loader: Any, argument: str) -> None:
-    check_loader(loader, argument)
-    if isinstance(loader, Sized):
-        try:
-            length = len(loader)
-        except TypeError:  # a DataLoader over a stream
-            return
-        if length == 0:
-            raise ConfigError("it is empty, so there is nothing to take a mean over; pass None", argument=argument)
-
-
-def eval_losses(loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None) -> list[str]:
+def eval_losses(loader: EvalLoaders | None) -> list[str]:
     """Returns the keys of evaluated losses in a record: one, or one for each loader of a dict.
 
     Example:
         >>> eval_losses(None), eval_losses([]), eval_losses({"near": [], "far": []})
         ([], ['eval_loss'], ['eval_near_loss', 'eval_far_loss'])
     """
-    if isinstance(loader, Mapping):
-        return [f"{PREFIX}{name}_loss" for name in loader]
-    return [] if loader is None else [f"{PREFIX}loss"]
+    return [f"{PREFIX}{name}" for name in results_by_name(["loss"], loader)]
 
 
 def known_keys(overrides: Callable[[str], bool], *, losses: Sequence[str], has_metrics: bool) -> list[str] | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 
 from treadle.distributed import unwrap
-from treadle.engine.best import BestRule, Mode
+from treadle.engine.best import BestRule, Mode, resolve_mode
 from treadle.errors import ConfigError
+from treadle.faces.loaders import EvalLoaders, results_by_name, selected_by, without_loader
 from treadle.graphs.epoch_records import TRAIN, VAL, GraphRule, missing_key
 from treadle.graphs.losses import get_loss_fn
 from treadle.graphs.metrics import GraphMetrics, get_metrics
@@ -119,30 +121,37 @@ def best_rule(
     patience: int | None,
     min_delta: float,
     *,
-    evaluated: bool,
+    loaders: EvalLoaders | None,
     metrics: EpochMetrics,
 ) -> Callable[[], BestRule]:
     """Returns what makes the best rule of a call.
 
     Args:
-        metric: a key of the validation record, or without validation of the training record.
+        metric: a key of the validation record, or without validation of the training record; where there are several
+            loaders, without the name of one that of the first.
         minimize: its direction; None for that of its name.
         patience: epochs without improvement, or None.
         min_delta: smallest change that counts.
-        evaluated: whether there is a validation loader.
+        loaders: what is evaluated after each epoch, or None.
         metrics: tell their names where they know them.
 
     Raises:
         ConfigError: the metric, its direction, the patience or the change is wrong.
 
     Example:
-        >>> best_rule("mae", None, 2, 0.0, evaluated=True, metrics=get_metrics("regression"))().mode
+        >>> best_rule("mae", None, 2, 0.0, loaders=[], metrics=get_metrics("regression"))().mode
         'min'
     """
-    prefix = VAL if evaluated else TRAIN
-    if isinstance(metrics, GraphMetrics) and metric not in ("loss", *metrics.names):
-        raise missing_key(metric, ("loss", *metrics.names), prefix)
+    prefix, key = (TRAIN, metric) if loaders is None else (VAL, selected_by(metric, loaders))
+    if isinstance(metrics, GraphMetrics):
+        names = ["loss", *metrics.names]
+        known = names if loaders is None else results_by_name(names, loaders)
+        if key not in known:
+            raise missing_key(metric, known, prefix)
     mode: Mode | None = None if minimize is None else "min" if minimize else "max"
-    make = partial(GraphRule, f"{prefix}{metric}", mode, min_delta, patience)
+    if mode is None and isinstance(loaders, Mapping):
+        with contextlib.suppress(ConfigError):  # refused below, by the whole name
+            mode = resolve_mode(without_loader(key, loaders))
+    make = partial(GraphRule, f"{prefix}{key}", mode, min_delta, patience)
     make()  # refuses bad values now
     return make

@@ -12,6 +12,7 @@ from treadle.checkpoint.store import write_text
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.errors import ConfigError
+from treadle.faces.loaders import EvalLoaders
 from treadle.faces.selection import SelectingEpochs
 from treadle.graphs.padding import share_of_padding
 from treadle.graphs.task import GraphTask
@@ -101,7 +102,7 @@ class GraphEpochs(SelectingEpochs):
     def _lr(self) -> float:
         return float(read_scalars(self.engine.last_lr[:1])[0])
 
-    def _score(self, val_loader: Iterable[Any] | None) -> float:
+    def _score(self, val_loader: EvalLoaders | None) -> float:
         value = super()._score(val_loader)
         self._opened = time.perf_counter()
         return value

@@ -21,6 +21,7 @@ from treadle.hooks.bar import work_bar
 from treadle.hooks.files import to_json
 from treadle.runs.folder import part_of, read_record, stored_json, write_changed
 from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run, Show, load_newest
+from treadle.runs.packs import SUMMARIES
 from treadle.runs.ranks import by_rank_0, rank_0_first
 from treadle.runs.replay import checkpoints_of
 from treadle.runs.report import Report
@@ -41,7 +42,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
     """The pack of ``treadle train graphs`` and of ``scripts/train.py``."""
 
     name = "graphs"
-    summary = "A graph transformer on molecules."
+    summary = SUMMARIES["graphs"]
     help = """
     Train a graph transformer with positional encodings on 4,990 real molecules and show what it learned.
 

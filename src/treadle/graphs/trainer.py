@@ -27,6 +27,7 @@ from treadle.faces.build import place
 from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.folder import RunFolder, loss_name, write_best_and_last
+from treadle.faces.loaders import EvalLoaders, check_eval_loaders, check_loader
 from treadle.faces.parallel import ParallelConfig
 from treadle.graphs.checks import (
     best_rule,
@@ -217,7 +218,7 @@ class GraphTrainer(EpochFace):
     def fit(
         self,
         train_loader: Iterable[Any],
-        val_loader: Iterable[Any] | None = None,
+        val_loader: EvalLoaders | None = None,
         epochs: int = 100,
         metric_for_best: str = "loss",
         minimize_metric: bool | None = None,
@@ -230,10 +231,12 @@ class GraphTrainer(EpochFace):
 
         Args:
             train_loader: batches; re-iterated for each epoch.
-            val_loader: batches to evaluate after each epoch, or None.
+            val_loader: batches to evaluate after each epoch, or None; of a dict each loader, as ``<name>_loss`` and so
+                on in the validation record.
             epochs: absolute target; a run that has reached it returns its history at once.
             metric_for_best: a key of the validation record, or without ``val_loader`` of the training record. It
-                selects ``best.pt``, stops early, and moves a plateau scheduler.
+                selects ``best.pt``, stops early, and moves a plateau scheduler. Of several loaders ``"far_mae"`` is
+                that of the one called ``far``, and ``"mae"`` that of the first.
             minimize_metric: its direction; None: that of its name.
             early_stopping: epochs without improvement until training stops; None never stops.
             min_delta: smallest change that counts as an improvement.
@@ -249,9 +252,11 @@ class GraphTrainer(EpochFace):
             CheckpointError: another process trains in ``checkpoint_dir``, or no checkpoint is intact.
         """
         check_epochs(epochs)
+        check_loader(train_loader, "train_loader")
+        check_eval_loaders(val_loader, "val_loader")
         make_rule = best_rule(
             metric_for_best, minimize_metric, early_stopping, min_delta,
-            evaluated=val_loader is not None, metrics=self.metrics,
+            loaders=val_loader, metrics=self.metrics,
         )  # fmt: skip
         with speaking(self._engine), self._folder.held():
             self._folder.resume(resume_from)

@@ -19,6 +19,12 @@ PACKS = {
     "graphs": "treadle.graphs.runs:PACK",
     "astro": "treadle.astro.runs:PACK",
 }
+SUMMARIES = {
+    "spectra": "A masked autoencoder on near-infrared spectra of stars.",
+    "text": "A small GPT-2 on Python's manual, then LoRA.",
+    "graphs": "A graph transformer on molecules.",
+    "astro": "A transformer on tokens of pictures, spectra and tables.",
+}  # of the packs here, for a list that imports none of them
 GROUP = "treadle.packs"
 
 

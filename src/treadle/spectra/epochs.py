@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from treadle.engine import Engine
+from treadle.engine.best import BestRule
 from treadle.faces.epochs import EpochTrainer
 
 
 class SpectraEpochs(EpochTrainer):
-    """Writes ``val_loss`` into every record: None, as in the file, until a validation gives it.
+    """Epoch driver that writes each validation loss into every record: None, as in the file, until it is measured.
+
+    Args:
+        engine: runs the steps.
+        best: selects the best epoch and stops early; None does neither.
+        losses: keys of the validation losses in a record.
 
     Example:
         >>> # epochs = SpectraEpochs(engine, best=BestRule("val_loss"))
     """
 
+    def __init__(self, engine: Engine, *, best: BestRule | None = None, losses: Sequence[str] = ("val_loss",)):
+        super().__init__(engine, best=best)
+        self._losses = losses
+
     def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns ``train_loss``, and ``val_loss`` as None."""
-        return {**super().train_record(means), "val_loss": None}
+        """Returns ``train_loss``, and the validation losses as None."""
+        return {**super().train_record(means), **dict.fromkeys(self._losses)}

@@ -15,6 +15,7 @@ import torch
 from treadle.data import steps_per_epoch
 from treadle.runs.folder import part_of, write_changed
 from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run, load_newest
+from treadle.runs.packs import SUMMARIES
 from treadle.runs.report import Report
 from treadle.runs.setting_names import as_settings
 from treadle.seed import forked_rng, set_seed
@@ -36,7 +37,7 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
     """The pack of ``treadle train spectra``."""
 
     name = "spectra"
-    summary = "A masked autoencoder on near-infrared spectra of stars."
+    summary = SUMMARIES["spectra"]
     help = """
     Train a masked autoencoder on 1,939 real near-infrared spectra and show what it learned.
 

@@ -33,6 +33,7 @@ from treadle.faces.build import place
 from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.epochs import numbers_of
+from treadle.faces.loaders import EvalLoaders, check_eval_loaders, check_loader, results_by_name
 from treadle.faces.parallel import ParallelConfig
 from treadle.hooks.background import BackgroundErrorHook
 from treadle.hooks.ema import EmaHook
@@ -56,7 +57,7 @@ class SpectraTrainer(EpochFace):
         model: for example :class:`ChemoMAE`; moved to the device.
         optimizer: over its parameters.
         train_loader: batches (B, L), or tuples whose first item is one.
-        val_loader: the same for validation, or None.
+        val_loader: the same for validation, or None; of a dict each loader, as ``val_<name>_loss``.
         scheduler: stepped as ``scheduler_interval`` says.
         cfg: settings; None takes the defaults. It is not changed.
         device: wins over ``cfg.device``.
@@ -67,10 +68,12 @@ class SpectraTrainer(EpochFace):
         limits: of time and batches, and short trials: a :class:`treadle.Limits` or a mapping of its names.
         augmenter: changes the model's input in training, see :class:`SpectraAugmenter`.
         parallel: as ``cfg.parallel``, or a ParallelConfig; wins over it.
+        best_model_metric: the validation loss that selects, such as ``"val_far_loss"``, where ``cfg.selection`` is
+            ``"best"``; None takes that of the first loader.
 
     Raises:
-        ConfigError: ``device`` and ``cfg.device`` differ, a device is not available, or the scheduler is built over
-            another optimizer.
+        ConfigError: a loader or ``best_model_metric`` does not fit, ``device`` and ``cfg.device`` differ, a device is
+            not available, or the scheduler is built over another optimizer.
 
     Example:
         >>> # trainer = SpectraTrainer(model, optimizer, train_loader, val_loader, cfg=TrainerConfig(out_dir="run"))
@@ -85,7 +88,7 @@ class SpectraTrainer(EpochFace):
         model: nn.Module,
         optimizer: Optimizer,
         train_loader: Iterable[Any],
-        val_loader: Iterable[Any] | None = None,
+        val_loader: EvalLoaders | None = None,
         *,
         scheduler: LRScheduler | None = None,
         cfg: TrainerConfig | None = None,
@@ -97,7 +100,10 @@ class SpectraTrainer(EpochFace):
         parallel: ParallelConfig | str | None = None,
         progress: bool = True,
         limits: Limits | Mapping[str, Any] | None = None,
+        best_model_metric: str | None = None,
     ):
+        check_loader(train_loader, "train_loader")
+        check_eval_loaders(val_loader, "val_loader")
         self.cfg = TrainerConfig() if cfg is None else dataclasses.replace(cfg)
         self._device_asked = self.cfg.device if device is None else device
         self.model, self.optimizer, self.device = place(
@@ -110,6 +116,8 @@ class SpectraTrainer(EpochFace):
         out_dir = Path(self.cfg.out_dir).absolute()
         self._writer = RankWriter()
         self._selects = self._choose_selection()
+        self._losses = [f"val_{name}" for name in results_by_name(["loss"], val_loader)] or ["val_loss"]
+        selected = self._choose_metric(best_model_metric)
         self._engine = self._build_engine(
             scheduler_interval, with_trackers(hooks, trackers), augmenter, out_dir, progress=progress,
             limits=limits,
@@ -117,7 +125,7 @@ class SpectraTrainer(EpochFace):
         rule = None
         if self._selects:
             delta, patience = self.cfg.early_stop_min_delta, self.cfg.early_stop_patience
-            rule = BestRule("val_loss", "min", delta, patience)
+            rule = BestRule(selected, "min", delta, patience)
         self._epochs = self._make_epochs(rule)
         self._folder = self._make_folder(out_dir, rule)
 
@@ -127,10 +135,27 @@ class SpectraTrainer(EpochFace):
             self.cfg.selection = "last"  # of the trainer's own copy
         return self.cfg.selection == "best"
 
+    def _choose_metric(self, asked: str | None) -> str:
+        """Returns the key of the validation loss that selects."""
+        if asked is None:
+            return self._losses[0]
+        name = f"val_{asked.removeprefix('val_')}"
+        if not self._selects:
+            raise ConfigError(
+                "selects nothing where selection is 'last'; leave it out, or use selection='best' and a val_loader",
+                argument="best_model_metric", value=asked,
+            )  # fmt: skip
+        if name not in self._losses:
+            raise ConfigError(
+                f"no epoch's record will have it; it has {', '.join(self._losses)}",
+                argument="best_model_metric", value=asked,
+            )  # fmt: skip
+        return name
+
     # What a subclass may replace: the epochs, the folder, the task, its settings in checkpoints, hooks of its own.
 
     def _make_epochs(self, rule: BestRule | None) -> SpectraEpochs:
-        return SpectraEpochs(self._engine, best=rule)
+        return SpectraEpochs(self._engine, best=rule, losses=self._losses)
 
     def _make_folder(self, out_dir: Path, rule: BestRule | None) -> SpectraFolder:
         return SpectraFolder(self._engine, self._writer, out_dir, rule)
@@ -143,7 +168,7 @@ class SpectraTrainer(EpochFace):
         return self.cfg.to_dict()
 
     def _make_hooks(self, out_dir: Path) -> list[BaseHook]:
-        keys = ("epoch", "train_loss", "val_loss", "lr")
+        keys = ("epoch", "train_loss", *self._losses, "lr")
         return [HistoryHook(out_dir / "training_history.json", lambda: self.history, keep=keys)]
 
     def _build_engine(
@@ -199,12 +224,15 @@ class SpectraTrainer(EpochFace):
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One record per epoch: ``epoch``, ``train_loss``, ``val_loss`` (None without a validation) and ``lr``."""
+        """One record per epoch: ``epoch``, ``train_loss``, ``val_loss`` (None without a validation) and ``lr``.
+
+        With a dict of loaders there is a ``val_<name>_loss`` for each, and no ``val_loss``.
+        """
         return self._epochs.history
 
     @property
     def best(self) -> dict[str, Any]:
-        """The best epoch and its validation loss; -1 and infinity before there is one."""
+        """The best epoch and the validation loss that selects; -1 and infinity before there is one."""
         rule = self._epochs.best
         if rule is None or rule.best_epoch is None:
             return {"epoch": -1, "val_loss": math.inf}
@@ -248,17 +276,23 @@ class SpectraTrainer(EpochFace):
         with tf32(self.cfg.enable_tf32):
             return float(self._epochs.train_epoch(self.train_loader)["loss"])
 
-    def validate(self, loader: Iterable[Any] | None = None) -> float:  # type: ignore[override]  # returns the loss alone
+    def validate(self, loader: EvalLoaders | None = None) -> Any:
         """Returns the weighted mean loss of the scored weights under fixed masks; NaN without a ``val_loader``.
 
         Args:
             loader: batches; None takes ``val_loader``.
 
+        Returns:
+            A float; of a dict of loaders a dict with ``<name>_loss`` of each.
+
         Raises:
-            ConfigError: the loader is empty.
+            ConfigError: a loader is empty.
         """
         chosen = self.val_loader if loader is None else loader
-        return math.nan if chosen is None else float(self._epochs.evaluate(chosen)["loss"])
+        if chosen is None:
+            return math.nan
+        results = self._epochs.evaluate_each(chosen)
+        return results if isinstance(chosen, Mapping) else float(results["loss"])
 
     def predict(self, loader: Iterable[Any]) -> Any:
         """Returns ``(x_recon, z, visible_mask)`` of a loader's spectra, of the scored weights under fixed masks.

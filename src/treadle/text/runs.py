@@ -27,6 +27,7 @@ from treadle.hooks.files import to_json
 from treadle.optim.adamw import build_optimizer, build_warmup_cosine
 from treadle.runs.folder import read_record, stored_json, write_changed
 from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run
+from treadle.runs.packs import SUMMARIES
 from treadle.runs.report import Report
 from treadle.runs.setting_names import as_settings
 from treadle.seed import set_seed
@@ -59,7 +60,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
     """The pack of ``treadle train text``, a training and its fine-tuning."""
 
     name = "text"
-    summary = "A small GPT-2 on Python's manual, then LoRA."
+    summary = SUMMARIES["text"]
     help = """
     Train a small GPT-2 on Python's own manual, fine-tune it with LoRA on the pages about statements, draw text.
 

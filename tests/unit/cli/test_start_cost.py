@@ -34,7 +34,10 @@ def started(*words, cwd):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["replay", "--help"], ["runs"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["replay", "--help"], ["report", "--help"], ["train", "--help"], ["runs"]],
+    ids=" ".join,
+)  # fmt: skip
 def test_what_trains_nothing_loads_nothing_heavy(words, tmp_path):
     run = tmp_path / "runs" / "one"
     run.mkdir(parents=True)

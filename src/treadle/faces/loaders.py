@@ -1,0 +1,103 @@
+"""Loaders that an epoch face is given: refused before the first step where they do not fit, and what they measure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sized
+from typing import Any, TypeAlias
+
+from torch.utils.data import DataLoader
+
+from treadle.data.sources import refuse_dataset
+from treadle.errors import ConfigError
+
+EvalLoaders: TypeAlias = Iterable[Any] | Mapping[str, Iterable[Any]]
+"""Batches to evaluate, or several such by name."""
+
+
+def check_loader(loader: Any, argument: str) -> None:
+    """Raises ConfigError for a data set, or several loaders in a list, where a loader belongs.
+
+    Args:
+        loader: what was given.
+        argument: how it is called.
+
+    Example:
+        >>> check_loader([[0.5, 1.5]], "train_dataloader")
+    """
+    refuse_dataset(loader, argument)
+    if isinstance(loader, (list, tuple)) and any(isinstance(one, DataLoader) for one in loader):
+        raise ConfigError(
+            "is a list of loaders, whose items would be taken for batches; evaluate several as a dict of names and "
+            "loaders, and join data sets to train on by ConcatDataset",
+            argument=argument,
+        )
+
+
+def check_eval_loaders(loaders: EvalLoaders | None, argument: str) -> None:
+    """Raises ConfigError for a loader, or one of a dict, that cannot be evaluated, and for a dict without names.
+
+    Args:
+        loaders: what was given.
+        argument: how it is called.
+
+    Example:
+        >>> check_eval_loaders({"near": [[0.5]], "far": [[5.0]]}, "val_loader")
+    """
+    if not isinstance(loaders, Mapping):
+        _check_eval_loader(loaders, argument)
+        return
+    for name, loader in loaders.items():
+        _check_eval_loader(loader, f"{argument}[{name!r}]")
+    if not loaders or not all(isinstance(name, str) and name for name in loaders):
+        raise ConfigError("a dict of loaders needs a name for each, and at least one", argument=argument)
+
+
+def _check_eval_loader(loader: Any, argument: str) -> None:
+    check_loader(loader, argument)
+    if isinstance(loader, Sized):
+        try:
+            length = len(loader)
+        except TypeError:  # a DataLoader over a stream
+            return
+        if length == 0:
+            raise ConfigError("it is empty, so there is nothing to take a mean over; pass None", argument=argument)
+
+
+def results_by_name(results: Iterable[str], loaders: EvalLoaders | None) -> list[str]:
+    """Returns the names that results have in an evaluation: as they are, or behind the name of each loader of a dict.
+
+    Args:
+        results: names of the results over one loader.
+        loaders: what is evaluated; None has no results.
+
+    Example:
+        >>> results_by_name(["loss", "mae"], {"near": [], "far": []})
+        ['near_loss', 'near_mae', 'far_loss', 'far_mae']
+    """
+    names = list(results)
+    if isinstance(loaders, Mapping):
+        return [f"{name}_{result}" for name in loaders for result in names]
+    return [] if loaders is None else names
+
+
+def selected_by(metric: str, loaders: EvalLoaders | None) -> str:
+    """Returns the result that a metric means: of a dict without the name of a loader, that of the first loader.
+
+    Example:
+        >>> selected_by("loss", {"near": [], "far": []}), selected_by("far_loss", {"near": [], "far": []})
+        ('near_loss', 'far_loss')
+    """
+    if not isinstance(loaders, Mapping) or any(metric.startswith(f"{name}_") for name in loaders):
+        return metric
+    return f"{next(iter(loaders))}_{metric}"
+
+
+def without_loader(metric: str, loaders: EvalLoaders | None) -> str:
+    """Returns a metric without the name of the loader that it was measured over.
+
+    Example:
+        >>> without_loader("far_mae", {"near": [], "far": []}), without_loader("mae", None)
+        ('mae', 'mae')
+    """
+    names = loaders if isinstance(loaders, Mapping) else ()
+    return next((metric.removeprefix(f"{name}_") for name in names if metric.startswith(f"{name}_")), metric)
