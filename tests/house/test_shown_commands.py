@@ -1,6 +1,7 @@
 """The README runs, and every command that a document shows is one that the program understands.
 
-- A ``python`` block of README.md is run exactly as it is pasted, by a process and in a folder that have nothing else.
+- A ``python`` block of README.md is run exactly as it is pasted, by a process and in a folder that have nothing else;
+  the first one in a pipe and on a terminal, where it is stopped by Ctrl-C and resumed to the bit.
 - Each line of a shell block (``sh``, ``bash``) of any document is parsed by the real command line and not run, and the
   settings of a pack, or of a file that is in ``examples/config``, are checked. Lines of other programs name a target
   of the Makefile or a file that exists.
@@ -9,15 +10,20 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
+import select
 import shlex
-import subprocess
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 import typer
 
+from helpers import differences
+from processes import Forked, python
+from treadle.checkpoint.store import load_checkpoint
 from treadle.cli.app import app
 from treadle.errors import ConfigError
 from treadle.runs.packs import PACKS
@@ -35,28 +41,85 @@ def python_blocks():
     return [body for _, language, body in BLOCK.findall(README) if language == "python"]
 
 
+@pytest.fixture
+def paste(tmp_path, monkeypatch):
+    """Writes a block into a folder that has nothing else, and returns what runs Python there."""
+    monkeypatch.setenv("TREADLE_PROGRESS", "")
+
+    def paste(number):
+        (tmp_path / "pasted.py").write_text(python_blocks()[number], encoding="utf-8")
+
+        def run(*words):
+            done = python(*words, cwd=tmp_path, env={**os.environ}, timeout=600)
+            assert done.returncode == 0, done.stderr
+            return done.stderr.splitlines()
+
+        return run
+
+    return paste
+
+
 @pytest.mark.parametrize("number", range(len(python_blocks())))
-def test_a_block_of_the_readme_runs_as_it_is_pasted_shows_itself_and_makes_a_page(number, tmp_path):
-    script, environment = tmp_path / "pasted.py", {**os.environ, "TREADLE_PROGRESS": ""}
-    script.write_text(python_blocks()[number], encoding="utf-8")
-
-    def run(*words):
-        done = subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode == 0, done.stderr
-        return done
-
-    shown = run("pasted.py").stderr.splitlines()
+def test_a_block_of_the_readme_runs_as_it_is_pasted_shows_itself_and_makes_a_page(number, paste, tmp_path):
+    run = paste(number)
+    shown = run("pasted.py")
     assert shown[0].startswith("training starts on ")
     assert shown[-1].startswith("done at step 600")
-    assert run("pasted.py").stderr.splitlines()[-1].startswith("nothing to do")
+    assert run("pasted.py")[-1].startswith("nothing to do")
     (folder,) = (tmp_path / "runs").iterdir()
     assert f"runs/{folder.name}" in README.replace(python_blocks()[number], "")  # the commands below name it
     run("-m", "treadle", "report", str(folder))
     page = (folder / "report.html").read_text(encoding="utf-8")
     for chart in ("Loss", "Gradient norm", "Learning rate", "optimizer.class", "finished"):
         assert chart in page
+    if number == 0:
+        folder.rename(tmp_path / "straight")
+        _stop_and_resume_on_a_terminal(tmp_path)
+        for name in ("best_model.pt", "checkpoint_epoch_100.pt"):
+            straight, stopped = (load_checkpoint(where / name) for where in (tmp_path / "straight", folder))
+            for part in ("model", "optimizer", "history"):
+                assert differences(straight[part], stopped[part]) == []
+
+
+def _stop_and_resume_on_a_terminal(cwd):
+    """Stops the pasted block by Ctrl-C in the middle and gives the same command again."""
+    shown, code = _on_a_terminal(cwd, interrupt_at=40)
+    assert code == 128 + signal.SIGINT
+    assert shown.startswith("training starts on cpu, to epoch 100")
+    assert re.search(r"\r\S.*epoch \d+/100 step \d+/600 loss \S+ lr 1.0e-02", shown)  # the live line
+    saved = re.search(r"saved (runs/fat/\S+) at step (\d+), epoch \d+; run it again with resume_from='auto'", shown)
+    assert 40 <= int(saved[2]) < 600
+    assert "Traceback" not in shown
+    shown, code = _on_a_terminal(cwd)
+    assert code == 0
+    assert shown.startswith(f"training resumes at step {saved[2]}, epoch ")
+    assert saved[1] in shown.splitlines()[0]
+    assert re.search(r"done at step 600, epoch 100; .*; best eval_loss \S+ at epoch \d+", shown)
+
+
+def _on_a_terminal(cwd, interrupt_at=None):
+    """What the pasted block shows on a terminal of 100 columns, and its exit code; a step sends SIGINT."""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    streams = {"stdin": slave, "stdout": slave, "stderr": slave}
+    shown = b""
+    with Forked([sys.executable, "pasted.py"], cwd=cwd, env=environment, **streams) as process:
+        os.close(slave)
+        while True:
+            ready, _, _ = select.select([master], [], [], 120)
+            try:
+                part = os.read(master, 1 << 16) if ready else b""
+            except OSError:  # nobody has the other end any more
+                part = b""
+            if not part:
+                break
+            shown += part
+            steps = [int(step) for step in re.findall(rb"step (\d+)/600", shown)]
+            if interrupt_at is not None and steps and steps[-1] >= interrupt_at:
+                process.send_signal(signal.SIGINT)
+                interrupt_at = None
+        os.close(master)
+    return re.sub(r"\x1b\[[\d?;]*\w", "", shown.decode()), process.returncode
 
 
 def test_the_readme_is_short():
