@@ -47,7 +47,10 @@ class CudaGraph:
             RuntimeError: something in the function cannot be recorded.
         """
         usual = torch.cuda.current_stream()
-        beside = _recording_stream(torch.cuda.current_device())
+        # A run on a stream of its own is recorded there: kernels write into workspaces that belong to a stream, so two
+        # graphs that are recorded on one stream cannot be replayed side by side.
+        alone = usual != torch.cuda.default_stream()
+        beside = usual if alone else _recording_stream(torch.cuda.current_device())
         beside.wait_stream(usual)
         with torch.cuda.stream(beside):
             for _ in range(_WARM_UPS):
