@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from treadle.cli.evaluate import StoredRun
-    from treadle.runs.pack import Predictions
+    from treadle.runs.results import Predictions
 
 Split = Annotated[
     Optional[str],  # noqa: UP045  (typer on Python 3.10 reads this form)

@@ -18,8 +18,8 @@ from treadle.graphs.page import draw
 from treadle.graphs.run_build import loader
 from treadle.graphs.run_config import GraphsConfig
 from treadle.hooks.files import to_json
-from treadle.runs.pack import Results
 from treadle.runs.report import Report, Table
+from treadle.runs.results import Results
 
 _ELEMENTS = sum(name.startswith("element ") for name in ATOM_COLUMNS)
 

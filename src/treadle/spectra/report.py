@@ -14,8 +14,8 @@ from torch import nn
 
 from treadle.checkpoint.store import load_weights
 from treadle.engine.evaluation import evaluation_mode
-from treadle.runs.pack import Results
 from treadle.runs.report import Picture, Report, Table
+from treadle.runs.results import Results
 from treadle.spectra.clustering import CosineKMeans, elbow_ckmeans, silhouette_score_cosine
 from treadle.spectra.inference import Extractor, ExtractorConfig, Tester, TesterConfig
 from treadle.spectra.pictures import plot_cluster_map, plot_latent_map, plot_reconstructions, plot_training_curves
