@@ -166,7 +166,8 @@ class Population:
             _log.info("%d members in %s", len(self.members), self.out, extra={"topic": "start block"})
             received = self._train(source)
             results = self.results()
-            for line in results.lines():
+            results.to_csv(self.out / "population.csv")
+            for line in results.lines() if self._progress else ():
                 _log.info("%s", line)
         if received is not None:
             raise SystemExit(128 + received)
