@@ -40,8 +40,7 @@ class Admission:
         if not torch.cuda.is_available():
             return True
         torch.cuda.synchronize()
-        each = (_taken() - self._start) / running
-        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        each, free = (_taken() - self._start) / running, torch.cuda.mem_get_info()[0]
         if each * (1 + _SPARE) <= free:
             return True
         text = f"{running} members take {each / 2**20:,.0f} MiB each, and {free / 2**20:,.0f} MiB are free"
@@ -54,5 +53,8 @@ class Admission:
 
 
 def _taken() -> int:
-    """Returns the bytes of the GPU that tensors and graphs of this process take."""
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    """Returns the bytes of the GPU that are taken: by tensors, by graphs, and by what torch keeps for more of them."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
