@@ -244,9 +244,9 @@ def factories(device: torch.device, *, tiny: bool) -> dict[str, Factory]:
             continue
         case = cases(device)[name]
         found[case.title] = functools.partial(trainer_of, case, 80 if tiny else steps, batches=batches)
-    sizes = Sizes(device, width=16, num_layers=1, repeats=1) if tiny else Sizes(device)
+    sizes = Sizes(device, width=16, num_layers=1, repeats=1) if tiny else Sizes(device, repeats=40)
     found["masked autoencoder of spectra, d256 x4, batch 64, bf16"] = functools.partial(
-        spectra_of, 2 if tiny else 8, sizes, 256 if tiny else 64
+        spectra_of, 2 if tiny else 3, sizes, 256 if tiny else 64
     )
     padded = padded_batches(4 if tiny else 32, 64 if tiny else 2048, device, tiny=tiny)
     found["graph transformer of molecules, d64 x10, batch 32, fp32"] = functools.partial(

@@ -362,12 +362,21 @@ def read_scalars(values: Iterable[float | Tensor]) -> Tensor:
 
 def _numbers(items: Sequence[float | Tensor]) -> list[float]:
     """Reads numbers and 0-d tensors, with one transfer per device."""
-    by_device: dict[torch.device, list[int]] = {}
+    by_kind: dict[torch.device, dict[torch.dtype, list[int]]] = {}
     for index, item in enumerate(items):
         if type(item) is not float and isinstance(item, Tensor):
-            by_device.setdefault(item.device, []).append(index)
+            by_kind.setdefault(item.device, {}).setdefault(item.dtype, []).append(index)
     read: dict[int, float] = {}
-    for indices in by_device.values():
-        stacked = torch.stack([_widen(torch.as_tensor(items[i]).detach().reshape(())) for i in indices])
-        read.update(zip(indices, stacked.cpu().double().tolist(), strict=True))
+    for kinds in by_kind.values():
+        # Those of one type are joined and then widened: two kernels, where one for each would cost as much as a step.
+        parts = [_widen(_joined([items[index] for index in indices])) for indices in kinds.values()]
+        numbers = (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().double().tolist()
+        read.update(zip((index for indices in kinds.values() for index in indices), numbers, strict=True))
     return [read[index] if index in read else float(item) for index, item in enumerate(items)]
+
+
+def _joined(scalars: Sequence[Any]) -> Tensor:
+    """Returns tensors of one number each, of one type and device, as one."""
+    if any(scalar.dim() for scalar in scalars):
+        scalars = [scalar.reshape(()) for scalar in scalars]
+    return torch.stack(list(scalars)).detach()

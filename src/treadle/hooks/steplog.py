@@ -20,6 +20,8 @@ from treadle.means import read_scalars
 if TYPE_CHECKING:
     from treadle.engine import Engine
 
+_encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps makes one for each call
+
 
 class StepRows:
     """Rows about steps whose numbers stay on the device until all are read with one transfer.
@@ -138,9 +140,17 @@ class StepLogHook(BaseHook):
         """Writes the rows that were collected."""
         if self._file is None or not len(self._rows):
             return
-        lines = [json.dumps(to_json(row), allow_nan=False) for row in self._rows.read()]
+        lines = [_line(row) for row in self._rows.read()]
         with self._guard(trainer, self, f"writing at step {trainer.step}"):
             append_lines(self._file, lines)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """Returns a row as JSON, looked through for what is not finite only where there is something."""
+    try:
+        return _encode(row)
+    except ValueError:
+        return _encode(to_json(row))
 
 
 def read_steps(path: Path) -> Mapping[int, dict[str, Any]]:
