@@ -29,7 +29,7 @@ class Admission:
     def __init__(self, asked: int | None = None):
         self._asked = asked
         self._start = _taken()
-        self._said = False
+        self._full: int | None = None  # members that were found to be all that fit
 
     def __call__(self, running: int) -> bool:
         """Returns whether another member fits beside so many.
@@ -39,6 +39,9 @@ class Admission:
         """
         if not torch.cuda.is_available():
             return True
+        if self._full is not None and running >= self._full:
+            return False  # nothing is measured again before one ends: that waits for the GPU
+        self._full = None
         torch.cuda.synchronize()
         each, free = (_taken() - self._start) / running, torch.cuda.mem_get_info()[0]
         if each * (1 + _SPARE) <= free:
@@ -46,9 +49,8 @@ class Admission:
         text = f"{running} members take {each / 2**20:,.0f} MiB each, and {free / 2**20:,.0f} MiB are free"
         if self._asked is not None:
             raise ConfigError(f"{text}; use fewer, or None for as many as fit", argument="together", value=self._asked)
-        if not self._said:
-            _log.warning("%s: the others wait until one ends", text)
-            self._said = True
+        self._full = running
+        _log.warning("%s: the others wait until one ends", text)
         return False
 
 

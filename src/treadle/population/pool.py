@@ -37,7 +37,7 @@ class Worker:
     threads: int = 1
     gpu: str | None = None
     together: int = 1
-    steps: int = 8
+    steps: int = 16
 
     def environment(self) -> dict[str, str]:
         """Returns the variables that must be set before torch is imported."""

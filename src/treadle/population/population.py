@@ -79,7 +79,7 @@ class Population:
         out: str | Path,
         workers: int = 0,
         together: int | None = None,
-        turn: int = 8,
+        turn: int = 16,
         threads: int = 1,
         gpus: Sequence[str] | None = None,
         halving: SuccessiveHalving | None = None,

@@ -245,12 +245,14 @@ def run_in_turns(
     relay = SignalRelay(ask)
     try:
         with relay.installed():
+            waiting: Member | None = None
             while True:
-                while len(seats) < together and relay.received is None and (not seats or admit(len(seats))):
-                    member = source.next()
-                    if member is None:
+                while len(seats) < together and relay.received is None:
+                    waiting = waiting or source.next()
+                    if waiting is None or (seats and not admit(len(seats))):
                         break
-                    seats.append(Seat(make, member, begun, steps=steps, stream=streams.take()))
+                    seats.append(Seat(make, waiting, begun, steps=steps, stream=streams.take()))
+                    waiting = None
                     seats[-1].take_turn()
                     _collect(seats, source, streams)
                 if not seats:
