@@ -53,7 +53,7 @@ class WeighsTerms(Protocol):
     """A task whose loss is a sum of means over different counts.
 
     Its ``step`` divides the sum of each term by ``totals``, so the losses of the micro-batches are shares that add up
-    to the loss of the step; that sum is what is reported.
+    to the loss of the step; that sum is reported.
     """
 
     def weights(self, batch: Any) -> Mapping[str, float] | None:

@@ -151,13 +151,13 @@ class CapturedSteps:
         return Group(batches, group.data_time, group.sample_ids), weights
 
     def _forget(self) -> None:
-        """Drops the graphs after a state was loaded: it lies in other memory."""
+        """Drops the graphs after a state was loaded: it is in other memory."""
         self._num_loads = self._engine.state.num_loads
         self._steps, self._met, self._settled_state = {}, set(), False
         self._latest_kind = None
 
     def _keep_rates_on_device(self) -> None:
-        """Makes each learning rate a tensor of the device, also after somebody has set a number."""
+        """Makes each learning rate a tensor of the device, also after it was set to a number."""
         groups = self._engine.optimizer.param_groups
         if len(self._rates) != len(groups):
             self._rates = [torch.zeros((), dtype=torch.float32, device=self._engine.device) for _ in groups]
@@ -202,7 +202,7 @@ class CapturedSteps:
         return step
 
     def _settings(self) -> int:
-        """Numbers what is written into a graph besides the data: a change of it needs another one."""
+        """Returns the numbers baked into a graph besides the data: a change needs another graph."""
         engine = self._engine
         groups = engine.optimizer.param_groups
         latest = (

@@ -260,7 +260,7 @@ def _plain_number(value: Any) -> Any:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors of one dtype and shape hold the same numbers, wherever they lie; NaN is NaN."""
+    """Returns whether two tensors of one dtype and shape hold the same numbers, on any device; NaN equals NaN."""
     one, other = one.detach(), other.detach().to(one.device)
     if one.is_sparse or other.is_sparse:
         one, other = one.to_dense(), other.to_dense()

@@ -1,6 +1,6 @@
 """Whole files or none: staged beside the target, flushed, renamed, and the folder synced.
 
-A crash at any point leaves the old file or the new one. The staged file lies in the target's own folder, so the
+A crash at any point leaves the old file or the new one. The staged file is in the target's folder, so the
 rename never crosses a file system. System calls go through ``os``, where the tests count every one of them.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT_NAME = "treadle"
-STORED = "treadle.stored"  # {STORED: key} stands where the tensor of that key was
+STORED = "treadle.stored"  # {STORED: key} replaces the tensor of that key
 TEMPORARY = ".treadle-tmp"
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS}  # network and FUSE file systems
 

@@ -46,7 +46,7 @@ def evaluate(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate the best weights of a run; model and data are those that its folder says.
+    """Evaluate the best weights of a run; model and data are those of its folder.
 
     Of treadle train graphs, spectra, astro and text, and of a configuration file whose trainer has
     build_eval_data_loader(), for which --split has no meaning. Writes eval_results_SPLIT.json into the run folder. On
@@ -84,7 +84,7 @@ def evaluate_checkpoint(
     results: Console | None,
     messages: Console,
 ) -> dict[str, Any]:
-    """Evaluates a run by what its checkpoint says of it.
+    """Evaluates a run by the record in its checkpoint.
 
     Args:
         run: its folder, or a checkpoint.

@@ -41,7 +41,7 @@ def replay(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run one step of a finished or broken run again and compare it with what the run's record says, to the bit.
+    """Run one step of a finished or broken run again and compare it with the run's record, to the bit.
 
     It starts from the nearest checkpoint before the step, or from the run's beginning, and runs every step up to the
     one asked for. A run of `treadle train` is built again from what its folder holds; for a run of your own script, or

@@ -69,7 +69,7 @@ class Cursor:
 
     Args:
         ranks: what it does on several ranks. ``"together"``: their epochs must have equally many micro-batches; where
-            one of them cannot tell, all end with the first. ``"told"``: they tell each other, and may differ.
+            one of them cannot tell, all end with the first. ``"told"``: they inform each other, and may differ.
             ``"apart"``: nothing.
 
     Attributes:
@@ -77,7 +77,7 @@ class Cursor:
         position: micro-batches consumed in the running epoch. In an epoch that another number of ranks began, as many
             as leave what is left of it now.
         ended: whether the running epoch has no more micro-batches.
-        lengths: what the ranks said when the epoch was opened; None on one rank or apart.
+        lengths: reported by the ranks when the epoch was opened; None on one rank or apart.
 
     Example:
         >>> cursor = Cursor()
@@ -103,7 +103,7 @@ class Cursor:
         self._pending_generators: list[torch.Tensor] = []
         self._objects = LoaderState(None)
         self._pending_objects: dict[str, Any] | None = None
-        self._epoch_of_workers: int | None = None  # the epoch that the data sets were told before workers began
+        self._epoch_of_workers: int | None = None  # the epoch set on the data sets before workers began
         self._warned: set[str] = set()
 
     def attach(self, loader: Any) -> None:
@@ -121,13 +121,13 @@ class Cursor:
             self.warn(self._source.warnings(resuming=False) + repeated_by_workers(loader))
 
     def open(self, loader: Any) -> None:
-        """Opens the running epoch: afresh, where it stands, or at the position of a loaded checkpoint."""
+        """Opens the running epoch: from its start, its present position, or the position of a loaded checkpoint."""
         self.attach(loader)
         if self._iterator is not None or self.ended:
             self._restore_pending()
             return
         if set_epoch(loader, self.epoch) and self._epoch_of_workers not in (None, self.epoch):
-            self._the_source().close()  # workers that persist have copies that were told another epoch
+            self._the_source().close()  # persistent workers have copies set to another epoch
         self._epoch_of_workers = self.epoch
         self._ask_ranks()
         if self._opening is None:
@@ -240,7 +240,7 @@ class Cursor:
 
     @property
     def length(self) -> int | None:
-        """Micro-batches in an epoch of the attached loader, as it says itself."""
+        """Micro-batches in an epoch by the ``len`` of the attached loader."""
         return self._source.length if self._source else None
 
     def _the_source(self) -> Source:

@@ -152,7 +152,7 @@ class _Feed:
         self._number = 0
         self._seed = seed
         self._watch = watch
-        self._handed_out: deque[tuple[int, Any]] = deque()  # lists whose batch nobody has asked about yet
+        self._handed_out: deque[tuple[int, Any]] = deque()  # lists whose batch was not asked about yet
         self.exhausted = False
         self.draws_while_running = False
 
@@ -214,7 +214,7 @@ def draw_as_workers_do_when_they_start(generator: torch.Generator | None) -> Non
 
 
 class Workers:
-    """The workers of a loader's last pass, which end when told to.
+    """The workers of a loader's last pass, ended on request.
 
     Left to garbage collection, each pair of persistent ones can take ten seconds to go; and those of a pass that failed
     live as long as the error's traceback does.
@@ -314,9 +314,9 @@ class IndexedReader:
         return iterator
 
     def finish(self) -> None:
-        """Lets the sampler find its end, as a plain loop does: a generator of its own may move once more there."""
+        """Exhausts the sampler, as a plain loop does: its own generator may advance once more there."""
         for _ in self.feed.current or ():
-            raise RuntimeError(f"the sampler of {self.feed.lists!r} gives more than its length says")
+            raise RuntimeError(f"the sampler of {self.feed.lists!r} gives more than its length")
 
     def is_over_at(self, position: int) -> bool:
         """Returns whether the epoch has no more than ``position`` batches."""

@@ -36,7 +36,7 @@ def owners_of(loader: Any) -> dict[str, Any]:
     seen: set[int] = set()
     if not isinstance(loader, DataLoader):
         _walk("loader", loader, found, seen, _DEEPEST)
-    for name in ("dataset", "collate_fn", "batch_sampler", "sampler"):  # of what both hold, the data are told first
+    for name in ("dataset", "collate_fn", "batch_sampler", "sampler"):  # of what both hold, the data come first
         _walk(name, getattr(loader, name, None), found, seen, _DEEPEST)
     return found
 
@@ -101,7 +101,7 @@ class LoaderState:
         self._last: dict[str, Any] = {}
 
     def collect(self) -> dict[str, Any]:
-        """Returns the states by path, as plain copies; nothing for what is as it was built.
+        """Returns the states by path, as plain copies; nothing for unchanged ones.
 
         Raises:
             CheckpointError: a state dict holds what no checkpoint can.

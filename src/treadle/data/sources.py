@@ -1,4 +1,4 @@
-"""Three kinds of loaders behind one small interface: index lists known, state of its own, or replay."""
+"""Three kinds of loaders behind one small interface: index lists, own state, or replay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Source(Protocol):
 
     Attributes:
         kind: ``"indexed"``, ``"stateful"`` or ``"replayed"``; written into checkpoints.
-        length: micro-batches in an epoch as the loader says, or None.
+        length: micro-batches in an epoch by the loader's ``len``, or None.
         exact: whether the length is certain, so that the last batch is known to be the last.
     """
 
@@ -235,7 +235,7 @@ def _draw_for_running_workers(loader: Any) -> None:
 
 
 def _end_persistent_workers(loader: Any) -> None:
-    """Ends workers that the loader itself keeps between epochs, whoever started them."""
+    """Ends the workers that the loader keeps between epochs."""
     iterator = getattr(loader, "_iterator", None) if isinstance(loader, DataLoader) else None
     if iterator is not None and hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()

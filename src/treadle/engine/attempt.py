@@ -283,7 +283,7 @@ def raise_late_refusal(engine: Engine, late: LateRefusal) -> None:
     """Raises NonFiniteError for a step that the device refused and the host learned of late.
 
     The optimizer skipped that step and every later one, so the weights and its state are those of the last applied
-    step. The schedule and the averages in memory are as many updates ahead; what is saved is looked at before.
+    step. The schedule and the averages in memory are as many updates ahead; the saved state is checked before.
     """
     engine.progress.take_back(late.undone)
     clear_gradients(engine)

@@ -146,7 +146,7 @@ class EarlyStopping:
     """Says when to stop: a callable over :class:`BestRule`.
 
     Args:
-        patience: non-improving values until it says True, >= 1.
+        patience: non-improving values until it returns True, >= 1.
         min_delta: smallest change that counts.
         mode: ``"min"`` or ``"max"``.
         start_epoch: values before this one are not counted.

@@ -53,7 +53,7 @@ def evaluate(
         ``loss``, the records, then the metrics; all reduced over ranks.
 
     Raises:
-        EvaluationAbandoned: ``interrupted`` says so.
+        EvaluationAbandoned: ``interrupted`` returned True.
     """
     means = RunningMeans()
     metrics = task.new_metrics() if isinstance(task, HasMetrics) else None
@@ -107,7 +107,7 @@ def for_each_batch(
 
     Raises:
         ConfigError: the model is sharded and the ranks have unequal numbers of batches.
-        EvaluationAbandoned: ``interrupted`` says so.
+        EvaluationAbandoned: ``interrupted`` returned True.
     """
     cursor = Cursor() if cursor is None else cursor
     cursor.ranks = "together" if distributed.is_sharded(model) else "apart" if interrupted is None else "told"

@@ -75,7 +75,7 @@ class Engine:
         hooks: what watches the run, in order.
         eval_seed: seeds the RNG of every evaluation.
         capture: whether the step is replayed as one CUDA graph, see ``treadle.capture``: True, False, or ``"auto"``,
-            which says in a warning why it is not where that is impossible.
+            which warns with the reason where that is impossible.
         logger: by default ``treadle.engine``.
         progress: False shows nothing of a run where no handler of the user's logs it.
         face: name of the front end, written into checkpoints.
@@ -288,7 +288,7 @@ class Engine:
                 if loss is not None:
                     self.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
             attempt.record_output(output)
-        attempt.receive(weights.heard)
+        attempt.receive(weights.rank_notices)
         if not weights.any_loss():
             return skip(self, "no micro-batch had a loss")
 
@@ -501,7 +501,7 @@ class Engine:
 
     @property
     def is_last_step(self) -> bool:
-        """Whether the present step is the last one of this run, as far as the target says."""
+        """Whether the present step is the last one before the target."""
         return self._stops_here() or self.target.is_last_step(self)
 
     def evaluate(self, loader: Iterable[Any], task: Task | None = None) -> dict[str, Any]:
@@ -523,9 +523,11 @@ class Engine:
                 interrupted=session.interruption(self),
             )
 
-    def heard_of(self, notice: Callable[[], float]) -> list[float]:
+    def rank_notices(self, notice: Callable[[], float]) -> list[float]:
         """Returns the number that each rank sent for a hook in the present step; see ``BaseHook.notice``."""
         return session.messages_of_ranks(self, notice)
+
+    heard_of = rank_notices  # former name
 
     @contextlib.contextmanager
     def temporarily(self, **parts: Any) -> Iterator[None]:

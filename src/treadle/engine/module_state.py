@@ -23,7 +23,7 @@ _LARGEST = 1_000_000  # elements of a plain tensor attribute that counts as stat
 
 
 class Version:
-    """A tensor as it was at one moment, which tells whether it was replaced or written to since.
+    """A tensor as it was at one moment, to detect a later replacement or write.
 
     Example:
         >>> tensor = torch.zeros(1)
@@ -68,7 +68,7 @@ class ModuleState:
             if not type(module).__module__.startswith("torch.")
         }
         self._tensors = {path: Version(value) for path, (_, value) in _other_tensors(named).items()}
-        self._trained_eval: list[str] | None = None  # modules in eval mode after train(), while a run goes on
+        self._trained_eval: list[str] | None = None  # modules in eval mode after train(), during a run
         self._pending_eval: list[str] | None = None  # those of a checkpoint, or of the end of the last run
         self._last: dict[str, Any] = {}
 
@@ -144,7 +144,7 @@ class ModuleState:
         Args:
             model: as it was built, or as it was left.
             entry: of a checkpoint; an empty one restores the attributes and modes of the start.
-            ready: whether the run goes on, so that modes are set at once.
+            ready: whether the run is under way, so that modes are set at once.
         """
         if "frozen" in entry:
             frozen = set(entry["frozen"])

@@ -197,7 +197,7 @@ class OptimizerPart(StatePart):
             now = optimizer_state(engine.optimizer, engine.model)
             state = {key: value for key, value in saved.part("optimizer").items() if key != "attributes"}
             # A switch that an older torch did not have is in memory alone, with its default.
-            if "param_groups" in now and "param_groups" in state:  # else it has a form of its own
+            if "param_groups" in now and "param_groups" in state:  # else it has its own format
                 now["param_groups"] = [
                     {key: value for key, value in group.items() if key in before}
                     for group, before in zip(now["param_groups"], state["param_groups"], strict=True)
@@ -303,7 +303,7 @@ class DataPart(StatePart):
 
 
 class HooksPart(StatePart):
-    """State of the hooks, by their keys or under keys of their own."""
+    """State of the hooks, by their keys or under their own."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         tree["hooks"] = {}
@@ -316,7 +316,7 @@ class HooksPart(StatePart):
             changed += [f"hooks.{key}" for key, value in others.items() if kept.get(key) is not value]
             if changed:
                 raise CheckpointError(
-                    f"{type(hook).__name__}.on_state_dict overwrites {changed[0]!r}, which belongs to somebody else; "
+                    f"{type(hook).__name__}.on_state_dict overwrites {changed[0]!r}, which belongs to another part; "
                     'write to state_dict["hooks"][self.state_key]'
                 )
 

@@ -13,7 +13,7 @@ from treadle.errors import ConfigError
 
 
 def kept_outputs(outputs: Any) -> Any:
-    """Returns the tensors of one batch's outputs on the CPU, in plain containers; what is no tensor is left out.
+    """Returns the tensors of one batch's outputs on the CPU, in plain containers; other values are left out.
 
     Example:
         >>> kept_outputs({"logits": torch.zeros(1), "cache": object()})

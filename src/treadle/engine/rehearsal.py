@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def refuse_fsdp_1(model: nn.Module) -> None:
-    """Raises for torch's first FullyShardedDataParallel, whose ranks would each clip by a norm of their own.
+    """Raises for torch's first FullyShardedDataParallel, whose ranks would each clip by their own norm.
 
     Raises:
         ConfigError: a part of the model is wrapped in it.
@@ -125,7 +125,7 @@ def try_folders(engine: Engine) -> None:
     """Looks whether the folders into which hooks will write can be made.
 
     Raises:
-        ConfigError: a file lies where a folder is to be, or a folder cannot be written to.
+        ConfigError: a file is in the place of a folder, or a folder is not writable.
     """
     for hook in engine.hooks:
         for name, value in vars(hook).items() if hook.writes and not hook._may_fail_to_write else ():

@@ -91,7 +91,7 @@ def refusal_plan(engine: Engine) -> RefusalPlan | None:
 
 
 def finite_guard(engine: Engine) -> FiniteGuard:
-    """Returns the guard of the weights: on the device, where nobody must know of a refused step at once."""
+    """Returns the guard of the weights: on the device, unless a refused step must be known at once."""
     plan = refusal_plan(engine)
     must_know_now = bool(engine.max_non_finite_grad_retries) or engine.precision.scaled or plan is not None
     deferred = not must_know_now and skips_on_device(engine.optimizer, engine.device)
@@ -153,9 +153,9 @@ def training_session(engine: Engine) -> Iterator[None]:
 
 
 def into_training_mode(engine: Engine) -> None:
-    """Puts every module into training mode, and warns of layers whose running statistics somebody froze before.
+    """Puts every module into training mode, and warns of layers with frozen running statistics.
 
-    A model that is in eval mode as a whole was loaded to be used; nobody asked to freeze a part of it.
+    A model that is in eval mode as a whole was loaded for inference; no part of it was frozen on purpose.
     """
     model = engine.model
     frozen = [
@@ -308,7 +308,7 @@ def leave_after_step(engine: Engine) -> None:
 
 
 def interruption(engine: Engine) -> Callable[[], bool] | None:
-    """Returns a callable that tells whether an evaluation is to be abandoned for a signal; None if it is not to be.
+    """Returns a callable that is True once a signal should abandon the evaluation; None if none should.
 
     No evaluation is abandoned inside a step: a hook that was cut short there would leave other gradients than it meant
     to, and a step that has begun has no state to be saved.

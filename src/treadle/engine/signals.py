@@ -124,7 +124,7 @@ class SignalListener:
                 yield
             return
         self._owner = os.getpid()
-        self._phase = _shared_byte()  # workers of an earlier run keep theirs, which says that it is over
+        self._phase = _shared_byte()  # workers of an earlier run keep theirs, which is set to over
         try:
             for number in dict.fromkeys(signals):
                 self._previous[number] = signal.signal(number, self._note)

@@ -85,7 +85,7 @@ def _duration(seconds: float) -> str:
 
 
 def _short(path: str) -> str:
-    """Returns a path relative to the working directory where it lies below it."""
+    """Returns a path relative to the working directory if it is below it."""
     try:
         return str(Path(path).relative_to(Path.cwd()))
     except (ValueError, OSError):

@@ -59,7 +59,7 @@ class RunState:
     """State table of an engine, and where its present state came from.
 
     Args:
-        options: what is left out of a state, or may be missing when one is loaded.
+        options: parts left out of a state, or allowed to be missing from a loaded one.
 
     Attributes:
         drivers: objects around the engine that add keys of their own.
@@ -72,7 +72,7 @@ class RunState:
         saved_step: the step of its state.
         origin: where the run began.
         scored: the weights that the last evaluation scored, ``"model"`` or ``"ema"``; None before one.
-        num_loads: how often a state was loaded; tensors of the optimizer lie in other memory after each.
+        num_loads: how often a state was loaded; tensors of the optimizer are in other memory after each.
         training: whether a run takes steps.
         num_runs: runs that took steps, of this object.
         modules: state of the model that its state dict does not hold.
@@ -122,7 +122,7 @@ class RunState:
         self._trial = trial
 
     def run_trial(self, engine: Engine) -> None:
-        """Runs what is to be tried, and puts back what it changed in the user's objects."""
+        """Runs a trial and restores the user's objects afterwards."""
         trial, self._trial = self._trial, None
         if trial is None or engine.progress.step or self.loaded:
             return

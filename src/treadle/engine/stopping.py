@@ -1,4 +1,4 @@
-"""The target of a run, in steps or in epochs, and what it says about where the run stands."""
+"""The target of a run, in steps or in epochs, and the distance to it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Target:
         return stopped_early or (self.epochs is not None and engine.epoch >= self.epochs)
 
     def completes_epoch(self, engine: Engine) -> bool:
-        """Returns whether the running epoch is complete and to be finished before the run goes on or ends."""
+        """Returns whether the running epoch is complete and must be finished before the run continues or ends."""
         if not engine.cursor.ended or self.reached(engine):
             return False
         return self.epochs is not None or not engine.should_stop

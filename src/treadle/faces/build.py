@@ -1,4 +1,4 @@
-"""What every face does with model and optimizer before its engine is made, and the counters that it shows."""
+"""Placement of model and optimizer before a face builds its engine, and the counters of a face."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the graph face writes down about an epoch: its record, the history, what the log hooks are told."""
+"""Records of an epoch of the graph face: the record itself, the history, the arguments of log hooks."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def dump_history(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 class LogHooks(IntervalHook):
-    """Calls functions ``hook(metrics, step, prefix)``: with step means every ``log_every`` steps, and as it is told.
+    """Calls ``hook(metrics, step, prefix)`` with step means every ``log_every`` steps, and with each epoch's record.
 
     On several ranks only the first one calls them.
 
@@ -232,8 +232,8 @@ class LogHooks(IntervalHook):
 
     def report(self, trainer: Engine, means: dict[str, Any]) -> None:
         """Tells the hooks ``loss``, ``lr`` and ``grad_norm``."""
-        told = {key: value for key, value in means.items() if key in ("loss", "grad_norm")}
-        self.tell({**told, "lr": means["lr"][0]}, trainer.step, "step")
+        shown = {key: value for key, value in means.items() if key in ("loss", "grad_norm")}
+        self.tell({**shown, "lr": means["lr"][0]}, trainer.step, "step")
 
     def tell(self, metrics: Mapping[str, Any], step: int, prefix: str) -> None:
         """Calls every hook with the numbers of a report, on the first rank."""

@@ -111,7 +111,7 @@ def _baselines(data: GraphDataset) -> dict[str, dict[str, float]]:
     """Errors on the test set of what needs no graphs: the mean, and ridges on the node features summed up.
 
     Targets of nodes and pairs have the mean alone. Molecules have two ridges: on the counts of their atoms by element,
-    and on all that is said of the atoms, such as hybridisation and hydrogens.
+    and on all features of the atoms, such as hybridisation and hydrogens.
     """
     if data.level != "graph":
         train, test = (torch.cat([graph.y.flatten() for graph in part])[:, None] for part in (data.train, data.test))

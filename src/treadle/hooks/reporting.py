@@ -46,7 +46,7 @@ class IntervalHook(BaseHook):
             self._report(trainer)
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Reports what is left."""
+        """Reports the rest."""
         if self._pending:
             self._report(trainer)
 

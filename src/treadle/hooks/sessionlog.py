@@ -38,7 +38,7 @@ class SessionLogHook(BaseHook):
     that cannot be written is a warning and does not end the training.
 
     Args:
-        path: the file; a relative one lies in the trainer's workspace.
+        path: the file; relative to the trainer's workspace.
 
     Example:
         >>> hook = SessionLogHook()

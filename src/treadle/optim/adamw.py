@@ -24,9 +24,9 @@ def build_optimizer(
 ) -> AdamW:
     """Build AdamW with two groups: parameters that decay, then parameters that do not.
 
-    No decay for parameters with fewer than two dimensions, those of normalisation layers (told by the type of
+    No decay for parameters with fewer than two dimensions, those of normalisation layers (by the type of
     the module that owns them), and class tokens and position tables that a module holds as ``cls_token`` or
-    ``pos_embed`` itself. A parameter that several modules share is undecayed if any of them says so. Frozen
+    ``pos_embed`` itself. A parameter that several modules share is undecayed if any of them exempts it. Frozen
     parameters are left out.
 
     Args:
@@ -38,7 +38,7 @@ def build_optimizer(
 
     Returns:
         AdamW with exactly two groups (one may be empty), each parameter in one of them. The fused kernel is
-        used when every parameter is floating and lies on the CPU or on CUDA.
+        used when every parameter is floating and on the CPU or on CUDA.
 
     Raises:
         ValueError: When no parameter requires a gradient, or a number is out of range.

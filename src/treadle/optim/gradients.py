@@ -33,7 +33,7 @@ class Gradients(list[Tensor]):
     """The gradients of a step, which are looked at once for several functions.
 
     Attributes:
-        alike: what :func:`are_alike` has said of them; None before.
+        alike: the result of :func:`are_alike`; None before.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -74,7 +74,7 @@ def are_alike(grads: Sequence[Tensor]) -> bool:
 
 
 class Inverse(NamedTuple):
-    """A divisor by its inverse: 0-d float32, on the device of what is divided."""
+    """A divisor by its inverse: 0-d float32, on the device of the dividend."""
 
     factor: Tensor
 

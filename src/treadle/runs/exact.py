@@ -114,7 +114,7 @@ def _script_of(function: Callable[[], Any]) -> str:
     """Returns a script that loads the module of a function and calls it.
 
     Raises:
-        ConfigError: the function stands inside another one, or its module has no file.
+        ConfigError: the function is defined inside another one, or its module has no file.
     """
     name, file = getattr(function, "__qualname__", ""), inspect.getsourcefile(function)
     if not name.isidentifier() or file is None:

@@ -62,7 +62,7 @@ class Replayed:
 
 
 class Witness(BaseHook):
-    """The last hook of a replay: says where to start, watches every step, and ends the run at the one asked for."""
+    """The last hook of a replay: chooses the start, watches every step, and ends the run at the requested one."""
 
     state_key = "treadle replay"
 
@@ -168,7 +168,7 @@ def _quiet_about_left_out_hooks() -> Iterator[None]:
     def passes(record: logging.LogRecord) -> bool:
         return getattr(record, "topic", None) != "ignored hook state"
 
-    # Every face has a logger of its own, also that of another package's trainer.
+    # Every face has its own logger, also that of another package's trainer.
     loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
     for logger in loggers:
         logger.addFilter(passes)
@@ -214,7 +214,7 @@ def refuse_run_of_ranks(run: Path) -> None:
 def replay_script(run: Path, step: int, *, script: Path, arguments: Sequence[str], debug: bool) -> Replayed:
     """Runs a step of a user's own script again: everything up to its ``train()``, then from the nearest state.
 
-    The trainer's workspace lies in a temporary folder meanwhile. What the script itself writes, it writes again.
+    The trainer's workspace is a temporary folder meanwhile. What the script itself writes, it writes again.
 
     Raises:
         ConfigError: there is no such script or folder, it trains with no BaseTrainer, or the run has no such step.

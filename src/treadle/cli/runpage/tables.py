@@ -76,7 +76,7 @@ def folded(title: str, inside: str) -> str:
 
 
 def overview(runs: Sequence[RunRecords], rows: Sequence[RunSummary]) -> str:
-    """Returns the table of several runs; what it says of a single one stands in the lead of the page."""
+    """Returns the table of several runs; of a single run these are in the lead of the page."""
     head = ["run", "status", "step", "epoch", "best metric", "at epoch", "time", "device", "last written"]
     cells = [
         [

@@ -43,7 +43,7 @@ class Arrangement(MovedRuns):
         self.job = job
         self.file = file
         self.watch = SeedWatch()
-        self.pack = False  # the command of a pack puts its files where it is told to
+        self.pack = False  # the command of a pack has a run folder as an option
 
     def before_running(self, engine: Engine) -> None:
         """Moves the files of hooks, sees to checkpoints, and adds the recorder.
@@ -91,7 +91,7 @@ def run_job(job: Job) -> NoReturn:
     except BaseException:  # noqa: BLE001  (nothing may return into the server this was forked from)
         traceback.print_exc()
     finally:
-        # As at the end of an interpreter; a plain return would go on in the server.
+        # As at the end of an interpreter; a plain return would continue in the server.
         with contextlib.suppress(OSError):
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
