@@ -93,9 +93,7 @@ class Made:
 Factory = Callable[[int, Path], Made]
 
 
-def trainer_of(
-    case: Case, steps: int, seed: int, workspace: Path, *, interval: int = 0, batches: int = 1000
-) -> Made:
+def trainer_of(case: Case, steps: int, seed: int, workspace: Path, *, interval: int = 0, batches: int = 1000) -> Made:
     """Returns a run of one of the models of ``overhead_gpu.py``."""
     work, clock = case.work, Clock(steps // 4)
 
@@ -260,7 +258,16 @@ def factories(device: torch.device, *, tiny: bool) -> dict[str, Factory]:
 
 def killed(device: torch.device, members: int, folder: Path, *, steps: int) -> dict[str, str]:
     """Kills a population of the MLP by SIGKILL, runs it again, and compares its members with their runs alone."""
-    command = [sys.executable, __file__, "--child", str(folder / "killed"), "--members", str(members), "--steps", str(steps)]
+    command = [
+        sys.executable,
+        __file__,
+        "--child",
+        str(folder / "killed"),
+        "--members",
+        str(members),
+        "--steps",
+        str(steps),
+    ]
     first = folder / "killed" / "seed=0" / "checkpoints" / f"checkpoint_step_{steps // 5}.pt"
     with subprocess.Popen(command) as process:
         deadline = time.monotonic() + 180
@@ -301,7 +308,19 @@ def spectra_command(seeds: str, out: Path, settings: list[str]) -> float:
     """Returns the seconds of a command."""
     single = "." not in seeds
     chosen = [f"seed={seeds}"] if single else ["--seeds", seeds]
-    command = [sys.executable, "-m", "treadle", "train", "spectra", *settings, *chosen, "--device", "cpu", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "treadle",
+        "train",
+        "spectra",
+        *settings,
+        *chosen,
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+    ]
     started = time.perf_counter()
     with open(os.devnull, "w") as nothing:
         subprocess.run(command, check=True, stdout=nothing, stderr=nothing)
@@ -349,7 +368,9 @@ def main() -> None:
         return
     if options.cpu:
         rows = list(on_the_cpu(options.rounds, options.settings))
-        title = f"Four seeds of treadle train spectra {' '.join(options.settings)} on {os.cpu_count()} cores".replace("  ", " ")
+        title = f"Four seeds of treadle train spectra {' '.join(options.settings)} on {os.cpu_count()} cores".replace(
+            "  ", " "
+        )
         write_result("population_cpu", title, tuple(rows[0]), rows, describe())
         return
     if not options.tiny and not torch.cuda.is_available():

@@ -71,6 +71,7 @@ if _typing.TYPE_CHECKING:
     from treadle.hooks.trackers import with_trackers
     from treadle.means import Total, Weighted
     from treadle.nested import flatten_nested_dict, key_average, map_nested_tensor
+    from treadle.population import Population
     from treadle.runs.exact import replay, verify
     from treadle.seed import ReproducibilityContext, set_seed
     from treadle.task import StepOutput, Task
@@ -101,6 +102,7 @@ __all__ = [
     "NonFiniteHook",
     "OutOfMemoryError",
     "ParallelConfig",
+    "Population",
     "ProfilerHook",
     "ProgressBarHook",
     "ProgressHook",
@@ -203,14 +205,15 @@ _HOMES = {
     "hooks.trackers": ["with_trackers"],
     "means": ["Total", "Weighted"],
     "nested": ["flatten_nested_dict", "key_average", "map_nested_tensor"],
+    "population": ["Population"],
     "runs.exact": ["replay", "verify"],
     "seed": ["ReproducibilityContext", "set_seed"],
     "task": ["StepOutput", "Task"],
 }
 _ROOMS = (
     "astro", "builder", "capture", "checkpoint", "config", "data", "datasets", "device", "distributed", "engine",
-    "errors", "exchange", "faces", "functional", "graphs", "hooks", "means", "nested", "optim", "runs", "seed",
-    "spectra", "task", "text",
+    "errors", "exchange", "faces", "functional", "graphs", "hooks", "means", "nested", "optim", "population", "runs",
+    "seed", "spectra", "task", "text",
 )  # fmt: skip
 
 if not _typing.TYPE_CHECKING:  # a type checker is to see no name that is not there

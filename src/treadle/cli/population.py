@@ -129,9 +129,7 @@ class PackMember:
         pack = find_pack(self.face)
         values = partial(_values, pack, settings, self.device)
         with observing(SessionKeeper()), tracked(self.trackers, values) as tracking:
-            metrics = pack.train(
-                settings, out=out, device=self.device, resume=self.resume, messages=_silent_console()
-            )
+            metrics = pack.train(settings, out=out, device=self.device, resume=self.resume, messages=_silent_console())
             tracking.final(metrics)
         return metrics or {}
 
@@ -186,7 +184,13 @@ def _silent_console() -> Console:
 
 
 def train_several(
-    make: PackMember | FileMember, found: Several, *, out: Path, device: str | None, workers: int | None, console: Console
+    make: PackMember | FileMember,
+    found: Several,
+    *,
+    out: Path,
+    device: str | None,
+    workers: int | None,
+    console: Console,
 ) -> None:
     """Trains the runs of a command line, and prints their means and deviations.
 
@@ -215,7 +219,9 @@ def train_several(
         results = population.run()
     for line in results.lines():
         console.print(line, markup=False, soft_wrap=True)
-    console.print(f"Files in {population.out}: population.json population.csv, and a folder for each run", soft_wrap=True)
+    console.print(
+        f"Files in {population.out}: population.json population.csv, and a folder for each run", soft_wrap=True
+    )
     if results.failed:
         raise SystemExit(1)
 

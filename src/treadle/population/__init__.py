@@ -7,4 +7,14 @@ from treadle.population.results import Difference, Results, Summary, difference
 from treadle.population.search import SuccessiveHalving
 from treadle.population.sweeps import Uniform, draws, grid
 
-__all__ = ["Difference", "Population", "Results", "SuccessiveHalving", "Summary", "Uniform", "difference", "draws", "grid"]
+__all__ = [
+    "Difference",
+    "Population",
+    "Results",
+    "SuccessiveHalving",
+    "Summary",
+    "Uniform",
+    "difference",
+    "draws",
+    "grid",
+]

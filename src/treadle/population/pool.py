@@ -291,5 +291,3 @@ def visible_gpus() -> list[str]:
     if named is not None:
         return [name.strip() for name in named.split(",") if name.strip()]
     return [str(number) for number in range(torch.cuda.device_count())]
-
-

@@ -18,8 +18,8 @@ from treadle.data.sharing import shared_tensors
 from treadle.engine.voice import VOICE
 from treadle.errors import ConfigError, TreadleError
 from treadle.hooks.files import to_json
-from treadle.population.memory import Admission
 from treadle.population.member import Make, Member, Outcome, member_name
+from treadle.population.memory import Admission
 from treadle.population.pool import Worker, check_picklable, run_in_processes, visible_gpus
 from treadle.population.results import Results, Row, read_rows
 from treadle.population.search import InOrder, StudySource, SuccessiveHalving
@@ -215,9 +215,7 @@ class Population:
         _log.log(level, "%s", row.line())
 
 
-def _workers(
-    count: int, gpus: Sequence[str] | None, *, together: int | None, turn: int, threads: int
-) -> list[Worker]:
+def _workers(count: int, gpus: Sequence[str] | None, *, together: int | None, turn: int, threads: int) -> list[Worker]:
     """Returns the processes of a population, dealt over the GPUs."""
     names = list(gpus) if gpus is not None else (visible_gpus() if torch.cuda.is_available() else [])
     cores = os.cpu_count() or 1

@@ -149,9 +149,7 @@ class Results:
             ConfigError: no member has the number.
         """
         if metric not in self.metrics():
-            raise ConfigError(
-                f"no member has it; {nearest(metric, self.metrics())}", argument="metric", value=metric
-            )
+            raise ConfigError(f"no member has it; {nearest(metric, self.metrics())}", argument="metric", value=metric)
         rows = self.rows if group is None else self.groups()[group]
         return Summary.of(row.metrics[metric] for row in rows if metric in row.metrics and row.status != "failed")
 
@@ -292,9 +290,7 @@ def _by_seed(results: Results, metric: str) -> dict[Any, list[float]]:
     """Returns the values of a number by seed; under None where seeds do not tell the members apart."""
     rows = [row for row in results.rows if row.status != "failed" and math.isfinite(row.metrics.get(metric, math.nan))]
     if not rows:
-        raise ConfigError(
-            f"no member has it; {nearest(metric, results.metrics())}", argument="metric", value=metric
-        )
+        raise ConfigError(f"no member has it; {nearest(metric, results.metrics())}", argument="metric", value=metric)
     seeds = [row.settings.get("seed") for row in rows]
     if None in seeds or len(set(seeds)) < len(seeds):
         return {None: [row.metrics[metric] for row in rows]}

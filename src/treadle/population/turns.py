@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from treadle.engine.observers import exchange_observers
 from treadle.engine.signals import SignalRelay
@@ -47,7 +48,7 @@ class ProcessState:
 
     python: Any
     numpy: Any
-    torch: torch.Tensor
+    cpu: Tensor
     cuda: list[torch.Generator]
     observers: list[Any]
     threads: int
@@ -62,7 +63,7 @@ class ProcessState:
         return cls(
             python=random.getstate(),
             numpy=np.random.get_state(),
-            torch=torch.get_rng_state(),
+            cpu=torch.get_rng_state(),
             cuda=[generator.graphsafe_get_state() for generator in _cuda_generators()],
             observers=exchange_observers([]),
             threads=torch.get_num_threads(),
@@ -83,7 +84,7 @@ class ProcessState:
         """Sets this state."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
-        torch.set_rng_state(self.torch)
+        torch.set_rng_state(self.cpu)
         for generator, state in zip(_cuda_generators(), self.cuda, strict=False):
             generator.graphsafe_set_state(state)
         exchange_observers(self.observers)

@@ -32,7 +32,8 @@ def test_a_summary_has_mean_and_deviation_of_the_sample():
 
 def test_groups_are_settings_without_the_seed_and_failed_members_count_nothing():
     results = Results([
-        *rows([1.0, 2.0], lr="a"), *rows([5.0], lr="b"), Row("x", {"lr": "b", "seed": 9}, "failed", 1, 0, {}, 0, "E: no"),
+        *rows([1.0, 2.0], lr="a"), *rows([5.0], lr="b"),
+        Row("x", {"lr": "b", "seed": 9}, "failed", 1, 0, {}, 0, "E: no"),
     ])  # fmt: skip
     assert list(results.groups()) == ["lr=a", "lr=b"]
     assert results.lines() == [
@@ -45,7 +46,7 @@ def test_groups_are_settings_without_the_seed_and_failed_members_count_nothing()
 def test_a_table_is_written_and_rows_are_read_again(tmp_path):
     found = rows([1.5, 2.5], lr=0.1)
     path = Results(found).to_csv(tmp_path / "rows.csv")
-    table = list(csv.DictReader(path.open()))
+    table = list(csv.DictReader(path.read_text().splitlines()))
     assert [(row["member"], row["seed"], row["lr"], row["loss"]) for row in table] == [
         ("seed=0", "0", "0.1", "1.5"), ("seed=1", "1", "0.1", "2.5"),
     ]  # fmt: skip
@@ -63,7 +64,9 @@ def test_pairs_of_seeds_show_a_small_difference_that_whole_groups_do_not():
     assert found.low < 0.1 < found.high
     assert "paired over 10 seeds" in str(found)
     assert str(found).endswith("more than noise")
-    unpaired = Results([Row(row.name, {"seed": 100 + n}, "finished", 9, 1, row.metrics) for n, row in enumerate(two.rows)])
+    unpaired = Results(
+        [Row(row.name, {"seed": 100 + n}, "finished", 9, 1, row.metrics) for n, row in enumerate(two.rows)]
+    )
     apart = difference(one, unpaired, "loss")
     assert not apart.paired
     assert not apart.is_real

@@ -41,12 +41,12 @@ def halving(folder, **options):
 def test_of_runs_that_reach_a_rung_the_best_part_trains_on(tmp_path):
     ran = play(halving(tmp_path))
     assert ran == [
-        ("seed=0", 1), ("seed=1", 1), ("seed=1", 3), ("seed=2", 1), ("seed=3", 1), ("seed=3", 3), ("seed=3", None),
-        ("seed=2", 3), ("seed=4", 1), ("seed=4", 3), ("seed=4", None),
+        ("seed=0", 1), ("seed=1", 1), ("seed=1", 3), ("seed=2", 1), ("seed=2", 3), ("seed=2", None), ("seed=3", 1),
+        ("seed=3", 3), ("seed=3", None), ("seed=4", 1), ("seed=4", 3), ("seed=4", None),
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("cut", range(1, 11))
+@pytest.mark.parametrize("cut", range(1, 12))
 def test_halving_goes_on_where_a_kill_left_it(tmp_path, cut):
     expected = play(halving(tmp_path / "whole"))
     ran = play(halving(tmp_path / "cut"), until=cut)
@@ -92,8 +92,8 @@ def test_a_population_stops_members_at_rungs_and_resumes_the_best(tmp_path):
     results = population.run()
     assert sorted((row.status, row.step) for row in results.rows) == [("finished", 14), ("paused", 4)]
     best = next(row for row in results.rows if row.status == "finished")
-    loss = {row["member"]: row["value"] for row in map(json.loads, open(tmp_path / "all" / "halving.jsonl")) if
-            row.get("event") == "reached" and row["rung"] == 0}  # fmt: skip
+    journal = [json.loads(line) for line in (tmp_path / "all" / "halving.jsonl").read_text().splitlines()[1:]]
+    loss = {row["member"]: row["value"] for row in journal if row["event"] == "reached" and row["rung"] == 0}
     assert loss[best.name] == min(loss.values())
     alone(tmp_path / "alone", seed=best.settings["seed"])
     mine, theirs = tmp_path / "all" / best.name, tmp_path / "alone"
@@ -207,7 +207,7 @@ def test_a_study_that_asks_for_something_else_is_refused(tmp_path):
     play_study(study(tmp_path, Study()), until=2)
     other = Study()
     other.asked = 3
-    with pytest.raises(CheckpointError, match="the study asked for lr=1 then|the study asked for lr=1.0 then"):
+    with pytest.raises(CheckpointError, match=r"the study asked for lr=1\S* then and for lr=31\S* now"):
         study(tmp_path, other)
 
 
