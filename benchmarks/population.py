@@ -117,7 +117,7 @@ def trainer_of(case: Case, steps: int, seed: int, workspace: Path, *, interval: 
 
     trainer = Seeded(
         steps, grad_clip=CLIP, mixed_precision="bf16" if work.bf16 else None, device=work.device, workspace=workspace,
-        capture=True if work.device.type == "cuda" else False, progress=False,
+        capture=work.device.type == "cuda", progress=False,
     )  # fmt: skip
     return Made(trainer.train, lambda: trainer.model, clock)
 
@@ -287,7 +287,8 @@ def killed(device: torch.device, members: int, folder: Path, *, steps: int) -> d
         equal += all(torch.equal(saved[key], value) for key, value in theirs.weights.items())
         logs += (mine / "steps.jsonl").read_text() == theirs.log
     return {
-        "workload": f"MLP, killed by SIGKILL after step {steps // 5} ({reached}) and run again", "members": str(members),
+        "workload": f"MLP, killed by SIGKILL after step {steps // 5} ({reached}) and run again",
+        "members": str(members),
         "weights equal": f"{equal} of {members}", "step log equal": f"{logs} of {members}",
     }  # fmt: skip
 
