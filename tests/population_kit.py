@@ -85,8 +85,8 @@ def same_folder(one, two):
 
 
 def settings_in(path):
-    """The values of a file without the commit of the script, which is another one in a process of its own."""
-    return {key: value for key, value in json.loads(path.read_text()).items() if key != "commit"}
+    """The values of a file without the commit of the script's folder, which is another one in a process of its own."""
+    return {key: value for key, value in json.loads(path.read_text()).items() if key != "git_commit"}
 
 
 def same(one, two):
