@@ -211,6 +211,24 @@ class RunningMeans:
         else:
             self._entry(path, is_total=False).add(as_number(path, value), weight)
 
+    def add_each(self, path: tuple[str, ...], values: Sequence[float | Tensor], weight: float | Tensor) -> None:
+        """Adds values of a record of one weight in their order, as :meth:`add_value` does.
+
+        Example:
+            >>> means = RunningMeans()
+            >>> means.add_each(("loss",), [1.0, 2.0], 1.0)
+            >>> means.compute()
+            {'loss': 1.5}
+        """
+        entry = self._sums.get(path)
+        if entry is None or entry.is_total or type(weight) is not float or not all(map(_is_plain, values)):
+            for value in values:
+                self.add_value(path, value, weight)
+            return
+        entry.log += [(value, weight) for value in values]
+        if len(entry.log) + len(entry.pending) >= _BLOCK:
+            entry.take_in()
+
     def add_total(self, path: tuple[str, ...], value: float | Tensor) -> None:
         """Adds one value that is summed, as :meth:`add` does for a :class:`Total`.
 

@@ -263,13 +263,15 @@ class Results:
 
     Args:
         tensors: on one device; made while the graph is recorded.
+        row: (1,) on the device, the number of the next row that a block of replays leaves; each replay adds one. None
+            where no block is run.
 
     Example:
         >>> Results([torch.tensor(2.0), torch.tensor(3), torch.tensor([4.0])]).read()
         [tensor(2.), tensor(3), tensor([4.])]
     """
 
-    def __init__(self, tensors: Sequence[Tensor]):
+    def __init__(self, tensors: Sequence[Tensor], row: Tensor | None = None):
         by_type: dict[torch.dtype, list[int]] = {}
         for number, tensor in enumerate(tensors):
             by_type.setdefault(tensor.dtype, []).append(number)
@@ -279,6 +281,30 @@ class Results:
         ]
         self._alike = len(by_type) == 1 and not any(self._shapes)  # numbers of one type, the usual case
         self._places: list[tuple[Tensor, tuple[Tensor, ...]]] = []  # for copies of them: whole, and each number
+        self._row = row if self._alike else None
+        if self._row is not None:
+            self._numbers = torch.arange(_BLOCK, device=self._row.device).unsqueeze(1)
+            self._rows = self._packed[0][0].new_zeros(_BLOCK, len(tensors))
+            self.leave_row()
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether each replay leaves its numbers in a row, so that several can be read together."""
+        return self._row is not None
+
+    def leave_row(self) -> None:
+        """Copies the numbers to the row of the present replay, and moves on to the next; a row too far is none."""
+        assert self._row is not None
+        torch.where(self._numbers == self._row, self._packed[0][0], self._rows, out=self._rows)
+        self._row.add_(1)
+
+    def read_block(self, replay: Callable[[], None], count: int) -> Tensor:
+        """Replays several times; returns a copy of what each left, (N, tensors)."""
+        assert self._row is not None
+        self._row.zero_()
+        for _ in range(count):
+            replay()
+        return self._rows[:count].clone()
 
     def read(self) -> Sequence[Tensor]:
         """Returns copies of what the latest replay left."""

@@ -52,6 +52,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from treadle.engine.block import StepBlock
     from treadle.engine.loop import Engine
     from treadle.engine.signals import ExitPlan
     from treadle.optim.ema import Ema
@@ -153,6 +154,13 @@ class BaseHook:
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
         """Called when a checkpoint is loaded, with the whole tree."""
 
+    def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
+        """Called after several captured steps in place of ``on_after_step``, where :meth:`steps_ahead` allows them.
+
+        By default it calls ``on_after_step``, which sees the last of them.
+        """
+        self.on_after_step(trainer)
+
     # -- declarations ---------------------------------------------------------------------------------------------
 
     def averages(self, trainer: Engine) -> Mapping[str, Ema]:
@@ -173,6 +181,13 @@ class BaseHook:
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
         """Returns the action at a signal, or None; called when training starts."""
         return None
+
+    def steps_ahead(self, trainer: Engine) -> int | None:
+        """Returns how many captured steps may run until this hook must see one, the last of them; None for any number.
+
+        Asked of hooks that replace an event of a step, between two steps. 1 by default: the hook sees each by itself.
+        """
+        return 1
 
     def notice(self, trainer: Engine) -> Callable[[], float] | None:
         """Returns a function whose number is gathered from all ranks in each step, or None; called once.

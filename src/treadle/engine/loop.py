@@ -34,6 +34,7 @@ from treadle.engine.attempt import (
     skip,
     start_attempt,
 )
+from treadle.engine.block import run_ahead
 from treadle.engine.epoch_end import finish_epoch, fresh_group
 from treadle.engine.evaluation import evaluate
 from treadle.engine.events import Events
@@ -256,6 +257,8 @@ class Engine:
                         if not group.batches:
                             break
                     finish_step(self, outcome)
+                    if self.settings.capture is not False:
+                        run_ahead(self)
                     if self._stops_here() or self.target.reached(self):
                         break
                 session.ranks_stop(self)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from treadle.engine import Engine
+from treadle.engine.block import StepBlock
 from treadle.engine.hook import BaseHook
 from treadle.engine.observers import observing
 from treadle.errors import ConfigError
@@ -26,6 +27,7 @@ from treadle.seed import set_seed
 
 Status = Literal["finished", "paused", "stopped", "failed"]
 Make = Callable[..., Any]
+Turn = Callable[[int], None]
 _LONGEST_NAME = 120  # characters; file systems allow 255 bytes
 
 
@@ -158,13 +160,13 @@ class MemberHook(BaseHook):
 
     Args:
         member: whose run.
-        turn: called after every step.
+        turn: called with the number of steps that were made since.
     """
 
     state_key = "treadle.population"
     implicit = True
 
-    def __init__(self, member: Member, turn: Callable[[], None]):
+    def __init__(self, member: Member, turn: Turn):
         self.member = member
         self.engine: Engine | None = None
         self.paused = False
@@ -177,9 +179,23 @@ class MemberHook(BaseHook):
 
     def on_after_step(self, trainer: Engine) -> None:
         """Lets the other members have their turn, and stops at a target in steps."""
-        self._turn()
+        self._turn(1)
+        self._pause_at_steps(trainer)
+
+    def _pause_at_steps(self, trainer: Engine) -> None:
         if self.member.until is not None and self.member.until.unit == "steps":
             self._pause_if_reached(trainer)
+
+    def steps_ahead(self, trainer: Engine) -> int | None:
+        """Lets any number of steps run, up to a target in steps."""
+        if self.member.until is None or self.member.until.unit == "epochs":
+            return None
+        return max(self.member.until.count - trainer.step, 1)
+
+    def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
+        """Lets the other members have their turn after a block."""
+        self._turn(len(block))
+        self._pause_at_steps(trainer)
 
     def on_after_epoch(self, trainer: Engine) -> None:
         """Stops at a target in epochs."""
@@ -240,7 +256,7 @@ class Watching:
         turn: see :class:`MemberHook`.
     """
 
-    def __init__(self, member: Member, turn: Callable[[], None]):
+    def __init__(self, member: Member, turn: Turn):
         self.hook = MemberHook(member, turn)
         self._folder = member.folder
         self._thread = threading.get_ident()
@@ -258,13 +274,13 @@ class Watching:
             self.hook.engine = engine
 
 
-def run_member(make: Make, member: Member, *, turn: Callable[[], None] = lambda: None) -> Outcome:
+def run_member(make: Make, member: Member, *, turn: Turn = lambda steps: None) -> Outcome:
     """Makes and trains the run of a member in this thread; an error is part of the outcome.
 
     Args:
         make: the factory.
         member: the member.
-        turn: called after every step.
+        turn: called with the number of steps that were made since.
 
     Raises:
         KeyboardInterrupt: the population was interrupted.

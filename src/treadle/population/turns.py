@@ -194,15 +194,15 @@ class Seat:
                     torch.cuda.set_device(device)
                     stack.enter_context(torch.cuda.stream(self._stream))
                 self._state.restore()
-                self.outcome = run_member(self._make, self.member, turn=self._after_step)
+                self.outcome = run_member(self._make, self.member, turn=self._after_steps)
         except BaseException as error:  # noqa: BLE001  (raised again in the main thread)
             self.error = error
         finally:
             self._make = None  # type: ignore[assignment]  # nothing of the run stays alive
             self._back.release()
 
-    def _after_step(self) -> None:
-        self._left -= 1
+    def _after_steps(self, count: int) -> None:
+        self._left -= count
         if self._left > 0 and self._ends_with is None:
             return
         self._left = self._steps
