@@ -118,6 +118,20 @@ class HasMetrics(Protocol):
         ...
 
 
+@runtime_checkable
+class TakesMetrics(Protocol):
+    """A task that can feed metrics with outputs and targets, though its own step gives none."""
+
+    @property
+    def loss_fn(self) -> Any:
+        """The function that turns outputs and targets into a loss, or None."""
+        ...
+
+    def with_metrics(self, metrics: Any) -> Task:
+        """Returns the task of an evaluation with these metrics."""
+        ...
+
+
 def update_of(metrics: Metrics) -> Callable[[Any], Any]:
     """Returns a function that gives the outputs of a micro-batch to metrics as their ``update`` takes them.
 

@@ -108,7 +108,7 @@ class CapturedStep:
     def _averages_inside(self) -> Iterator[Ema]:
         """Gives the averages that move with every step, on the device, so that the graph moves them."""
         for average in self._engine.averages.values():
-            if average.update_interval == 1 and average.lies_beside(self._engine.model):
+            if average.recordable and average.lies_beside(self._engine.model):
                 yield average
 
     def eager(self) -> list[StepOutput]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from treadle.capture.check import KeptState, what_differs
+from treadle.capture.checkpointing import is_checkpointed
 from treadle.capture.compile import makes_cuda_graphs
 from treadle.capture.graph import shape_of
 from treadle.capture.step import CapturedStep
@@ -74,6 +75,8 @@ def _why_not(engine: Engine) -> str | None:
         return f"{', '.join(listening)} acts before the optimizer's step, which is inside the graph; leave it out"
     if observed:
         return "the optimizer has step hooks, which would run while it is captured only; remove them"
+    if is_checkpointed(engine.model):
+        return "gradient checkpointing keeps the random state of each block on the host; train without one of the two"
     if type(engine).train_step is not Engine.train_step:
         return f"{type(engine).__name__} has a train_step of its own"
     return None
@@ -234,7 +237,8 @@ class CapturedSteps(RunsAhead):
         groups = engine.optimizer.param_groups
         latest = (
             engine.model.training,
-            engine.grad_clip,
+            engine.settings.grad_clip,
+            engine.settings.grad_clip_value,
             [plain(group) for plain, group in zip(self._plain, groups, strict=True)],
             [parameter.requires_grad for parameter in self._parameters],
             [(average.decay, average.update_interval) for average in engine.averages.values()],

@@ -238,6 +238,24 @@ def point_to(target: Path, name: str) -> Path:
     return link
 
 
+def name_also(target: Path, link: Path) -> None:
+    """Makes a symbolic link in another folder point to a file; where that is not possible, there is none.
+
+    Args:
+        target: the file.
+        link: made with its folder, or moved.
+    """
+    relative = os.path.relpath(target, link.parent)
+    with contextlib.suppress(OSError):
+        if os.path.islink(link) and os.readlink(link) == relative:
+            return
+        if os.path.lexists(link) and not os.path.islink(link):  # a file that another writer owns
+            return
+        link.parent.mkdir(exist_ok=True)
+        with replacing(link) as temporary:
+            os.symlink(relative, temporary)
+
+
 def remove_link(link: Path) -> None:
     """Removes a link that may be there.
 

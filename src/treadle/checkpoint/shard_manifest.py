@@ -164,6 +164,7 @@ def remove_folder(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name != _BEGUN:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else os.unlink(path)
+    sync_folder(folder)  # after a power loss nothing may be left without the name that says what it is
     (folder / _BEGUN).unlink(missing_ok=True)
     os.rmdir(folder)
 
@@ -185,6 +186,7 @@ def begin(folder: Path) -> None:
         raise CheckpointError(f"{str(folder)!r} is in the way of a checkpoint and is none; move it elsewhere")
     os.mkdir(folder)
     (folder / _BEGUN).touch()
+    sync_folder(folder)
     sync_folder(folder.parent)
 
 

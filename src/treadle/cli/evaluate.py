@@ -184,7 +184,10 @@ def stored_run(run: Path) -> StoredRun:
     if face in pack_names():  # a checkpoint outside of its run folder
         return StoredRun(find_pack(face), path, tree)
     if face != ConfiguredRuns.name:
-        instead = "call predict() of the treadle.Trainer that made it" if face == "functional" else "use its trainer"
+        instead = (
+            f"in Python, treadle.open_run({str(run_folder_of(path))!r}, trainer) opens it with the trainer as your "
+            "script makes it, and gives test() and predict()"
+        )
         raise ConfigError(
             f"{path.name} is of the face {face}, whose runs cannot be evaluated from their "
             f"checkpoints; {instead}; known: {', '.join([*pack_names(), ConfiguredRuns.name])}",

@@ -24,9 +24,7 @@ def replay(
     ] = None,
     script: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(
-            help="Your own script or configuration with a BaseTrainer, whose workspace RUN is.", show_default=False
-        ),
+        typer.Option(help="Your own script or configuration, whose workspace or save_dir RUN is.", show_default=False),
     ] = None,
     save: Annotated[
         Optional[Path],  # noqa: UP045

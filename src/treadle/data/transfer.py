@@ -181,6 +181,11 @@ class TransferredSource:
         """Returns what the user must know about exact resume with the wrapped loader."""
         return self.source.warnings(resuming=resuming)
 
+    def measure(self) -> None:
+        """Reads the length of the wrapped loader again."""
+        self.source.measure()
+        self.length = self.source.length
+
     def close(self) -> None:
         """Ends what the wrapped loader runs in the background."""
         self.source.close()

@@ -258,6 +258,8 @@ def finish_step(engine: Engine, outcome: Outcome) -> None:
     """Closes the record of a step, calls ``on_after_step``, writes what hooks ask for, and leaves at a signal."""
     engine.attempt.close(outcome, engine.progress.step_started, engine.progress.epoch_means)
     engine.progress.in_step = False
+    if engine.target.deadline is not None and engine.target.deadline.over:
+        engine.should_stop = True
     engine.events.emit(engine, "on_after_step")
     engine.events.write_requested()
     if engine.signals.plans:

@@ -129,9 +129,7 @@ def _record(engine: Engine, group: Group, block: StepBlock, *, seconds: float) -
     attempt = Attempt(group, rates=block.rates)
     output = block.output
     norm, loss = block.numbers[-1].unbind()
-    attempt.keep(
-        StepOutput(loss, output.records, output.weight, output.reduction, num_samples=output.num_samples)
-    )
+    attempt.keep(StepOutput(loss, output.records, output.weight, output.reduction, num_samples=output.num_samples))
     attempt.info.update(grad_norm=norm, applied=True, step_time=seconds / len(block))
     engine.attempt = attempt
 

@@ -102,7 +102,12 @@ class BaseHook:
 
     writes: bool = False
     """Whether the hook writes files or reports to a log or a tracker; ``treadle replay`` leaves such hooks out."""
+    writes_in_workspace_alone: bool = False
+    """Whether a hook that writes does its work in a trainer without a workspace, and writes nothing then."""
     _may_fail_to_write: bool = False
+
+    replays: bool = False
+    """Whether the hook runs a part of a run again; the trainer's own folder is neither read nor written then."""
 
     implicit: bool = False
     """Whether a face added the hook by itself; such a hook is not listed when a run starts."""
@@ -196,6 +201,9 @@ class BaseHook:
         anyway. All ranks must answer alike.
         """
         return None
+
+    def _save_end(self, trainer: Engine) -> None:
+        """Saves the state in which a front end left an epoch, where the hook saves the end of a run."""
 
     def wait_for_writes(self) -> None:
         """Waits until all background writes of this hook are on the disk; may raise their error."""

@@ -110,7 +110,13 @@ class SignalListener:
 
     @contextlib.contextmanager
     def listening(self, signals: Sequence[int]) -> Iterator[None]:
-        """Installs the handlers inside the block and restores the earlier ones afterwards."""
+        """Installs the handlers inside the block and restores the earlier ones afterwards.
+
+        Inside another such block it does nothing: what was noted there stays noted.
+        """
+        if self._previous:
+            yield
+            return
         self.received, self._count = None, 0
         if not signals:
             yield

@@ -119,6 +119,12 @@ class GraphEpochs(SelectingEpochs):
         with self._task.counting_once(loader, mask=mask):
             return super().evaluate(loader)
 
+    def evaluate_each(
+        self, loaders: Iterable[Any] | Mapping[str, Iterable[Any]], *, mask: str = "val_mask"
+    ) -> dict[str, Any]:
+        """Returns the results over a loader, or over each of a dict, by the rows of a mask where there are masks."""
+        return self._each(loaders, lambda loader: self.evaluate(loader, mask=mask))
+
 
 def keys_of(record: Mapping[str, Any], prefix: str) -> list[str]:
     """Returns the keys that the training or validation part of an epoch's record can be selected by.

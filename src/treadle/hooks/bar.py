@@ -56,6 +56,7 @@ class ProgressBarHook(BaseHook):
     """
 
     writes = True
+    writes_in_workspace_alone = True
 
     def __init__(
         self,

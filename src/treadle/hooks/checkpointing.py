@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
-from treadle.checkpoint.files import remove_link
+from treadle.checkpoint.files import name_also, remove_link
 from treadle.checkpoint.lock import check_free, run_lock
 from treadle.checkpoint.rank_writer import RankWriter
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks, writers_group
@@ -218,9 +218,12 @@ class CheckpointingHook(BaseHook):
 
     def on_after_train(self, trainer: Engine) -> None:
         """Saves the state that the run ended with, its last epoch included, and waits for the background write."""
+        trainer.request_write(lambda: self._save_end(trainer))
+
+    def _save_end(self, trainer: Engine) -> None:
         if all(getattr(driver, "record_complete", True) for driver in trainer.state.drivers):
-            trainer.request_write(lambda: self.save(trainer))
-        trainer.request_write(self.wait_for_writes)
+            self.save(trainer)
+        self.wait_for_writes()
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
         """Waits for the background write; after a gradient that was not finite, names the checkpoints to go back to."""
@@ -320,6 +323,8 @@ class CheckpointingHook(BaseHook):
             point_to(target, f"{_LATEST}{target.suffix}")
             for other in {f"{_LATEST}.pt", _LATEST} - {f"{_LATEST}{target.suffix}"}:
                 remove_link(target.with_name(other))  # of a run that wrote the other kind
+            if target.parent.name == "checkpoints" and target.is_file():
+                name_also(target, target.with_name("last.pt"))  # as it is called in every face
             retention.prune(target.parent, _PATTERN, [target, *protect])
             state.record_saved(target, step)
 

@@ -28,6 +28,7 @@ class IntervalHook(BaseHook):
     """
 
     writes = True
+    writes_in_workspace_alone = True
 
     def __init__(self, interval: int, *, sync: bool):
         if interval < 1:

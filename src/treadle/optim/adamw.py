@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from treadle.optim.optimizer import can_be_fused, is_normalisation
-from treadle.optim.schedules import check_warmup, warmup_cosine_factor
+from treadle.optim.schedules import build_schedule
 
 _UNDECAYED_NAMES = ("cls_token", "pos_embed")
 
@@ -115,7 +113,6 @@ def build_warmup_cosine(
         >>> scheduler.get_last_lr()
         [0.25, 0.25]
     """
-    check_warmup(warmup_steps, total_steps=total_steps, min_scale=min_lr_scale)
-    # A partial has an empty __dict__, so LambdaLR.state_dict() stores {} for it and nothing to unpickle.
-    factor = partial(warmup_cosine_factor, warmup_steps=warmup_steps, total_steps=total_steps, min_scale=min_lr_scale)
-    return LambdaLR(optimizer, factor)
+    return build_schedule(
+        optimizer, "cosine", total_steps=total_steps, warmup_steps=warmup_steps, min_scale=min_lr_scale
+    )

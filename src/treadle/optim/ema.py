@@ -88,6 +88,16 @@ class Ema(AveragedModel):
         _widen_halves(self.module)
         self.module.requires_grad_(False)
 
+    @property
+    def weight(self) -> float:
+        """Share of the model's weights in the next move."""
+        return 1.0 - self.decay
+
+    @property
+    def recordable(self) -> bool:
+        """Whether every applied step moves the average alike, so that one recording serves all of them."""
+        return self.update_interval == 1
+
     def update(self, model: nn.Module, *, applied_steps: int) -> None:
         """Moves the shadow towards the model's weights if ``applied_steps`` is due; reads nothing on the host."""
         if applied_steps % self.update_interval == 0:
@@ -112,7 +122,7 @@ class Ema(AveragedModel):
             else:
                 shadow.copy_(live)
         if shadows:
-            torch._foreach_lerp_(shadows, lives, 1.0 - self.decay)
+            torch._foreach_lerp_(shadows, lives, self.weight)
 
     def lies_beside(self, model: nn.Module) -> bool:
         """Returns whether each weight of the average is on the device of the model's weight."""

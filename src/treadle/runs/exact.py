@@ -89,7 +89,7 @@ def replay(
     Args:
         run: the run folder, or the workspace of a script's trainer.
         step: 1-based.
-        script: script or configuration with a BaseTrainer, whose workspace ``run`` is.
+        script: script or configuration, whose workspace or ``save_dir`` ``run`` is.
         arguments: of the script.
         device: of the run of a pack only; None takes CUDA, then MPS, then the CPU.
 

@@ -23,7 +23,7 @@ from treadle.device import get_device
 from treadle.distributed.state_names import load_model_state
 from treadle.engine.evaluation import for_each_batch
 from treadle.engine.observers import observing
-from treadle.engine.predictions import joined, kept_outputs
+from treadle.engine.outputs import joined, kept_outputs
 from treadle.errors import ConfigError
 from treadle.faces.step import BaseTrainer
 from treadle.hooks.files import to_json
@@ -389,7 +389,7 @@ class Pack(Generic[Config, Data, Trainer]):
         with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch, self._environment(config, threads):
             again = Run(config, Path(scratch), get_device(device), messages, home=home, part=part)
             data = self.prepare(again)
-            with observing(Stage(witness, Path(scratch), only_mini=False)), without_epoch_lines(self.name):
+            with observing(Stage(witness, Path(scratch))), without_epoch_lines(self.name):
                 trainer = self.build(again, data)
                 run_to_step(lambda: self.fit(again, data, trainer), witness)
         return witness.seen

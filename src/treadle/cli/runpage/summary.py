@@ -113,6 +113,11 @@ def _status(records: RunRecords) -> tuple[str, str | None]:
 
 
 def _last_step(records: RunRecords) -> int | None:
+    """Returns the furthest step that is recorded; None where a history without steps is further than every state."""
+    logged, state = bool(records.steps or records.points or records.sessions), records.state
+    epochs = [row["epoch"] for row in records.epochs if isinstance(row.get("epoch"), int)]
+    if not logged and state is not None and max(epochs, default=0) > (state.epoch or 0):
+        return None
     found = [rows[-1]["step"] for rows in (records.steps, records.points, records.sessions) if rows]
     return max([*found, *([] if records.state is None else [records.state.step or 0])], default=None)
 

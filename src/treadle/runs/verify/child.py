@@ -37,6 +37,7 @@ class Arrangement(MovedRuns):
     """
 
     command = "verify"
+    faces = ("mini", "engine", "functional")
 
     def __init__(self, job: Job, file: RecordFile):
         super().__init__(job.target, job.workspace)
@@ -58,6 +59,7 @@ class Arrangement(MovedRuns):
                 self._note(f"a checkpoint every {self.job.interval} steps instead of every {hook.interval}")
                 hook.interval = self.job.interval
         recorder = Recorder(self.job, self.file, self.watch)
+        recorder.replays = not self.pack  # a trainer of epochs leaves the folder of its call alone
         engine.hooks = [recorder, *engine.hooks, Looker(recorder)]
 
     def _arrange_files(self, engine: Engine) -> None:
