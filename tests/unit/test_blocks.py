@@ -89,7 +89,8 @@ def test_the_state_and_the_log_are_those_of_single_steps(tmp_path, records):
     one = train(tmp_path / "blocks", counts, records=records)
     two = train(tmp_path / "single", Looks(), records=records)
     assert sum(counts.blocks) > 40
-    assert differences(one.state_dict(), two.state_dict()) == []
+    states = [{**each.state_dict(), "hooks": None} for each in (one, two)]
+    assert differences(*states) == []
     assert one.train_means() == two.train_means()
     log, expected = ((tmp_path / name / "steps.jsonl").read_text() for name in ("blocks", "single"))
     assert log == expected

@@ -283,6 +283,9 @@ class CapturedSteps(RunsAhead):
                     kept.restore()
                     return None  # a parameter got its first gradient: another eager step makes the rest of the state
                 kept.restore()
+                step.prepare()
+                step.check_rows()
+                kept.restore()
                 problem = what_differs(engine, step, group, kept)
             if self._flags is not None:
                 self._flags.refused.zero_()  # of a trial
