@@ -389,12 +389,12 @@ def _numbers(items: Sequence[float | Tensor]) -> list[float]:
         # Those of one type are joined and then widened: two kernels, where one for each would cost as much as a step.
         parts = [_widen(_joined([items[index] for index in indices])) for indices in kinds.values()]
         numbers = (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().double().tolist()
-        read.update(zip((index for indices in kinds.values() for index in indices), numbers, strict=True))
+        order = [index for indices in kinds.values() for index in indices]
+        read.update(zip(order, numbers, strict=True))
     return [read[index] if index in read else float(item) for index, item in enumerate(items)]
 
 
 def _joined(scalars: Sequence[Any]) -> Tensor:
     """Returns tensors of one number each, of one type and device, as one."""
-    if any(scalar.dim() for scalar in scalars):
-        scalars = [scalar.reshape(()) for scalar in scalars]
-    return torch.stack(list(scalars)).detach()
+    shaped = [scalar for scalar in scalars if scalar.dim()]
+    return torch.stack([scalar.reshape(()) for scalar in scalars] if shaped else list(scalars)).detach()

@@ -24,6 +24,7 @@ The loop, with every event at its place::
                                  | zero gradients; fresh group | NonFiniteError
                 on_after_step
                 write the requested checkpoints; leave at max_steps or after a signal
+                captured steps: as many as `steps_ahead` of every hook allows, with one on_after_steps for all
             epoch complete: evaluate; best rule; scheduler; epoch += 1; append the record
             on_after_epoch
             write epoch checkpoints; user callbacks; then act on early stop
@@ -38,9 +39,10 @@ the next one.
 Which hooks override the three events of a step is looked up after `on_before_train`, and again when hooks are added or
 removed; a method that is replaced on a hook later than that is not called if the hook did not override it before.
 
-A hook sees the engine as ``trainer``. Besides the eleven events it may *declare* six values, which the engine asks
+A hook sees the engine as ``trainer``. Besides the eleven events it may *declare* seven values, which the engine asks
 for and acts on itself: the averages it keeps, the checkpoint to resume from, what it claims for a run, what to do at a
-signal, what to do with a step whose gradient is not finite, and what ranks tell each other for it in each step.
+signal, what to do with a step whose gradient is not finite, what ranks tell each other for it in each step,
+and how many captured steps may pass until it must see one.
 """
 
 from __future__ import annotations
