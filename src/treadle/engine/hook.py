@@ -24,7 +24,7 @@ The loop, with every event at its place::
                                  | zero gradients; fresh group | NonFiniteError
                 on_after_step
                 write the requested checkpoints; leave at max_steps or after a signal
-                captured steps: as many as `steps_ahead` of every hook allows, with one on_after_steps for all
+                captured steps run ahead in a block, as far as `steps_ahead` of every hook allows
             epoch complete: evaluate; best rule; scheduler; epoch += 1; append the record
             on_after_epoch
             write epoch checkpoints; user callbacks; then act on early stop
