@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -96,7 +96,16 @@ class Made:
 Factory = Callable[[int, Path], Made]
 
 
-def trainer_of(case: Case, steps: int, seed: int, workspace: Path, *, interval: int = 0, batches: int = 1000) -> Made:
+def trainer_of(
+    case: Case,
+    steps: int,
+    seed: int,
+    workspace: Path,
+    *,
+    interval: int = 0,
+    batches: int = 1000,
+    hooks: Sequence[BaseHook] = (),
+) -> Made:
     """Returns a run of one of the models of ``overhead_gpu.py``."""
     work, clock = case.work, Clock(steps // 4)
 
@@ -113,7 +122,7 @@ def trainer_of(case: Case, steps: int, seed: int, workspace: Path, *, interval: 
             return torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=fused)
 
         def build_hooks(self) -> list[BaseHook]:
-            return [clock, *([CheckpointingHook(interval)] if interval else [])]
+            return [clock, *hooks, *([CheckpointingHook(interval)] if interval else [])]
 
         def forward(self, input: Any) -> Any:
             return FIT.step(self.model, input)
@@ -184,8 +193,8 @@ def taken() -> int:
     return total - free
 
 
-def measure(name: str, make: Factory, members: int, folder: Path) -> dict[str, str]:
-    """Trains the members alone and together; returns a row."""
+def measure(name: str, make: Factory, members: int, folder: Path) -> list[dict[str, str]]:
+    """Trains the members alone and together; returns a row, and of the MLP one about its blocks of steps."""
     alone: dict[int, Ended] = {}
     started = time.perf_counter()
     for seed in range(members):
@@ -217,8 +226,6 @@ def measure(name: str, make: Factory, members: int, folder: Path) -> dict[str, s
         theirs = alone[seed]
         equal.append(all(torch.equal(mine.weights[key], value) for key, value in theirs.weights.items()))
         logs.append(mine.log == theirs.log)
-    if "MLP" in name:
-        print("step by step:", same_step_by_step(make, alone[0], folder / "single"), flush=True)
     rates = [rate_of([alone[seed].clock]) for seed in alone]
     rate = rate_of([together[seed].clock for seed in together])
     row = {
@@ -229,7 +236,7 @@ def measure(name: str, make: Factory, members: int, folder: Path) -> dict[str, s
         "weights equal": f"{sum(equal)} of {members}", "step log equal": f"{sum(logs)} of {members}",
     }  # fmt: skip
     print(row, f"alone {whole_alone:.1f} s, together {whole_together:.1f} s", flush=True)
-    return row
+    return [row, *([step_by_step(make, alone[0], folder / "single")] if "MLP" in name else [])]
 
 
 class Looks(BaseHook):
@@ -239,17 +246,18 @@ class Looks(BaseHook):
         pass
 
 
-def same_step_by_step(make: Factory, blocks: Ended, place: Path) -> bool:
-    """Returns whether a run whose steps are all seen by a hook ends as one whose steps ran ahead."""
+def step_by_step(make: Callable[..., Made], blocks: Ended, place: Path) -> dict[str, str]:
+    """Compares a run whose steps are all seen by a hook with one whose steps ran ahead; returns a row."""
     set_seed(0)
-    made = make(0, place)
-    made.train.__self__.__class__.build_hooks, own = (  # type: ignore[attr-defined]
-        lambda self: [*own(self), Looks()], made.train.__self__.__class__.build_hooks,  # type: ignore[attr-defined]
-    )  # fmt: skip
+    made = make(0, place, hooks=[Looks()])
     made.train()
     single = ended(made, place)
     equal = all(torch.equal(single.weights[key], value) for key, value in blocks.weights.items())
-    return equal and single.log == blocks.log
+    return {
+        "workload": "MLP, steps that ran ahead against each by itself", "members": "1",
+        "alone, steps/s": f"{rate_of([made.clock]):,.0f}", "weights equal": f"{int(equal)} of 1",
+        "step log equal": f"{int(single.log == blocks.log)} of 1",
+    }  # fmt: skip
 
 
 def rate_of(clocks: list[Clock]) -> float:
@@ -343,8 +351,8 @@ def child(folder: Path, members: int, steps: int) -> None:
 # -- the CPU ------------------------------------------------------------------------------------------------------
 
 
-def spectra_command(seeds: str, out: Path, settings: list[str]) -> float:
-    """Returns the seconds of a command."""
+def spectra_command(seeds: str, out: Path, settings: list[str]) -> tuple[float, float]:
+    """Returns the seconds that a command took, and those that its processes had of a processor."""
     single = "." not in seeds
     chosen = [f"seed={seeds}"] if single else ["--seeds", seeds]
     command = [
@@ -360,10 +368,12 @@ def spectra_command(seeds: str, out: Path, settings: list[str]) -> float:
         "--out",
         str(out),
     ]
-    started = time.perf_counter()
+    started, before = time.perf_counter(), os.times()
     with open(os.devnull, "w") as nothing:
         subprocess.run(command, check=True, stdout=nothing, stderr=nothing)
-    return time.perf_counter() - started
+    after = os.times()
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    return time.perf_counter() - started, used
 
 
 def on_the_cpu(rounds: int, settings: list[str]) -> Iterator[dict[str, str]]:
@@ -372,14 +382,17 @@ def on_the_cpu(rounds: int, settings: list[str]) -> Iterator[dict[str, str]]:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             load_before = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
-            together = spectra_command("0..3", folder / "together", settings)
-            alone = sum(spectra_command(str(seed), folder / f"alone{seed}", settings) for seed in range(4))
+            together, of_all = spectra_command("0..3", folder / "together", settings)
+            each = [spectra_command(str(seed), folder / f"alone{seed}", settings) for seed in range(4)]
+            alone, processor = (sum(times) for times in zip(*each, strict=True))
             equal = sum(
                 same_weights(folder / "together" / f"seed={seed}", folder / f"alone{seed}") for seed in range(4)
             )
             yield {
                 "round": str(number + 1), "one after the other, s": f"{alone:.1f}", "together, s": f"{together:.1f}",
-                "of it": f"{together / alone:.2f}", "weights equal": f"{equal} of 4",
+                "of it": f"{together / alone:.2f}",
+                "processor s, one after the other": f"{processor:.1f}", "processor s, together": f"{of_all:.1f}",
+                "weights equal": f"{equal} of 4",
                 "load of the machine before": f"{load_before:.1f}",
             }  # fmt: skip
 
@@ -423,7 +436,7 @@ def main() -> None:
             continue
         folder = Path(tempfile.mkdtemp())
         try:
-            found.append(measure(name, make, members, folder))
+            found += measure(name, make, members, folder)
         except Exception as error:  # noqa: BLE001  # the others go on, and the table names it
             found.append({"workload": f"{name}: failed, {type(error).__name__}: {error}"[:300]})
             print(found[-1], file=sys.stderr, flush=True)

@@ -72,18 +72,19 @@ class RunsAhead:
         raise NotImplementedError
 
 
-def run_ahead(engine: Engine) -> None:
+def run_ahead(engine: Engine) -> bool:
     """Runs as many steps as may pass before a hook, the end of the epoch or the target needs one by itself.
 
-    Does nothing where steps are not captured, or where the next one is to be captured first.
+    Returns:
+        Whether there were any: none where steps are not captured, or where the next one is to be captured first.
     """
     steps = engine.steps
     if not isinstance(steps, RunsAhead):
-        return
+        return False
     count = steps_to_look(engine)
     started = time.perf_counter()
     if count < 2 or not steps.may_run_ahead():
-        return
+        return False
     group, block = steps.ahead(count)
     _count(engine, block)
     _record(engine, group, block, seconds=time.perf_counter() - started)
@@ -92,6 +93,7 @@ def run_ahead(engine: Engine) -> None:
     engine.events.write_requested()
     if engine.signals.plans:
         leave_after_step(engine)
+    return True
 
 
 def steps_to_look(engine: Engine) -> int:
@@ -99,6 +101,8 @@ def steps_to_look(engine: Engine) -> int:
     target, cursor, progress = engine.target, engine.cursor, engine.progress
     if engine.should_stop or engine.signals.received or cursor.length is None or engine.accumulation_steps > 1:
         return 0
+    if target.deadline is not None:
+        return 0  # the time is looked at after each step
     count = min(MOST, cursor.length - cursor.position - 1)  # the last batch of an epoch ends it
     if target.max_steps is not None:
         count = min(count, target.max_steps - progress.step)

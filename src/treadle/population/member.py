@@ -304,10 +304,9 @@ def run_member(make: Make, member: Member, *, turn: Turn = lambda steps: None) -
         code=_exit_code(error),
     )  # fmt: skip
     if hook.engine is not None:
-        with contextlib.suppress(Exception):  # of a device that failed; the error of the run counts
-            outcome = dataclasses.replace(
-                outcome, step=hook.engine.step, epoch=hook.engine.epoch, metrics=hook.metrics()
-            )
+        outcome = dataclasses.replace(outcome, step=hook.engine.step, epoch=hook.engine.epoch)
+        with contextlib.suppress(RuntimeError):  # of a device that failed; the error of the run counts
+            outcome = dataclasses.replace(outcome, metrics=hook.metrics())
     if isinstance(returned, Mapping):
         outcome = dataclasses.replace(outcome, metrics={**outcome.metrics, **numbers_in(_results(returned))})
     return outcome

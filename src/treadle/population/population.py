@@ -66,8 +66,8 @@ class Population:
         ...     return lambda: {"loss": seed / 10}
         >>> import tempfile
         >>> population = Population(make, seeds=range(3), out=tempfile.mkdtemp(), progress=False)
-        >>> population.run().summary("loss").mean
-        0.1
+        >>> str(population.run().summary("loss"))
+        '0.1 ± 0.1 (3)'
     """
 
     def __init__(
