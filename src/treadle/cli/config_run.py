@@ -84,21 +84,13 @@ def run_several(
     Raises:
         ConfigError: the file, a setting or a seed is wrong.
     """
-    if seeds is None and not any("," in text for text in settings):
-        return False
-    base = read_target(file, [])
-    if isinstance(base, PackRun):
-        pack, known = find_pack(base.face), dict[str, Any](flat_of_pack(base))
-    else:
-        pack, known = None, flat(base)
-    found = several(settings, seeds, known.get)
+    found = _several(file, settings, seeds)
     if found is None:
         return False
     fixed = read_target(file, found.fixed)
     make: PackMember | FileMember
     if isinstance(fixed, PackRun):
-        assert pack is not None
-        check_each(pack, Several(fixed.settings, found.members), fixed.device)
+        check_each(find_pack(fixed.face), Several(fixed.settings, found.members), fixed.device)
         make = PackMember(fixed.face, tuple(fixed.settings), fixed.device, fixed.resume, trackers or fixed.trackers)
         out, device = fixed.out, fixed.device
     else:
@@ -109,6 +101,15 @@ def run_several(
         out, device = Path(trainer.get("workspace") or Path("runs", file.stem)), trainer.get("device")
     train_several(make, found, out=out, device=device, workers=workers, console=result_console())
     return True
+
+
+def _several(file: Path, settings: Sequence[str], seeds: str | None) -> Several | None:
+    """Returns the runs that a command line asks for, or None where it asks for one."""
+    if seeds is None and not any("," in text for text in settings):
+        return None
+    base = read_target(file, [])
+    known = flat_of_pack(base) if isinstance(base, PackRun) else flat(base)
+    return several(settings, seeds, known.get)
 
 
 def flat_of_pack(run: PackRun) -> dict[str, Any]:
@@ -131,8 +132,11 @@ def _end_block(trainer: Any, *, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def show_config(file: Path, settings: Sequence[str], console: Console) -> None:
-    """Prints the configuration as it would be used."""
+def show_config(file: Path, settings: Sequence[str], seeds: str | None, console: Console) -> None:
+    """Prints the configuration as it would be used, of several runs that of the first."""
+    found = _several(file, settings, seeds)
+    if found is not None:
+        settings = [*found.fixed, *as_texts(found.members[0])]
     with settings_placed(file, settings):
         target = read_target(file, settings)
         if isinstance(target, PackRun):

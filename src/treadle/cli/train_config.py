@@ -109,6 +109,6 @@ def config(
         from treadle.cli.config_run import run_config, run_several, show_config
 
         if show:
-            show_config(file, settings or [], result_console())
+            show_config(file, settings or [], seeds, result_console())
         elif not run_several(file, settings or [], seeds, workers=workers, trackers=trackers):
             run_config(file, settings or [], trackers=trackers, messages=messages)

@@ -59,7 +59,8 @@ def _training(pack: Pack[Any, Any, Any]) -> Any:
                 train_several(make, found, out=out, device=device, workers=workers, console=result_console())
                 return
             if show:
-                show_settings(pack, given, device, result_console())
+                first = given if found is None else [*found.fixed, *as_texts(found.members[0])]
+                show_settings(pack, first, device, result_console())
                 return
             with tracked(trackers, lambda: pack.values(pack.read_settings(given, device))) as tracking:
                 tracking.final(
