@@ -71,12 +71,12 @@ class Uniform:
         return min(int(number), int(self.high)) if self.whole else min(max(number, self.low), self.high)
 
 
-def draws(count: int, *, seed: int = 0, **space: Uniform | Sequence[Any]) -> list[dict[str, Any]]:
+def draws(count: int, *, draw_seed: int = 0, **space: Uniform | Sequence[Any]) -> list[dict[str, Any]]:
     """Returns random settings; the first ones are the same whatever ``count`` is.
 
     Args:
         count: how many, >= 1.
-        seed: of the draws, not of the runs.
+        draw_seed: of the draws, not of the runs.
         space: by setting, a :class:`Uniform` or a list to choose from.
 
     Raises:
@@ -89,7 +89,7 @@ def draws(count: int, *, seed: int = 0, **space: Uniform | Sequence[Any]) -> lis
     """
     if not isinstance(count, int) or count < 1:
         raise ConfigError("must be a whole number of settings, >= 1", argument="count", value=count)
-    rng = random.Random(seed)
+    rng = random.Random(draw_seed)
     for name, values in space.items():
         if not isinstance(values, Uniform) and (isinstance(values, str) or not list(values)):
             raise ConfigError("must be a Uniform or a list of values", argument=name, value=values)

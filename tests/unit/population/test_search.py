@@ -121,10 +121,10 @@ def test_bad_rules_are_refused(arguments, words):
 
 def test_draws_are_the_same_for_a_seed_and_inside_their_bounds():
     space = {"lr": Uniform(1e-4, 1e-1, log=True), "width": Uniform(1, 3, whole=True), "kind": ["a", "b"]}
-    found = draws(50, seed=3, **space)
-    assert found == draws(50, seed=3, **space)
-    assert found[:7] == draws(7, seed=3, **space)
-    assert found != draws(50, seed=4, **space)
+    found = draws(50, draw_seed=3, **space)
+    assert found == draws(50, draw_seed=3, **space)
+    assert found[:7] == draws(7, draw_seed=3, **space)
+    assert found != draws(50, draw_seed=4, **space)
     assert {row["width"] for row in found} == {1, 2, 3}
     assert all(1e-4 <= row["lr"] <= 1e-1 for row in found)
     assert {row["kind"] for row in found} == {"a", "b"}
