@@ -43,7 +43,8 @@ class LayerCache:
 class CausalLayer(nn.Module):
     """Pre-norm transformer layer: causal attention, then a GELU feed-forward, each added to its input.
 
-    Dropout acts on the attention weights, inside the feed-forward, and on what each half adds.
+    Dropout acts on the attention weights, inside the feed-forward, and on what each half adds. With ``causal=False``
+    every position sees all others.
 
     Example:
         >>> layer = CausalLayer(8, n_heads=2, d_ff=16, dropout=0.0)
@@ -51,9 +52,10 @@ class CausalLayer(nn.Module):
         torch.Size([3, 5, 8])
     """
 
-    def __init__(self, d_model: int, *, n_heads: int, d_ff: int, dropout: float):
+    def __init__(self, d_model: int, *, n_heads: int, d_ff: int, dropout: float, causal: bool = True):
         super().__init__()
         self.n_heads = n_heads
+        self.causal = causal
         self.norm1 = nn.LayerNorm(d_model)
         self.in_proj = nn.Linear(d_model, 3 * d_model)
         self.out_proj = nn.Linear(d_model, d_model)
@@ -86,7 +88,8 @@ class CausalLayer(nn.Module):
             keys,
             values,
             dropout_p=self.dropout.p if self.training else 0.0,
-            is_causal=queries.shape[2] > 1,  # a single query is the last position and sees all that is cached
+            is_causal=self.causal
+            and queries.shape[2] > 1,  # a single query is the last position and sees all that is cached
         )
         out_BLD: Tensor = self.out_proj(mixed_BHLE.transpose(1, 2).flatten(2))
         return out_BLD
