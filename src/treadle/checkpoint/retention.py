@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def write_order(path: Path) -> tuple[int, int]:
 def date_last(path: Path, folder: Path) -> None:
     """Dates a file that was just written after every checkpoint of a folder, if the clock was set back since.
 
-    Pages and listings show files by write time; a run that resumes goes by what is in them.
+    Pages and listings show files by write time; a resuming run goes by their content.
 
     Args:
         path: the file, or the marker of a folder of shards.
@@ -51,6 +51,7 @@ class Retention:
     Attributes:
         keep_previous: the N with the largest numbers stay; None keeps all.
         keep_interval: numbers divisible by this stay for ever; None or 0: none.
+        keep_steps: numbers that stay for ever.
 
     Example:
         >>> Retention(keep_previous=2, keep_interval=1000).keep_previous
@@ -59,12 +60,17 @@ class Retention:
 
     keep_previous: int | None = None
     keep_interval: int | None = None
+    keep_steps: Collection[int] = ()
+
+    def keeps(self, number: int) -> bool:
+        """Returns whether a number stays for ever, and so is also saved."""
+        return number in self.keep_steps or bool(self.keep_interval and number % self.keep_interval == 0)
 
     def prune(self, folder: Path, pattern: str, protect: Iterable[Path] = ()) -> list[Path]:
         """Deletes what the rule does not keep, oldest number first.
 
         Args:
-            folder: where the checkpoints lie, files or folders of shards alike; what does not match, other folders
+            folder: of the checkpoints, files or folders of shards alike; what does not match, other folders
                 and links are never touched.
             pattern: regular expression with one group, the number; the name of a folder ends in a slash.
             protect: files that stay in any case: the one just written, and the one resumed from.
@@ -84,8 +90,7 @@ class Retention:
         numbered = [(int(match.group(1)), folder / name) for name in names if (match := re.fullmatch(pattern, name))]
         deleted = []
         for number, path in sorted(numbered)[: -self.keep_previous]:
-            kept_for_ever = self.keep_interval and number % self.keep_interval == 0
-            if kept_for_ever or os.path.realpath(path) in safe:
+            if self.keeps(number) or os.path.realpath(path) in safe:
                 continue
             try:
                 remove_folder(path) if path.is_dir() else os.unlink(path)

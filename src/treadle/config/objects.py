@@ -70,7 +70,7 @@ class Registry:
             raise ConfigError(f"{name!r} is registered already, for {known!r}; register {target!r} by another name")
 
     def get(self, name: str) -> object | None:
-        """Returns what is registered under a name, or None.
+        """Returns the class or function registered under a name, or None.
 
         Example:
             >>> Registry().get("nothing") is None
@@ -92,18 +92,18 @@ class Registry:
 
 
 REGISTRY = Registry()
-"""The shared registry, which ``build_from_cfg`` looks into unless told otherwise."""
+"""The shared registry, the default of ``build_from_cfg``."""
 
 
-def build_from_cfg(cfg: Any, registry: Registry = REGISTRY, recursive: bool = False, **kwargs: Any) -> Any:
+def build_from_cfg(cfg: Any, registry: Registry | None = REGISTRY, recursive: bool = False, **kwargs: Any) -> Any:
     """Calls what ``cfg["type"]`` names with the other entries of ``cfg`` as arguments.
 
     ``type`` is a registered name or a dotted path such as ``torch.nn.Linear``; with the prefix ``partial:`` a
     ``functools.partial`` comes back instead of the result. The entry ``"*"`` holds a list of positional arguments.
 
     Args:
-        cfg: the configuration; it is not changed, and what is built gets copies of its dicts, lists and tuples.
-        registry: where names are looked up before they are taken for dotted paths.
+        cfg: the configuration; not changed; built objects get copies of its dicts, lists and tuples.
+        registry: where names are looked up before they are taken for dotted paths; None takes dotted paths alone.
         recursive: also build every nested dict that has a ``type``, in dicts, lists and tuples.
         **kwargs: more arguments, passed on as they are, never built; they win over those of ``cfg``.
 
@@ -119,6 +119,7 @@ def build_from_cfg(cfg: Any, registry: Registry = REGISTRY, recursive: bool = Fa
         >>> build_from_cfg({"type": "torch.nn.Linear", "*": [3], "out_features": 2}, bias=False)
         Linear(in_features=3, out_features=2, bias=False)
     """
+    registry = Registry() if registry is None else registry
     if isinstance(cfg, Mapping) and "type" in cfg:
         return build_at("", cfg, registry, recursive, kwargs)
     if not recursive or not isinstance(cfg, (Mapping, list, tuple)):
@@ -147,7 +148,7 @@ def _build_nested(value: Any, place: str, registry: Registry) -> Any:
 
 
 def build_at(place: str, cfg: Mapping[str, Any], registry: Registry, recursive: bool, given: dict[str, Any]) -> Any:
-    """Builds what has a ``type`` and stands at ``place`` in a configuration; see :func:`build_from_cfg`."""
+    """Builds the section with a ``type`` at ``place`` in a configuration; see :func:`build_from_cfg`."""
     name = cfg["type"]
     target = find_target(name, join_path(place, "type"), registry)
     named: dict[str, Any] = {}
@@ -287,7 +288,7 @@ def _signature(target: Callable[..., Any], *, follow_wrapped: bool = True) -> in
 
 def _check_partial(target: Callable[..., Any], args: Any, named: dict[str, Any], name: str, place: str) -> None:
     """Refuses what the call would refuse later, far from the configuration."""
-    signature = _signature(target, follow_wrapped=False)  # a wrapper may add arguments of its own
+    signature = _signature(target, follow_wrapped=False)  # a wrapper may add arguments
     if signature is None:
         return
     try:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,13 @@ from treadle.device import to_device
 from treadle.engine import Engine
 from treadle.engine.best import Mode
 from treadle.engine.hook import BaseHook
+from treadle.engine.metrics import EpochMetrics
+from treadle.engine.names import replaces
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
-from treadle.faces.build import EngineCounters, place
+from treadle.faces.build import place
 from treadle.faces.default_hooks import with_default_hooks
+from treadle.faces.epoch_face import EpochFace
 from treadle.faces.folder import loss_name
 from treadle.faces.parallel import ParallelConfig
 from treadle.functional.batches import split_batch
@@ -31,10 +33,14 @@ from treadle.functional.checks import (
     check_call,
     check_loss_fn,
     eval_losses,
+    in_argument_order,
     known_keys,
     optimizer_for,
     rule_for,
     say_if_finished,
+    scheduler_for,
+    set_length,
+    takes,
     unused_names,
     warn_of_idle_interval,
 )
@@ -42,10 +48,10 @@ from treadle.functional.driver import FaceEpochs
 from treadle.functional.files import HistoryFile, as_columns, in_order, log_epoch
 from treadle.functional.folder import NumberedFolder
 from treadle.functional.losses import loss_weight, missing_loss, model_loss
-from treadle.functional.metrics import EpochMetrics
-from treadle.functional.own_hooks import own_hooks
+from treadle.functional.own_hooks import SaveAtSignals, own_hooks
 from treadle.functional.own_step import OwnStepEngine, numbers_of
-from treadle.functional.settings import read_settings
+from treadle.functional.replaced import warn_of_replaced_epoch, warn_of_replaced_step
+from treadle.functional.settings import EVERY_EPOCH, read_run_defaults, read_settings
 from treadle.functional.task import EvalTask, OverriddenEvalTask, TrainerTask
 from treadle.hooks.trackers import TrackerChoice, with_trackers
 from treadle.optim.precision import in_full_precision
@@ -54,7 +60,7 @@ _log = logging.getLogger("treadle.functional")
 Callback = Callable[[Any, int, dict[str, Any]], object]
 
 
-class Trainer(EngineCounters):
+class Trainer(EpochFace):
     """Trains a model with an optimizer and a loss function; the loop is that of ``treadle.hooks.base``.
 
     Args:
@@ -64,13 +70,15 @@ class Trainer(EngineCounters):
         loss_fn: ``loss_fn(outputs, targets)``; None where the model returns its loss.
         config: None, a mapping or an object with a ``training`` part, see :class:`TrainingSettings`; not changed.
         device: None takes CUDA, then MPS, then the CPU.
-        scheduler: stepped per epoch, or per applied step with ``training.scheduler_step_per_batch``.
+        scheduler: stepped per epoch, or per applied step with ``training.scheduler_step_per_batch``. The setting
+            ``lr_scheduler="cosine"`` builds one by name, with ``warmup_steps`` or ``warmup_ratio``.
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         settings: any of :class:`TrainingSettings` by its name, such as ``max_grad_norm=1.0``; they win over ``config``.
         progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
         eval_seed: seeds the random numbers of every evaluation.
-        metrics: torchmetrics objects, a collection or a dict of them; reported as ``eval_<name>``.
+        metrics: names such as ``["accuracy", "f1"]``, functions ``fn(outputs, targets)`` of the whole set, torchmetrics
+            objects, or a dict of these by name; reported as ``eval_<name>``.
         parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
         compile: True compiles the model in place, ``"blocks"`` each of its repeated blocks; see ``compile_model``.
@@ -87,11 +95,15 @@ class Trainer(EngineCounters):
         ([1, 2], 6)
     """
 
+    _face: ClassVar[type[Trainer]]  # the class of this library whose methods a subclass overrides
+    _epochs: FaceEpochs
+    _folder: NumberedFolder
+
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
-        loss_fn: Callable[..., Any] | None,
+        optimizer: Optimizer | None = None,
+        loss_fn: Callable[..., Any] | None = None,
         config: Any = None,
         device: torch.device | str | int | None = None,
         scheduler: LRScheduler | ReduceLROnPlateau | None = None,
@@ -106,26 +118,33 @@ class Trainer(EngineCounters):
         progress: bool = True,
         **settings: Any,
     ):
+        optimizer, loss_fn = in_argument_order(optimizer, loss_fn)
         self.config = config
         self.settings = read_settings(config, settings)
+        self._run_defaults = read_run_defaults(config)
         self.model, self.optimizer, self.device = place(
             model, partial(optimizer_for, optimizer=optimizer, settings=self.settings), device=device,
             scheduler=scheduler, compile=compile, parallel=parallel,
+            gradient_checkpointing=self.settings.gradient_checkpointing,
         )  # fmt: skip
         self.loss_fn = loss_fn.to(self.device) if isinstance(loss_fn, nn.Module) else loss_fn
-        self.scheduler = scheduler
+        self.scheduler = scheduler_for(self.optimizer, scheduler, self.settings)
         warn_of_idle_interval(scheduler, self.settings)
         check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"), optimizer=self.optimizer)
         self._warned_of_length = False
         self._counts_on_host = not (self._overrides("_prepare_batch") or self._overrides("_loss_weight"))
         own_eval = OverriddenEvalTask if self._overrides("eval_step") else EvalTask
-        self._eval_task = own_eval(self, EpochMetrics(metrics, self.device))
+        self._eval_task = own_eval(self, EpochMetrics(metrics, self.device, loss_fn=loss_fn))
         self._history_file = HistoryFile(lambda: self._epochs.history)
         self._engine = self._build_engine(device, with_trackers(hooks, trackers), eval_seed, capture, progress)
-        self._folder = NumberedFolder(self._engine, self._save_checkpoint, self._history_file)
+        self._folder = NumberedFolder(
+            self._engine, self._save_checkpoint, self._history_file,
+            retention=self.settings.retention(), best_epochs=self._best_epochs,
+        )  # fmt: skip
         self._epochs = FaceEpochs(
-            self._engine, self._eval_task, evaluate=self.evaluate if self._overrides("evaluate") else None
+            self._engine, self._eval_task, evaluate=lambda: self.evaluate if self._is_own("evaluate") else None
         )
+        self._warn_of_replaced_methods()
 
     def _build_engine(
         self, device: Any, hooks: Sequence[BaseHook], eval_seed: int, capture: Capture, progress: bool
@@ -134,8 +153,11 @@ class Trainer(EngineCounters):
         make: Callable[..., Engine] = Engine
         task = TrainerTask(self)
         every = [*own_hooks(settings, self._history_file, given=hooks), *hooks]
+        if settings.save_on_signal:
+            every.append(SaveAtSignals(lambda: self._folder.save_and_log()))
         if self._overrides("train_step"):
-            make = partial(OwnStepEngine, own_step=self.train_step, weighted=task.weighted)
+            replaced = self._replaces("train_step")
+            make = partial(OwnStepEngine, own_step=self.train_step, weighted=task.weighted, replaced=replaced)
         return make(
             self.model,
             self.optimizer,
@@ -148,12 +170,26 @@ class Trainer(EngineCounters):
             logger=_log,
             progress=progress,
             face="functional",
-            config={**dataclasses.asdict(settings), "loss": loss_name(self.loss_fn)},
+            config={**settings.described(), "loss": loss_name(self.loss_fn)},
             **settings.engine_arguments(),
         )
 
     def _overrides(self, method: str) -> bool:
-        return getattr(type(self), method) is not getattr(Trainer, method)
+        return getattr(type(self), method) is not getattr(self._face, method)
+
+    def _is_own(self, method: str) -> bool:
+        """Returns whether a method is the user's: of a subclass, or set on this object."""
+        return method in vars(self) or self._overrides(method)
+
+    def _replaces(self, method: str) -> bool:
+        """Returns whether a method of the user's does not lead to the one that it overrides."""
+        return method in vars(self) or replaces(type(self), self._face, method)
+
+    def _warn_of_replaced_methods(self) -> None:
+        if self._replaces("train_step"):
+            warn_of_replaced_step(self.settings)
+        if self._replaces("train_epoch"):
+            warn_of_replaced_epoch(self.settings)
 
     # -- what happened so far -------------------------------------------------------------------------------------
 
@@ -220,6 +256,9 @@ class Trainer(EngineCounters):
     def train_step(self, batch: Any) -> dict[str, float]:
         """Runs one optimizer step on one micro-batch, with its hooks, and reads what it gave.
 
+        An override may add to ``super().train_step(batch)``, or replace the step: then it runs forward, backward and
+        the optimizer itself and returns a dict with ``loss``, as a warning explains when the trainer is made.
+
         Returns:
             ``loss`` (NaN if nothing in the batch counts), ``lr``, and ``grad_norm`` before clipping where there was
             a gradient.
@@ -240,7 +279,8 @@ class Trainer(EngineCounters):
 
         Called by itself it selects no best epoch and writes no file. A subclass may override it to do something
         around ``super().train_epoch(...)`` and to add numbers to what that returns; ``train`` then goes through it,
-        and each epoch is a run of its own to the hooks.
+        and each epoch is a run of its own to the hooks. An override that does not call it replaces the loop: it gets
+        the loader, the evaluation's loader and the epoch, and returns a dict with ``train_loss``.
 
         Args:
             train_dataloader: micro-batches.
@@ -261,7 +301,7 @@ class Trainer(EngineCounters):
         num_epochs: int,
         eval_dataloader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
         save_dir: str | Path | None = None,
-        save_freq: int | None = 1,
+        save_freq: int | None = EVERY_EPOCH,
         best_model_metric: str | None = "eval_loss",
         early_stopping_patience: int | None = None,
         callbacks: Sequence[Callback] | None = None,
@@ -277,17 +317,17 @@ class Trainer(EngineCounters):
             eval_dataloader: evaluated after each epoch; of a dict each loader, as ``eval_<name>_loss`` and so on, and
                 ``"eval_loss"`` then means the loss of the first.
             save_dir: folder of ``checkpoint_epoch_{n}.pt``, ``best_model.pt``, ``history.json``, and ``pretrained``
-                with the best weights of a model with ``save_pretrained``; None writes nothing.
-            save_freq: epochs between numbered checkpoints; None or 0 writes none. The state that the call ends with is
-                always written: under the number of its epoch, or as ``last.pt`` without numbers or inside an epoch.
+                with the best weights of a model with ``save_pretrained``; None takes the config's ``checkpoint_dir``.
+            save_freq: epochs between numbered checkpoints, else the config's ``save_interval``; None or 0 writes none.
+                The state that the call ends with is always written: under the number of its epoch, or as ``last.pt``.
             best_model_metric: a key of the epoch's record, with ``eval_`` or without; selects the best epoch, stops
                 early, and moves a plateau scheduler. Without ``eval_dataloader``, ``"eval_loss"`` means the training
                 loss. None selects nothing.
             early_stopping_patience: epochs without improvement until training stops.
             callbacks: called as ``callback(trainer, epoch, metrics)`` after each epoch, ``epoch`` counted from 0.
             best_mode: ``"min"``, ``"max"``, or None for the direction of the metric's name.
-            resume_from: None, ``"auto"`` (the furthest intact checkpoint in ``save_dir`` and the folders of hooks that
-                load the latest), or a path, also in ``save_dir``.
+            resume_from: None, ``"auto"`` (the furthest intact checkpoint in ``save_dir`` or a loading hook's folder),
+                or a path, also in ``save_dir``.
 
         Returns:
             The history: lists by key, one entry per completed epoch.
@@ -296,7 +336,7 @@ class Trainer(EngineCounters):
             ConfigError: an argument is out of range, or the metric is not in the record.
             CheckpointError: another process trains in ``save_dir``, or no checkpoint is intact.
         """
-        for warning in unused_names(self, Trainer):
+        for warning in unused_names(self, self._face):
             _log.warning("%s", warning)
         check_call(num_epochs, save_freq, callbacks=callbacks, loaders=(train_dataloader, eval_dataloader))
         losses = eval_losses(eval_dataloader)
@@ -304,15 +344,15 @@ class Trainer(EngineCounters):
             best_model_metric = losses[0] if losses else "train_loss"
         make_rule = rule_for(
             best_model_metric, best_mode, patience=early_stopping_patience, min_delta=self.settings.min_delta,
-            known=known_keys(self._overrides, losses=losses, has_metrics=bool(self._eval_task.metrics)),
+            known=known_keys(self._is_own, losses=losses, has_metrics=bool(self._eval_task.metrics)),
         )  # fmt: skip
-        self._folder.use(save_dir, save_freq)
-        after_epoch = partial(self._end_epoch, callbacks or ())
+        set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
+        self._folder.use(*self._run_defaults.files(save_dir, save_freq))
         with speaking(self._engine), self._folder.held():
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             say_if_finished(self._epochs, num_epochs)
-            self._train_to(num_epochs, train_dataloader, eval_dataloader, after_epoch)
+            self._train_to(num_epochs, train_dataloader, eval_dataloader, partial(self._end_epoch, callbacks or ()))
             self._folder.write_end()
         return self.history
 
@@ -323,15 +363,30 @@ class Trainer(EngineCounters):
         eval_loader: Iterable[Any] | None,
         after_epoch: Callable[[dict[str, Any]], None],
     ) -> None:
-        if self._overrides("train_epoch"):
-            self._epochs.fit_through(partial(self.train_epoch, train_loader, eval_loader), num_epochs, after_epoch)
+        if self._is_own("train_epoch"):
+            own = self.train_epoch
+
+            def train_epoch(batches: Iterable[Any], epoch: int) -> Any:
+                return own(batches, eval_loader, epoch) if takes(own, 3) else own(batches, eval_loader)
+
+            if self._replaces("train_epoch"):
+                self._epochs.fit_replaced(train_epoch, train_loader, num_epochs, after_epoch)
+            else:
+                self._epochs.fit_through(partial(train_epoch, train_loader), num_epochs, after_epoch)
         else:
             self._epochs.fit(train_loader, eval_loader, num_epochs, after_epoch=after_epoch)
+
+    def _best_epochs(self, has_file: Callable[[int], bool]) -> list[int]:
+        """Returns the ``save_top_k`` best epochs of those that have a numbered checkpoint, the best first."""
+        rule, count = self._epochs.best, self.settings.save_top_k
+        if rule is None or count is None:
+            return []
+        return rule.ranked(record for record in self._epochs.history if has_file(record["epoch"]))[:count]
 
     def _end_epoch(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
         improved = None if self._epochs.best is None else self._epochs.improved
         self._folder.write_epoch(improved=improved, best=self.best_metric, scored_weights=self._epochs.scored_weights)
-        if not self._overrides("train_epoch"):  # which says so itself
+        if not self._is_own("train_epoch") or self._replaces("train_epoch"):  # else it logs the line itself
             log_epoch(self.epoch - 1, record)
         for callback in callbacks:
             callback(self, self.epoch - 1, in_order(record))
@@ -402,3 +457,6 @@ class Trainer(EngineCounters):
         if epoch != self.epoch:
             _log.warning("_save_checkpoint(epoch=%d): the state is that of epoch %d, saved as such", epoch, self.epoch)
         self._folder.write(Path(path), metric_value)
+
+
+Trainer._face = Trainer

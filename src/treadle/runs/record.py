@@ -13,7 +13,6 @@ from treadle.errors import ConfigError
 from treadle.runs.folder import RUN_FILE
 
 _log = logging.getLogger("treadle.cli")
-CHECKPOINTS = "checkpoints"
 SESSIONS = "sessions.jsonl"
 
 
@@ -60,7 +59,7 @@ def recorded_config(run: Path, step: int) -> tuple[dict[str, Any], Path] | None:
     file, lines = Path(entries[-1]["file"]), entries[-1]["config"]
     if not file.parent.is_dir():
         raise ConfigError(
-            f"was started from {file}, whose folder is gone; name the file where it lies now with --script",
+            f"was started from {file}, whose folder is gone; name its present path with --script",
             argument="RUN",
             value=str(run),
         )

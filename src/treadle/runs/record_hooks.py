@@ -13,8 +13,8 @@ from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.hooks.files import to_json
 from treadle.hooks.sessionlog import SessionLogHook
-from treadle.runs.folder import RUN_FILE, write_record
-from treadle.runs.record import CHECKPOINTS, SESSIONS, from_literal, read_entries
+from treadle.runs.folder import CHECKPOINTS, RUN_FILE, write_record
+from treadle.runs.record import SESSIONS, from_literal, read_entries
 from treadle.runs.settings import changes
 
 _log = logging.getLogger("treadle.cli")
@@ -23,7 +23,7 @@ _log = logging.getLogger("treadle.cli")
 class RunRecordHook(BaseHook):
     """Writes ``run.json`` into the workspace: file, settings of the command line, and the configuration they gave.
 
-    A run that goes on with another configuration says what is new, and keeps an entry for either, with the step from
+    A run resumed with another configuration logs the changes, and keeps an entry for each, with the step from
     which it holds. The last of the hooks: by then the folder is known to belong to this process.
 
     Args:
@@ -42,7 +42,7 @@ class RunRecordHook(BaseHook):
         }  # fmt: skip
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Writes the record, unless it says the same already."""
+        """Writes the record, unless it is unchanged."""
         if distributed.rank() != 0 or trainer.workspace is None:
             return
         path = trainer.workspace / RUN_FILE
@@ -64,7 +64,7 @@ class SessionKeeper:
         """Leaves everything as it is."""
 
     def before_running(self, engine: Engine) -> None:
-        """Adds the hook behind the others; its file lies in the run folder, above the folder of checkpoints."""
+        """Adds the hook behind the others; its file is in the run folder, above the folder of checkpoints."""
         folder = engine.workspace
         if folder is not None and not any(isinstance(hook, SessionLogHook) for hook in engine.hooks):
             folder = folder.parent if folder.name == CHECKPOINTS else folder
@@ -73,8 +73,10 @@ class SessionKeeper:
 
 def _same(last: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
     # Which settings came from the command line does not matter where the whole is known.
-    keys = ("file", "config", "arguments") if entry["config"] is None else ("file", "config")
-    return all(last[key] == entry[key] for key in keys)
+    if entry["config"] is None or last["config"] is None:
+        return all(last[key] == entry[key] for key in ("file", "config", "arguments"))
+    before = format_config(from_literal(last["config"])).split("\n")  # an earlier version wrote other quotes
+    return bool(last["file"] == entry["file"] and before == entry["config"])
 
 
 def _say_changes(last: Mapping[str, Any], entry: Mapping[str, Any], folder: str) -> None:

@@ -129,3 +129,17 @@ def make_band_mask(batch_size: int, seq_len: int, n_blocks: int, *, generator: t
     all_but_BL = ~band(0.09375, 0.4375, draw[:, 1], draw[:, 2])
     kind_B1 = draw[:, 6:7]
     return torch.where(kind_B1 < 0.4, blocks_BL, torch.where(kind_B1 < 0.7, bands_BL, all_but_BL))
+
+
+def check_patches(seq_len: int, n_patches: int, n_mask: int) -> None:
+    """Raise ValueError unless ``n_mask`` of ``n_patches`` equal patches of ``seq_len`` channels can be hidden."""
+    if n_patches < 1 or seq_len < 1 or seq_len % n_patches:
+        raise ConfigError(
+            f"={seq_len} must be a multiple of n_patches={n_patches}, as all patches are equally long; choose "
+            f"n_patches among the divisors of {seq_len}",
+            argument="seq_len",
+        )
+    if not 0 <= n_mask <= n_patches:
+        raise ConfigError(
+            f"={n_mask} must lie between 0 and n_patches={n_patches}; it is a number of patches", argument="n_mask"
+        )

@@ -15,8 +15,8 @@ from torch import nn
 from treadle.checkpoint.store import load_weights
 from treadle.datasets.spectral_types import spectral_type_number
 from treadle.engine.evaluation import evaluation_mode
-from treadle.runs.pack import Results
 from treadle.runs.report import Picture, Report, Table
+from treadle.runs.results import Results
 from treadle.spectra.clustering import CosineKMeans, elbow_ckmeans, silhouette_score_cosine
 from treadle.spectra.few_labels import HEADLINE, FewLabels, difference, few_labels
 from treadle.spectra.fills import choose_fills, masked_error

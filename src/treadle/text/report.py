@@ -13,8 +13,8 @@ import torch
 from treadle.checkpoint.store import write_text
 from treadle.data import steps_per_epoch
 from treadle.functional import Trainer
-from treadle.runs.pack import Results
 from treadle.runs.report import Picture, Report, Table
+from treadle.runs.results import Results
 from treadle.runs.start_block import precision_line
 from treadle.text.generation import sample_texts
 from treadle.text.ngrams import bits_per_byte, ngram_losses
