@@ -254,7 +254,7 @@ class Cursor:
             return group
         if count > 1:
             self._check_buffers(count)
-        source, asks = self._the_source(), self._asks_at_each_step
+        source, asks, fresh = self._the_source(), self._asks_at_each_step, self.position == 0
         while len(group.batches) < count and not self.ended:
             assert self._iterator is not None, "open() comes first"
             start = time.perf_counter()
@@ -275,6 +275,8 @@ class Cursor:
                 self.ended = True
         if asks:
             self._end_with_the_first(group, count)
+        if fresh:
+            self.warn(source.warnings(resuming=False))  # a stream is known once it was read from
         if self.ended:
             self._iterator = None
             self.warn(source.warnings(resuming=False))

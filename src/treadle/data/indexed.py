@@ -89,12 +89,12 @@ class _SeededDataset(Dataset[Any]):
         self._watched = _WATCHED_READS if has_state(dataset) else 0
 
     def __getitem__(self, index: _SeededIndex) -> Any:
-        _seed_worker(index.seed)
+        seed_worker(index.seed)
         with self._watching():
             return self.dataset[index.index]
 
     def __getitems__(self, index: _SeededIndex) -> Any:
-        _seed_worker(index.seed)
+        seed_worker(index.seed)
         getitems = getattr(self.dataset, "__getitems__", None)
         with self._watching():
             return getitems(index.index) if getitems else [self.dataset[i] for i in index.index]
@@ -122,7 +122,8 @@ class _SeededDataset(Dataset[Any]):
         return len(self.dataset)
 
 
-def _seed_worker(seed: int) -> None:
+def seed_worker(seed: int) -> None:
+    """Seeds python, numpy and torch on the CPU, as far as a worker draws from them."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
