@@ -47,7 +47,11 @@ def trained(kind, folder, workers, *, state=None, max_steps=None):
 
 
 def end_of(engine):
-    return {**engine.state_dict(), "drawn": torch.rand(3)}
+    state = engine.state_dict()
+    for data in (state["data"], *state["data"].get("ranks", [])):
+        data.pop("objects", None)  # of datasets, where an old place is left in the state at the end of an epoch
+        (data["opening"] or {}).pop("objects", None)
+    return {**state, "drawn": torch.rand(3)}
 
 
 def check_every_stop(kind, folder, workers, cuts=None):
@@ -110,12 +114,21 @@ def test_a_stream_whose_state_is_not_its_place_is_named_before_step_1_and_replay
     set_seed(0)
     model = small_model()
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), First(), device="cpu")
-    engine.run(make(kind, tmp_path, workers), max_steps=1)
-    assert said == [True]
-    caplog.clear()
-    if kind != "restarting" and kind != "late":  # whose state moves on where the stream does not
+    engine.run(make(kind, tmp_path, workers), max_steps=4)
+    assert said == [True] * 4
+    if kind == "hf_buffer":  # of the others, the stream itself moves its state while it is replayed
         for _ in check_every_stop(kind, tmp_path, workers, lambda steps: steps[2:4]):
             pass
+
+
+def test_a_state_that_leads_back_to_its_place_at_first_only_is_found_later(caplog):
+    cursor = Cursor()
+    cursor.open(make("forgets", None, 0))
+    cursor.take(1)
+    assert cursor.state_dict()["loader"] is not None
+    cursor.take(2)
+    assert cursor.state_dict()["loader"] is None
+    assert "taken after 8 samples and loaded, it does not give the next one" in caplog.text
 
 
 def test_another_number_of_workers_is_refused_in_words(tmp_path):

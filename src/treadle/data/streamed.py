@@ -11,6 +11,7 @@ import copy
 import inspect
 import pickle
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,7 @@ class SeededStream(IterableDataset[Any]):
         seed: of the epoch.
         start: states of all workers to begin with; empty begins afresh.
         first: the worker that is asked first.
-        tries: whether the first two samples are read a second time, to see if the state leads back to its place.
+        tries: whether the some samples are read a second time, to see if the state leads back to its place.
     """
 
     def __init__(self, dataset: Any, *, batch_size: int | None, seeded: bool):
@@ -187,47 +188,74 @@ class Draws:
 
 
 class _Trial:
-    """A trial of whether the state of a stream leads back to its place: its second sample is read from a copy too.
+    """Trials of whether the state of a stream leads back to its place: some samples are read from a copy too.
+
+    After 1, 8, 64, ... samples, so that a state that stops to tell when a buffer inside is filled again is found.
 
     Attributes:
         problem: why it does not; None if it does, or is not known yet.
-        over: whether it is known.
+        over: whether the first trial is over.
     """
 
     def __init__(self, dataset: Any):
         self._dataset = dataset
-        self._after_first: Any = None
-        self.problem: str | None = None
+        self._copy: Any = None
+        self._reads = 0
+        self._next = 1
+        self._last: Any = None  # the state after the sample before, where the present one is tried
         self.over = False
-        try:
-            self._copy = copy.deepcopy(dataset)
-        except Exception as error:  # noqa: BLE001  (a data set of any kind)
-            self._end(f"it cannot be copied to try it ({type(error).__name__})")
-
-    def _end(self, problem: str | None) -> None:
-        self.problem, self.over = problem, True
-        self._copy = self._dataset = self._after_first = None
+        self.problem = shuffle_buffer_of_datasets(dataset)
+        if self.problem is None:
+            try:
+                self._copy = copy.deepcopy(dataset)
+            except Exception as error:  # noqa: BLE001  (a data set of any kind)
+                self.problem = f"it cannot be copied to try it ({type(error).__name__})"
 
     def see(self, sample: Any, before: Draws) -> None:
         """Takes in a sample that was read, and the random state before it."""
-        if self.over:
+        if self.problem is not None:
             return
-        if self._after_first is None:
-            self._after_first = copy.deepcopy(self._dataset.state_dict())
-            return
-        after = Draws()
-        try:
-            if _alike(self._dataset.state_dict(), self._after_first):
-                self._end("it is the same after one sample and after two")
-                return
-            before.restore()
-            self._copy.load_state_dict(self._after_first)
-            again = next(iter(self._copy), None)
-            self._end(None if _alike(sample, again) else "loaded after the first sample, it does not give the second one")
-        except Exception as error:  # noqa: BLE001  (a data set of any kind)
-            self._end(f"loading it raises {type(error).__name__}")
-        finally:
-            after.restore()
+        self._reads += 1
+        if self._last is not None:
+            after = Draws()
+            try:
+                self.problem = self._tried(sample, before)
+            except Exception as error:  # noqa: BLE001  (a data set of any kind)
+                self.problem = f"loading it raises {type(error).__name__}"
+            finally:
+                after.restore()
+            self.over, self._last = True, None
+        if self._reads == self._next:
+            self._last, self._next = copy.deepcopy(self._dataset.state_dict()), self._next * 8
+
+    def _tried(self, sample: Any, before: Draws) -> str | None:
+        after = f"after {self._reads - 1:,} samples"
+        if _alike(self._dataset.state_dict(), self._last):
+            return f"it is the same {after} and after one more"
+        before.restore()
+        self._copy.load_state_dict(self._last)
+        again = next(iter(self._copy), None)
+        return None if _alike(sample, again) else f"taken {after} and loaded, it does not give the next one"
+
+
+def shuffle_buffer_of_datasets(dataset: Any) -> str | None:
+    """Returns why a ``datasets.IterableDataset`` with a shuffle buffer cannot be entered; None for all others.
+
+    Example:
+        >>> shuffle_buffer_of_datasets([1, 2]) is None
+        True
+    """
+    library = sys.modules.get("datasets")
+    if library is None or not isinstance(dataset, library.IterableDataset):
+        return None
+    kind = getattr(library.iterable_dataset, "BufferShuffledExamplesIterable", ())
+    waiting = [getattr(dataset, "_ex_iterable", None)]
+    while waiting:
+        stage = waiting.pop()
+        if isinstance(stage, kind):
+            return f"the {stage.buffer_size} samples in its shuffle buffer are in no state, and would be lost"
+        waiting += [stage.ex_iterable] if hasattr(stage, "ex_iterable") else getattr(stage, "ex_iterables", None) or []
+    return None
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -297,7 +325,7 @@ class StreamReader:
     def __init__(self, loader: DataLoader[Any]):
         self.workers = max(1, loader.num_workers)
         self.stream = SeededStream(loader.dataset, batch_size=loader.batch_size, seeded=loader.num_workers > 0)
-        self.problem: str | None = None
+        self.problem = shuffle_buffer_of_datasets(loader.dataset)
         if loader.num_workers > 0 and not loader.in_order:
             self.problem = "batches come as workers finish them (in_order=False)"
         self._tells = isinstance(loader.dataset, EnteredStream)
