@@ -16,6 +16,7 @@ from treadle.hooks.nonfinite import NonFiniteHook
 from treadle.hooks.own_tracker import Tracker
 from treadle.hooks.profiler import ProfilerHook
 from treadle.hooks.progress import ProgressHook
+from treadle.hooks.remote import RemoteWorkspaceHook
 from treadle.hooks.sessionlog import SessionLogHook
 from treadle.hooks.signals import SignalHook
 from treadle.hooks.steplog import StepLogHook
@@ -41,6 +42,7 @@ __all__ = [
     "ProfilerHook",
     "ProgressBarHook",
     "ProgressHook",
+    "RemoteWorkspaceHook",
     "SessionLogHook",
     "SignalHook",
     "StepLogHook",
