@@ -24,6 +24,7 @@ from treadle.seed import set_seed
 MAKE = {
     "CheckpointingHook": lambda folder: hooks.CheckpointingHook(2, path=folder / "own"),
     "CudaMaxMemoryHook": lambda folder: hooks.CudaMaxMemoryHook(),
+    "EqualRanksHook": lambda folder: hooks.EqualRanksHook(2),
     "EmaHook": lambda folder: hooks.EmaHook(0.5, name="mine"),
     "HistoryHook": lambda folder: Renamed(folder / "h.json", lambda: [{"epoch": 1, "loss": float("nan")}]),
     "ImageFileLoggerHook": lambda folder: hooks.ImageFileLoggerHook(path=folder / "images"),
@@ -43,8 +44,8 @@ MAKE = {
         [3.0], interval=2, eval_step=lambda trainer, batch: (torch.tensor(batch), {}), best=folder / "best.pt"
     ),
 }
-# These start services of their own and are tested beside their packages.
-ELSEWHERE = {"MlflowHook", "TrackioHook", "WandbHook"}
+# These start services of their own, or mirror a whole workspace, and are tested elsewhere.
+ELSEWHERE = {"MlflowHook", "RemoteWorkspaceHook", "TrackioHook", "WandbHook"}
 NAMES = sorted(MAKE)
 
 

@@ -6,6 +6,7 @@ from treadle.engine.hook import EVENTS, BaseHook
 from treadle.hooks.bar import ProgressBarHook
 from treadle.hooks.checkpointing import CheckpointingHook
 from treadle.hooks.ema import EmaHook
+from treadle.hooks.equal_ranks import EqualRanksHook
 from treadle.hooks.history import HistoryHook
 from treadle.hooks.images import ImageFileLoggerHook
 from treadle.hooks.jsonl import JsonlHook
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointingHook",
     "CudaMaxMemoryHook",
     "EmaHook",
+    "EqualRanksHook",
     "HistoryHook",
     "ImageFileLoggerHook",
     "JsonlHook",
