@@ -2,10 +2,10 @@
 
     python benchmarks/remote_kills.py --kills 200
 
-Starts moto's server and a proxy in front of it that answers some requests with 500, delays some, and cuts the connection
-of some, before or after the server has acted. A child trains with ``workspace="s3://..."`` and is killed; half of the time
-its local folder is lost too. After every kill the state in the store must be whole, at the end it must equal that of a run
-that nobody disturbed, and nothing may be left over in the store. Needs ``moto[server]`` and ``s3fs``.
+Starts moto's server and a proxy in front of it that answers some requests with 500, delays some, and cuts the
+connection of some, before or after the server has acted. A child trains with ``workspace="s3://..."`` and is killed;
+half of the time its local folder is lost too. After every kill the state in the store must be whole, at the end it must
+equal that of a run that nobody disturbed, and nothing may be left over. Needs ``moto[server]`` and ``s3fs``.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ class Proxy:
                     return
                 upstream = http.client.HTTPConnection("127.0.0.1", target, timeout=60)
                 headers = {key: value for key, value in self.headers.items() if key.lower() != "transfer-encoding"}
-                upstream.request(self.command, self.path, body=body, headers={**headers, "Content-Length": str(len(body))})
+                upstream.request(
+                    self.command, self.path, body=body, headers={**headers, "Content-Length": str(len(body))}
+                )
                 answer = upstream.getresponse()
                 data = answer.read()
                 if fault == "cut after":
@@ -111,7 +113,7 @@ class Proxy:
                     return
                 self._answer(answer.status, answer.getheaders(), data)
 
-            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = serve  # noqa: N815
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = serve
 
             def _body(self) -> bytes:
                 if "chunked" in self.headers.get("Transfer-Encoding", ""):
@@ -128,7 +130,7 @@ class Proxy:
                 for key, value in headers:
                     if key.lower() not in ("transfer-encoding", "content-length", "connection", "date", "server"):
                         self.send_header(key, value)
-                length = dict((key.lower(), value) for key, value in headers).get("content-length")
+                length = {key.lower(): value for key, value in headers}.get("content-length")
                 self.send_header("Content-Length", length if self.command == "HEAD" and length else str(len(data)))
                 self.end_headers()
                 with contextlib.suppress(ConnectionError):
@@ -156,7 +158,11 @@ def s3_server(folder: Path) -> Iterator[int]:
         for _ in range(600):
             with contextlib.suppress(OSError):
                 connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-                connection.request("PUT", "/runs", headers={"Authorization": "AWS4-HMAC-SHA256 Credential=a/b/us-east-1/s3/aws4_request"})
+                connection.request(
+                    "PUT",
+                    "/runs",
+                    headers={"Authorization": "AWS4-HMAC-SHA256 Credential=a/b/us-east-1/s3/aws4_request"},
+                )
                 if connection.getresponse().status == 200:
                     break
             time.sleep(0.1)
@@ -194,7 +200,7 @@ def forked(work: Callable[[], Any], log: Path) -> int:
         try:
             work()
             os._exit(0)
-        except BaseException:
+        except BaseException:  # noqa: BLE001  (the child ends here)
             import traceback
 
             traceback.print_exc()
@@ -284,9 +290,7 @@ def soak(kills: int, rate: float, seed: int, seconds: float = float("inf")) -> d
     return {**result, "seconds": round(time.monotonic() - began)}
 
 
-def _one_run(
-    url: str, folder: Path, straight: Any, result: dict[str, Any], chance: random.Random, kills: int
-) -> None:
+def _one_run(url: str, folder: Path, straight: Any, result: dict[str, Any], chance: random.Random, kills: int) -> None:
     result["runs"] += 1
     reached = 0
     while True:

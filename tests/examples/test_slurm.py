@@ -39,7 +39,14 @@ def job(tmp_path):
 
     def start(how, **told):
         slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2"}
-        env = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(record), "HOW": how, **told}
+        env = {
+            **os.environ,
+            **slurm,
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "RECORD": str(record),
+            "HOW": how,
+            **told,
+        }
         started.append(subprocess.Popen(["bash", str(SCRIPT), *ARGUMENTS], env=env))
         return started[-1], record
 

@@ -32,7 +32,9 @@ def two_saves(remote, done):
     remote.claim.release()
 
 
-@pytest.mark.parametrize("after", [None, pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "after", [None, pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_a_kill_at_every_request_leaves_a_whole_state_and_nothing_is_left_over(tmp_path, monkeypatch, url, after):
     remote, done = workspace(url + "/unharmed", tmp_path / "a"), []
     remote.store._files = Requests(remote.store._files)
@@ -43,7 +45,9 @@ def test_a_kill_at_every_request_leaves_a_whole_state_and_nothing_is_left_over(t
         place = f"{url}/{at}"
         with process(1, monkeypatch):
             remote, done = workspace(place, empty(tmp_path / "a")), []
-            remote.store._files = Requests(remote.store._files, at, killed, after=at % 2 == 0 if after is None else after)
+            remote.store._files = Requests(
+                remote.store._files, at, killed, after=at % 2 == 0 if after is None else after
+            )
             with pytest.raises(Killed):
                 two_saves(remote, done)
             remote.claim._stopped.set()
@@ -141,7 +145,7 @@ def test_a_damaged_object_is_named_and_the_rest_is_used(tmp_path, url):
     assert furthest(other.staging) == Reach(2, 0)
     for key in remote.store.sizes("objects/"):
         remote.store.put(key, b"")
-    with pytest.raises(CheckpointError, match="no state of manifests/.* is intact"):
+    with pytest.raises(CheckpointError, match=r"no state of manifests/.* is intact"):
         workspace(url, tmp_path / "c").restore(said.append)
 
 

@@ -86,9 +86,7 @@ SLOW = [  # workers and a run to the end for each stop
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "workers"), [*FAST, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
-)
+@pytest.mark.parametrize(("kind", "workers"), [*FAST, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)])
 def test_every_stop_of_two_epochs_ends_the_same_and_reads_nothing_twice(kind, workers, tmp_path, request):
     needs(kind)
     slow = request.node.get_closest_marker("slow") is not None
@@ -173,7 +171,7 @@ def test_an_error_in_a_sample_leaves_the_place_and_the_same_batch_comes_again(tm
     lambda folder: ShuffleBuffer([1, 2], 5), lambda folder: ShuffleBuffer(stream_kit.Counting(), 1),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused_by_name(bad, tmp_path):
-    with pytest.raises(ConfigError, match="shards|window|stream|size"):
+    with pytest.raises(ConfigError, match=r"shards|window|stream|size"):
         bad(tmp_path)
 
 

@@ -1,7 +1,7 @@
 """Objects under a URL: each is put whole, listed after it was written, and made once if asked for.
 
-What an object store has in common with memory and a folder, through fsspec: no rename, no append. Every request is tried
-again after an error, a little later each time.
+What an object store has in common with memory and a folder, through fsspec: no rename, no append. Every request is
+tried again after an error, a little later each time.
 """
 
 from __future__ import annotations

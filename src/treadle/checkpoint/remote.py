@@ -1,9 +1,9 @@
 """Run folders in an object store: a local folder that is mirrored there, whole or not at all.
 
 The run writes to a local folder, the staging folder, as it writes to any other. Finished files go to objects that are
-never written twice; a manifest that names them all, with sizes and CRC-32, comes last, and only then is what it replaces
-deleted. A crash at any request leaves the old manifest with all of its objects, or the new one. Files of more than a part
-are several objects, so that no upload of several requests can be left half done in the store.
+never written twice; a manifest that names them all, with sizes and CRC-32, comes last, and only then is what it
+replaces deleted. A crash at any request leaves the old manifest with all of its objects, or the new one. Files of more
+than a part are several objects, so that no upload of several requests can be left half done in the store.
 
     claims/00000003.json        who writes, with a heartbeat
     manifests/00000003-00000012.json

@@ -20,9 +20,9 @@ _FOLDER = "claims/"
 class RemoteClaim:
     """Holds a remote workspace for this process.
 
-    Claims are numbered. A further claim can be made once the one before was given back, its process is known to be gone,
-    or its heartbeat did not change for a whole lease. Who was taken for dead and is not sees the higher number before it
-    publishes; what it had published already counts less than anything of a higher number.
+    Claims are numbered. A further claim can be made once the one before was given back, its process is known to be
+    gone, or its heartbeat did not change for a whole lease. A process that was taken for dead sees the higher number
+    before it publishes; what it had published already counts less than anything of a higher number.
 
     Args:
         store: the workspace.
@@ -88,7 +88,7 @@ class RemoteClaim:
             self._beats += 1
             try:
                 self.store.put(_key(self.number), self._described())
-            except Exception:  # noqa: BLE001, S112  (an upload that fails too says so; the next beat tries again)
+            except Exception:  # noqa: BLE001  (an upload that fails too says so; the next beat tries again)
                 continue
 
     def _described(self, *, released: bool = False) -> bytes:

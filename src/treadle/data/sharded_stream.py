@@ -26,8 +26,8 @@ _KINDS = (".tar", ".parquet")
 class ShardedStream(EnteredStream):
     """A stream of samples from ``.tar`` or Parquet files, shared among ranks and workers by whole files.
 
-    Samples of a ``.tar`` are its neighbouring members of one stem, as in WebDataset: ``{"__key__": "0001", "png": bytes,
-    "cls": bytes}``. Those of a Parquet file are its rows, as dicts; it is read by row groups.
+    Samples of a ``.tar`` are its neighbouring members of one stem, as in WebDataset: ``{"__key__": "0001", "png":
+    bytes, "cls": bytes}``. Those of a Parquet file are its rows, as dicts; it is read by row groups.
 
     A DataLoader over it resumes at the very sample, with any number of workers that stays the same. Of a ``.tar``
     nothing that was consumed is read again; of a Parquet file the row groups of the present window are.
@@ -72,11 +72,10 @@ class ShardedStream(EnteredStream):
         self.shards = _listed(shards)
         kinds = {os.path.splitext(shard)[1] for shard in self.shards}
         if len(kinds) != 1 or not kinds <= set(_KINDS):
-            found = ", ".join(sorted(kinds)) or "nothing"
+            where = f"={os.fspath(shards)!r}" if isinstance(shards, (str, os.PathLike)) else f" of {len(self.shards)}"
             raise ConfigError(
-                f"={os.fspath(shards)!r}: found {found}; pass files that all end in .tar, or all in .parquet"
-                if isinstance(shards, (str, os.PathLike))
-                else f": {len(self.shards)} files, of kind {found}; pass files that all end in .tar, or all in .parquet",
+                f"{where}: found {', '.join(sorted(kinds)) or 'nothing'}; pass files that all end in .tar, or all in "
+                ".parquet",
                 argument="shards",
             )
         if window < 1:
@@ -238,7 +237,7 @@ def _parquet(file: BinaryIO) -> Any:
 
 def _open(shard: str) -> BinaryIO:
     if "://" not in shard:
-        return open(shard, "rb")  # noqa: SIM115  (the window closes it)
+        return open(shard, "rb")
     try:
         import fsspec
     except ImportError as error:

@@ -107,4 +107,3 @@ def _drawing_from(seed: int) -> Iterator[None]:
         yield
     finally:
         outside.restore()
-

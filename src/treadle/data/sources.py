@@ -1,4 +1,4 @@
-"""Four kinds of loaders behind one small interface: index lists known, a loader's or a stream's own state, or replay."""
+"""Four kinds of loaders behind one small interface: index lists known, own state of a loader or a stream, or replay."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Workers of loaders that carry the state of their data sets, as torchdata's StatefulDataLoader does, seeded by batch.
 
-Such a loader restores where each worker is, but not what it draws from the random generators. Its workers get a data set
-that seeds them before each batch, by a number that is part of the state that the loader carries anyway.
+Such a loader restores where each worker is, but not what it draws from the random generators. Its workers get a data
+set that seeds them before each batch, by a number that is part of the state that the loader carries anyway.
 """
 
 from __future__ import annotations

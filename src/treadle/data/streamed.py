@@ -1,8 +1,8 @@
-"""DataLoaders over data sets that only yield and keep their place themselves: entered in the middle, by their own state.
+"""DataLoaders over streams that keep their place themselves: entered in the middle, by their own state.
 
-Each worker of such a loader has a copy of the data set. The loader made here wraps that copy: it seeds python, numpy and
-torch before each batch, and sends the state after the batch along with it. So the state that a checkpoint holds is that
-of the batches that were consumed, whatever workers have read ahead, and random augmentation does not depend on it.
+Each worker of such a loader has a copy of the data set. The loader made here wraps that copy: it seeds python, numpy
+and torch before each batch, and sends the state after the batch along with it. So the state that a checkpoint holds is
+that of the batches that were consumed, whatever workers have read ahead, and random augmentation does not depend on it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from treadle.seed import mix_seed
 
 
 def keeps_its_place(dataset: Any) -> bool:
-    """Returns whether a stream offers a state that may be its place: ``state_dict()`` without arguments, and its inverse.
+    """Returns whether a stream offers a state that may be its place: ``state_dict()`` without arguments.
 
     Example:
         >>> keeps_its_place(IterableDataset())
@@ -293,7 +293,7 @@ class _Carrying:
 
 
 class StreamInit:
-    """A loader's ``worker_init_fn``: the user's, with the user's data set and worker number in ``get_worker_info()``."""
+    """The user's ``worker_init_fn``, with the user's data set and worker number in ``get_worker_info()``."""
 
     def __init__(self, stream: Any, user_fn: Callable[[int], None] | None):
         self.stream = stream

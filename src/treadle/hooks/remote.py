@@ -130,7 +130,9 @@ class RemoteWorkspaceHook(BaseHook):
         """Starts to upload."""
         if self._remote is not None and distributed.rank() == 0:
             self._stopped.clear()
-            self._thread = threading.Thread(target=self._mirror, args=(self._remote,), name="treadle-upload", daemon=True)
+            self._thread = threading.Thread(
+                target=self._mirror, args=(self._remote,), name="treadle-upload", daemon=True
+            )
             self._thread.start()
 
     def _mirror(self, remote: RemoteWorkspace) -> None:
