@@ -191,6 +191,8 @@ def pairs(samples: Any) -> Any:
 def make(kind: str, folder: Path, workers: int) -> Any:
     """Returns the loader of a kind."""
     shared: dict[str, Any] = {"batch_size": 4, "num_workers": workers}
+    if workers:  # a rank of a test would start them afresh otherwise, which takes seconds
+        shared["multiprocessing_context"] = "fork"
     if kind == "tar":
         return DataLoader(ShardedStream(tar_files(folder), shuffle=True, window=2, decode=decoded), **shared)
     if kind == "parquet":
