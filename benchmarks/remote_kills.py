@@ -263,18 +263,23 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--rate", type=float, default=0.05, help="share of requests that are answered badly")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--longest", type=float, default=3.0, help="seconds after which a life is over at the latest")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="ends after the run in which this is over")
     arguments = parser.parse_args()
-    print(json.dumps(soak(arguments.kills, arguments.rate, arguments.seed, arguments.seconds), indent=1))
+    print(
+        json.dumps(
+            soak(arguments.kills, arguments.rate, arguments.seed, arguments.seconds, arguments.longest), indent=1
+        )
+    )
 
 
-def soak(kills: int, rate: float, seed: int, seconds: float = float("inf")) -> dict[str, Any]:
+def soak(kills: int, rate: float, seed: int, seconds: float = float("inf"), longest: float = 3.0) -> dict[str, Any]:
     """Kills runs until there are enough kills; returns the counts."""
     torch.set_num_threads(1)
     chance, began = random.Random(seed), time.monotonic()
     result: dict[str, Any] = {
         "kills": 0, "runs": 0, "differing ends": 0, "unreadable states": 0, "left over": 0, "went back": 0,
-        "failed": 0, "wiped": 0,
+        "failed": 0, "wiped": 0, "went on": 0,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary, s3_server(Path(temporary)) as server:
         folder = Path(temporary)
@@ -284,18 +289,20 @@ def soak(kills: int, rate: float, seed: int, seconds: float = float("inf")) -> d
         proxy = Proxy(server, rate=rate, seed=seed)
         point_s3fs_to(proxy.port)
         while result["kills"] < kills and time.monotonic() - began < seconds:
-            _one_run(f"s3://runs/{result['runs']}", folder, straight, result, chance, kills)
+            _one_run(f"s3://runs/{result['runs']}", folder, straight, result, chance, kills, longest)
         result["requests"], result["faults"] = proxy.requests, proxy.faults
         proxy.close()
     return {**result, "seconds": round(time.monotonic() - began)}
 
 
-def _one_run(url: str, folder: Path, straight: Any, result: dict[str, Any], chance: random.Random, kills: int) -> None:
+def _one_run(
+    url: str, folder: Path, straight: Any, result: dict[str, Any], chance: random.Random, kills: int, longest: float
+) -> None:
     result["runs"] += 1
     reached = 0
     while True:
         child = forked(lambda: train(url), folder / "log")
-        code = wait(child, chance.uniform(0.3, 3.0) if result["kills"] < kills else None)
+        code = wait(child, chance.uniform(0.3, longest) if result["kills"] < kills else None)
         if code is None:
             os.kill(child, signal.SIGKILL)
             code = wait(child)
@@ -311,6 +318,7 @@ def _one_run(url: str, folder: Path, straight: Any, result: dict[str, Any], chan
         found = looked(url, folder)
         result["unreadable states"] += bool(found["problems"])
         result["went back"] += found["step"] < reached
+        result["went on"] += found["step"] > reached
         reached = found["step"]
         if chance.random() < 0.5:
             shutil.rmtree(folder / "staging", ignore_errors=True)

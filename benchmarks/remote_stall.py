@@ -2,9 +2,10 @@
 
     python benchmarks/remote_stall.py --megabytes 120
 
-Runs moto's S3 server on this machine. Foreground: the file is written and uploaded before the next step. Background: the
-state is copied, written and uploaded while training goes on. Counted are the time in which no step ran, and what the
-steps until the next save took longer than usual, which on a machine of few cores is what the upload itself needs. Needs ``moto[server]`` and ``s3fs``.
+Runs moto's S3 server on this machine. Foreground: the file is written and uploaded before the next step. In the
+background the state is copied, written and uploaded while training goes on. Counted are the time without a step, and
+what the steps until the next save took longer, which on a machine of few cores is what the upload itself needs.
+Needs ``moto[server]`` and ``s3fs``.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def foreground(folder: Path, width: int) -> float:
 
 
 def background(folder: Path, width: int, steps: int = 160, interval: int = 40) -> dict[str, list[float]]:
-    """Returns for each save but the first how long no step ran, and by how much the steps until the next took longer."""
+    """Returns for each save but the first how long no step ran, and how much longer the steps after it took."""
     os.environ["TREADLE_STAGING"] = str(folder / "staging")
     trainer = Fit(width, interval, max_steps=steps, workspace="s3://runs/background", device="cpu", progress=False)
     trainer.train()

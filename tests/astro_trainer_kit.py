@@ -82,7 +82,7 @@ def make(folder=None, *, cls=AstroTrainer, seed=0, net=None, train=None, lr=0.02
     """``loss`` are settings of the expected-value terms, other settings of the training may be in ``rest``."""
     set_seed(seed)
     own = ("use_amp", "use_ce", "compile_model", "amp_dtype", "optimizer", "scheduler", "scheduler_interval", "hooks",
-           "eval_seed", "device", "trackers", "parallel")  # fmt: skip
+           "eval_seed", "device", "trackers", "parallel", "limits", "save_total_limit")  # fmt: skip
     kept = {name: rest.pop(name) for name in own if name in rest}
     books = {name: rest.pop(name) for name in codebooks() if name in rest}
     config = {

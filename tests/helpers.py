@@ -23,7 +23,12 @@ from treadle.engine.hook import BaseHook
 from treadle.task import StepOutput
 
 _LIBRARY = Path(treadle.__file__).parent
-RUN_FILES = {"sessions.jsonl", "settings.json", "steps.jsonl"}  # that every face writes into a run folder by itself
+RUN_FILES = {
+    "checkpoints",
+    "sessions.jsonl",
+    "settings.json",
+    "steps.jsonl",
+}  # that every face writes into a run folder by itself
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:

@@ -34,6 +34,7 @@ REFRESH = "python tests/surface_kit.py"
 MODULES = (
     "treadle", "treadle.hooks", "treadle.checkpoint", "treadle.data", "treadle.config", "treadle.builder",
     "treadle.exchange", "treadle.datasets", "treadle.functional", "treadle.spectra", "treadle.spectra.clustering",
+    "treadle.spectra.chemomae",
     "treadle.graphs", "treadle.graphs.encodings", "treadle.graphs.datasets", "treadle.astro", "treadle.text",
 )  # fmt: skip
 # Names outside any `__all__` that documents use.

@@ -15,6 +15,7 @@ from treadle.requirements import refuse_old_torch as _refuse_old_torch
 _refuse_old_torch(_installed_torch())
 
 if _typing.TYPE_CHECKING:
+    from treadle.capture.checkpointing import checkpoint_model
     from treadle.capture.compile import compile_model
     from treadle.checkpoint import load_weights, verify_checkpoint
     from treadle.data import (
@@ -29,6 +30,7 @@ if _typing.TYPE_CHECKING:
     from treadle.device import get_device
     from treadle.engine import Engine
     from treadle.engine.best import BestRule, EarlyStopping
+    from treadle.engine.limits import Limits
     from treadle.errors import (
         CheckpointError,
         ConfigError,
@@ -40,12 +42,15 @@ if _typing.TYPE_CHECKING:
     )
     from treadle.exchange import ForeignCheckpoint, load_foreign, read_foreign
     from treadle.faces.epochs import EpochTrainer
+    from treadle.faces.finders import find_batch_size, find_learning_rate
     from treadle.faces.parallel import ParallelConfig, parallelize
     from treadle.faces.step import BaseTrainer
+    from treadle.faces.summary import summary
     from treadle.functional import Trainer
     from treadle.hooks import (
         BaseHook,
         CheckpointingHook,
+        CsvHook,
         CudaMaxMemoryHook,
         EmaHook,
         HistoryHook,
@@ -54,6 +59,7 @@ if _typing.TYPE_CHECKING:
         LoggingHook,
         MlflowHook,
         NonFiniteHook,
+        OptunaPruningHook,
         ProfilerHook,
         ProgressBarHook,
         ProgressHook,
@@ -61,6 +67,7 @@ if _typing.TYPE_CHECKING:
         SignalHook,
         StepLogHook,
         StuckRankHook,
+        SwaHook,
         TensorBoardHook,
         ThroughputHook,
         Tracker,
@@ -71,7 +78,11 @@ if _typing.TYPE_CHECKING:
     from treadle.hooks.trackers import with_trackers
     from treadle.means import Total, Weighted
     from treadle.nested import flatten_nested_dict, key_average, map_nested_tensor
+    from treadle.optim.schedules import build_schedule
+    from treadle.optim.swa import SwaSchedule
     from treadle.runs.exact import replay, verify
+    from treadle.runs.hub import push_to_hub
+    from treadle.runs.opening import open_run
     from treadle.seed import ReproducibilityContext, set_seed
     from treadle.task import StepOutput, Task
 
@@ -84,6 +95,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointingHook",
     "ConfigError",
+    "CsvHook",
     "CudaMaxMemoryHook",
     "DataExhaustedError",
     "EarlyStopping",
@@ -94,11 +106,13 @@ __all__ = [
     "HistoryHook",
     "ImageFileLoggerHook",
     "JsonlHook",
+    "Limits",
     "LoggingHook",
     "MappedLoader",
     "MlflowHook",
     "NonFiniteError",
     "NonFiniteHook",
+    "OptunaPruningHook",
     "OutOfMemoryError",
     "ParallelConfig",
     "ProfilerHook",
@@ -112,6 +126,8 @@ __all__ = [
     "StepLogHook",
     "StepOutput",
     "StuckRankHook",
+    "SwaHook",
+    "SwaSchedule",
     "Task",
     "TensorBoardHook",
     "TensorLoader",
@@ -126,20 +142,27 @@ __all__ = [
     "WandbHook",
     "Weighted",
     "__version__",
+    "build_schedule",
+    "checkpoint_model",
     "compile_model",
+    "find_batch_size",
+    "find_learning_rate",
     "flatten_nested_dict",
     "get_device",
     "key_average",
     "load_foreign",
     "load_weights",
     "map_nested_tensor",
+    "open_run",
     "parallelize",
+    "push_to_hub",
     "rank_and_worker",
     "read_foreign",
     "replay",
     "set_seed",
     "shard_iterable",
     "steps_per_epoch",
+    "summary",
     "verify",
     "verify_checkpoint",
     "with_trackers",
@@ -147,6 +170,7 @@ __all__ = [
 
 _HOMES = {
     "requirements": ["__version__"],
+    "capture.checkpointing": ["checkpoint_model"],
     "capture.compile": ["compile_model"],
     "checkpoint": ["load_weights", "verify_checkpoint"],
     "data": [
@@ -161,6 +185,7 @@ _HOMES = {
     "device": ["get_device"],
     "engine": ["Engine"],
     "engine.best": ["BestRule", "EarlyStopping"],
+    "engine.limits": ["Limits"],
     "errors": [
         "CheckpointError",
         "ConfigError",
@@ -172,12 +197,15 @@ _HOMES = {
     ],
     "exchange": ["ForeignCheckpoint", "load_foreign", "read_foreign"],
     "faces.epochs": ["EpochTrainer"],
+    "faces.finders": ["find_batch_size", "find_learning_rate"],
     "faces.parallel": ["ParallelConfig", "parallelize"],
     "faces.step": ["BaseTrainer"],
+    "faces.summary": ["summary"],
     "functional": ["Trainer"],
     "hooks": [
         "BaseHook",
         "CheckpointingHook",
+        "CsvHook",
         "CudaMaxMemoryHook",
         "EmaHook",
         "HistoryHook",
@@ -186,6 +214,7 @@ _HOMES = {
         "LoggingHook",
         "MlflowHook",
         "NonFiniteHook",
+        "OptunaPruningHook",
         "ProfilerHook",
         "ProgressBarHook",
         "ProgressHook",
@@ -193,6 +222,7 @@ _HOMES = {
         "SignalHook",
         "StepLogHook",
         "StuckRankHook",
+        "SwaHook",
         "TensorBoardHook",
         "ThroughputHook",
         "Tracker",
@@ -203,7 +233,11 @@ _HOMES = {
     "hooks.trackers": ["with_trackers"],
     "means": ["Total", "Weighted"],
     "nested": ["flatten_nested_dict", "key_average", "map_nested_tensor"],
+    "optim.schedules": ["build_schedule"],
+    "optim.swa": ["SwaSchedule"],
     "runs.exact": ["replay", "verify"],
+    "runs.hub": ["push_to_hub"],
+    "runs.opening": ["open_run"],
     "seed": ["ReproducibilityContext", "set_seed"],
     "task": ["StepOutput", "Task"],
 }

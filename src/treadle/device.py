@@ -67,9 +67,9 @@ def _resolved(device: torch.device | str | int | None) -> torch.device:
 
 @functools.cache
 def keep_garbage_from_forks() -> None:
-    """Lets no garbage collection of a forked data worker destroy what is CUDA's, which would end the worker.
+    """Keeps a forked data worker from collecting CUDA objects, which would end the worker.
 
-    A graph or a page-locked batch of an earlier run may be garbage that nobody has collected yet.
+    A graph or a page-locked batch of an earlier run may be uncollected garbage.
     """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=gc.freeze)
@@ -140,7 +140,7 @@ def _takes_non_blocking(kind: Any) -> bool:
 
 
 def moves_itself(value: Any) -> bool:
-    """Returns whether a value is no tensor and no plain container and has a ``to`` of its own.
+    """Returns whether a value is no tensor and no plain container and has its own ``to``.
 
     Example:
         >>> moves_itself(torch.nn.utils.rnn.pack_sequence([torch.zeros(2)])), moves_itself({"x": 1})

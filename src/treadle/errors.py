@@ -135,7 +135,7 @@ class DataExhaustedError(TreadleError, RuntimeError):
 
 
 class RankLostError(TreadleError, RuntimeError):
-    """Another rank ended or does not answer, so this one cannot go on; the cause lies there."""
+    """Another rank ended or does not answer, so this one cannot continue; the cause is there."""
 
 
 class RanksDifferError(TreadleError, RuntimeError):
@@ -149,7 +149,7 @@ class MissingExtraError(TreadleError, ImportError):
 if TYPE_CHECKING:
 
     class OutOfMemoryError(TreadleError, torch.OutOfMemoryError):
-        """Memory ran out in training; what PyTorch raised is its cause. The message says what was saved."""
+        """Memory ran out in training; PyTorch's error is its cause. The message names what was saved."""
 
 
 class NonFiniteError(TreadleError, RuntimeError):
@@ -222,7 +222,7 @@ def __getattr__(name: str) -> Any:
     import torch
 
     class OutOfMemoryError(TreadleError, torch.OutOfMemoryError):
-        """Memory ran out in training; what PyTorch raised is its cause. The message says what was saved."""
+        """Memory ran out in training; PyTorch's error is its cause. The message names what was saved."""
 
         __qualname__ = "OutOfMemoryError"
 

@@ -1,4 +1,4 @@
-"""Weighted means and totals of records, kept on the device until somebody reads them."""
+"""Weighted means and totals of records, kept on the device until they are read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from treadle.nested import as_number, unflatten
 
 # Tensors are folded into the sum in blocks of this many. The block edges depend on the number of
-# additions alone, never on when somebody reads, so reading or saving cannot change a bit of the sum.
+# additions alone, never on the reads, so reading or saving cannot change a bit of the sum.
 _BLOCK = 64
 _DTYPE, _DEVICE = operator.attrgetter("dtype"), operator.attrgetter("device")
 _NUMBER = {float}
@@ -123,7 +123,7 @@ class _Sum:
     def _stacked(self, values: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
         """Returns 0-d tensors as one wide one; those of one kind, the usual case, are widened together.
 
-        It lies on the accelerator if one is in use, so that adding a record made on the CPU does not wait for it.
+        It is on the accelerator if one is in use, so that adding a record made on the CPU does not wait for it.
         """
         devices = dict.fromkeys(map(_DEVICE, (*values, *weights)))
         of_sums = [part.device for part in (self.device_value, self.device_weight) if part is not None]

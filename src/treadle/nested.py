@@ -66,7 +66,7 @@ def _like_mapping(original: Any, items: dict[Any, Any]) -> Any:
         return items
     try:
         return type(original)(items)
-    except TypeError:  # a mapping with a constructor of its own, such as defaultdict
+    except TypeError:  # a mapping with another constructor, such as defaultdict
         clone = original.copy()
         clone.update(items)
         return clone

@@ -17,7 +17,7 @@ TORCH = (2, 7)
 
 
 def installed_torch() -> str:
-    """Returns the version of the PyTorch that an import would load, without loading it; "unknown" if no file tells.
+    """Returns the version of the PyTorch that an import would load, without loading it; "unknown" if no file has it.
 
     Raises:
         ImportError: there is none.
@@ -45,11 +45,11 @@ def refuse_old_torch(version: str) -> None:
     """Raises if a version of PyTorch is too old.
 
     Args:
-        version: as ``torch.__version__`` says it.
+        version: ``torch.__version__``.
 
     Raises:
         ImportError: it is.
-        SystemExit: it is, and this process is the command ``treadle``, which has said so in one line.
+        SystemExit: it is, and this process is the command ``treadle``, which has printed one line.
 
     Example:
         >>> refuse_old_torch("2.13.0+cu128")

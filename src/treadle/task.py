@@ -53,7 +53,7 @@ class WeighsTerms(Protocol):
     """A task whose loss is a sum of means over different counts.
 
     Its ``step`` divides the sum of each term by ``totals``, so the losses of the micro-batches are shares that add up
-    to the loss of the step; that sum is what is reported.
+    to the loss of the step; that sum is reported.
     """
 
     def weights(self, batch: Any) -> Mapping[str, float] | None:
@@ -115,6 +115,20 @@ class HasMetrics(Protocol):
 
     def new_metrics(self) -> Metrics:
         """Returns a fresh metrics object."""
+        ...
+
+
+@runtime_checkable
+class TakesMetrics(Protocol):
+    """A task that can feed metrics with outputs and targets, though its own step gives none."""
+
+    @property
+    def loss_fn(self) -> Any:
+        """The function that turns outputs and targets into a loss, or None."""
+        ...
+
+    def with_metrics(self, metrics: Any) -> Task:
+        """Returns the task of an evaluation with these metrics."""
         ...
 
 

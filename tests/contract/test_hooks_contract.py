@@ -23,6 +23,7 @@ from treadle.seed import set_seed
 
 MAKE = {
     "CheckpointingHook": lambda folder: hooks.CheckpointingHook(2, path=folder / "own"),
+    "CsvHook": lambda folder: hooks.CsvHook(folder / "m.csv"),
     "CudaMaxMemoryHook": lambda folder: hooks.CudaMaxMemoryHook(),
     "EqualRanksHook": lambda folder: hooks.EqualRanksHook(2),
     "EmaHook": lambda folder: hooks.EmaHook(0.5, name="mine"),
@@ -38,14 +39,15 @@ MAKE = {
     "SignalHook": lambda folder: hooks.SignalHook(lambda: None),
     "StepLogHook": lambda folder: hooks.StepLogHook(folder / "steps.jsonl", interval=2),
     "StuckRankHook": lambda folder: hooks.StuckRankHook(60.0),
+    "SwaHook": lambda folder: hooks.SwaHook(2, name="mine"),
     "TensorBoardHook": lambda folder: hooks.TensorBoardHook(folder / "tensorboard"),
     "ThroughputHook": lambda folder: hooks.ThroughputHook(2),
     "ValidationHook": lambda folder: hooks.ValidationHook(
         [3.0], interval=2, eval_step=lambda trainer, batch: (torch.tensor(batch), {}), best=folder / "best.pt"
     ),
 }
-# These start services of their own, or mirror a whole workspace, and are tested elsewhere.
-ELSEWHERE = {"MlflowHook", "RemoteWorkspaceHook", "TrackioHook", "WandbHook"}
+# These need services or packages of others, or a workspace of their own, and are tested elsewhere.
+ELSEWHERE = {"MlflowHook", "OptunaPruningHook", "RemoteWorkspaceHook", "TrackioHook", "WandbHook"}
 NAMES = sorted(MAKE)
 
 

@@ -28,8 +28,8 @@ def telling():
             if turn % 5 == rank:
                 time.sleep(0.02)  # whoever is ahead must not be taken for another turn
             with Counting() as counting:
-                numbers = distributed.tell_ranks([rank / 3, 100.0 * turn, math.nan])
-                integers = distributed.tell_ranks([LARGE + rank, turn], dtype=torch.int64)
+                numbers = distributed.gather_numbers([rank / 3, 100.0 * turn, math.nan])
+                integers = distributed.gather_numbers([LARGE + rank, turn], dtype=torch.int64)
                 largest = distributed.max_over_ranks(torch.tensor([rank, 255 - rank, turn], dtype=torch.uint8))
                 decided = distributed.agree(turn if rank == turn % 5 else 0)
             counts.append(sum(counting.calls.values()))
@@ -57,7 +57,7 @@ def lost_in_a_round():
     if dist.get_rank() == 1:
         os._exit(9)
     try:
-        distributed.tell_ranks([1.0])
+        distributed.gather_numbers([1.0])
     except RuntimeError as error:
         dist.destroy_process_group()
         return str(lost_rank(error))
@@ -78,7 +78,7 @@ def test_who_waits_in_a_round_for_another_rank_is_not_stuck(monkeypatch):
         monkeypatch.setattr(distributed, name, lambda value=value: value)
     monkeypatch.setattr(dist, "isend", lambda *_, **__: Sent())
     monkeypatch.setattr(dist, "recv", lambda *_, **__: None)
-    thread = threading.Thread(target=distributed.tell_ranks, args=([1.0],))
+    thread = threading.Thread(target=distributed.gather_numbers, args=([1.0],))
     thread.start()
     deadline = time.monotonic() + 60
     while not thread_activity(thread.ident).waits and time.monotonic() < deadline:

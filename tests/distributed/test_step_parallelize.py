@@ -218,7 +218,7 @@ def test_a_sharded_average_is_restored_restarted_and_widened_as_a_whole_one(foun
         assert told["restarted"]
         assert told["dtypes"] == [{torch.float32}, {torch.bfloat16}]
         assert told["tied"]
-        assert "lies beside its parts; use None" in told["device"]
+        assert "is kept with its shards; use None" in told["device"]
 
 
 def in_groups():

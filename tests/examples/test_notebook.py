@@ -33,7 +33,12 @@ def test_the_cells_run_and_two_halves_are_one_whole(tmp_path, monkeypatch):
     __import__("matplotlib.pyplot").pyplot.close("all")
 
 
-def test_it_is_stored_without_outputs():
+def test_it_is_stored_with_the_outputs_of_one_run_in_order():
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    assert [cell["id"] for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []
     assert len({cell["id"] for cell in cells}) == len(cells)
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = {cell["id"]: cell["outputs"] for cell in code}
+    assert outputs["straight"][-1]["data"]["text/plain"] in ("True", ["True"])
+    assert any("image/png" in output.get("data", {}) for cell in code for output in cell["outputs"])
+    assert not any(output["output_type"] == "error" for cell in code for output in cell["outputs"])

@@ -36,7 +36,7 @@ def two_saves(remote, done):
     "after", [None, pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.slow)]
 )
 def test_a_kill_at_every_request_leaves_a_whole_state_and_nothing_is_left_over(tmp_path, monkeypatch, url, after):
-    remote, done = workspace(url + "/unharmed", tmp_path / "a"), []
+    remote, done = workspace(url + "/unharmed", tmp_path / "a", lease=60.0), []
     remote.store._files = Requests(remote.store._files)
     two_saves(remote, done)
     total = len(remote.store._files.seen)
@@ -44,7 +44,7 @@ def test_a_kill_at_every_request_leaves_a_whole_state_and_nothing_is_left_over(t
     for at in range(1, total + 1):
         place = f"{url}/{at}"
         with process(1, monkeypatch):
-            remote, done = workspace(place, empty(tmp_path / "a")), []
+            remote, done = workspace(place, empty(tmp_path / "a"), lease=60.0), []
             remote.store._files = Requests(
                 remote.store._files, at, killed, after=at % 2 == 0 if after is None else after
             )
@@ -52,7 +52,7 @@ def test_a_kill_at_every_request_leaves_a_whole_state_and_nothing_is_left_over(t
                 two_saves(remote, done)
             remote.claim._stopped.set()
         with process(2, monkeypatch):
-            other = workspace(place, empty(tmp_path / "b"))
+            other = workspace(place, empty(tmp_path / "b"), lease=60.0)
             found = other.restore(pytest.fail) and furthest(other.staging)
             assert (found.step if found else 0) >= max(done, default=0), f"killed at request {at}"
             if found:
@@ -69,7 +69,7 @@ def test_a_kill_at_every_request_leaves_a_whole_state_and_nothing_is_left_over(t
 
 def test_an_error_at_every_request_is_tried_again(tmp_path, url):
     for at in range(1, 25, 4):
-        remote, done = workspace(f"{url}/{at}", empty(tmp_path / "a")), []
+        remote, done = workspace(f"{url}/{at}", empty(tmp_path / "a"), lease=60.0), []
         remote.store._files = Requests(remote.store._files, at, failing, after=at % 2 == 0)
         two_saves(remote, done)
         assert done == [1, 2]

@@ -14,7 +14,7 @@ import functional_kit
 import golden_kit
 from helpers import differences
 from ranks import run_on_ranks
-from treadle import BaseHook, BestRule, CheckpointingHook, Engine, EpochTrainer, set_seed
+from treadle import BaseHook, BestRule, CheckpointingHook, Engine, EpochTrainer, Trainer, set_seed
 from treadle.checkpoint import load_checkpoint
 
 FACES = ["engine", "base", "functional", "spectra", "graphs", "astro"]
@@ -112,6 +112,52 @@ def test_a_signal_in_a_callback_of_the_functional_face_leaves_with_the_epoch_sav
     trainer, _, callback = make(None)
     history = trainer.train(functional_kit.loader(), 4, callbacks=[callback])
     assert history == functional_kit.make().train(functional_kit.loader(), 4)
+
+
+class OwnEpochs(Trainer):
+    """Trains each epoch through a method of its own, which evaluates after it and adds a number."""
+
+    around = None
+
+    def train_epoch(self, train_dataloader, eval_dataloader=None, epoch=0):
+        record = super().train_epoch(train_dataloader, eval_dataloader, epoch)
+        if self.around is not None and epoch == 1:
+            self.evaluate(self.around)
+        return {**record, "added": float(epoch)}
+
+
+def own_epochs(number, where, folder):
+    """Returns the train call of a trainer whose second epoch is followed by an evaluation that gets a signal."""
+    set_seed(0)
+    slow = Slow(functional_kit.loader(), number)
+    saving = CheckpointingHook(100, path=folder, exit_signals=[signal.SIGTERM])
+    trainer = functional_kit.make(OwnEpochs, hooks=[saving])
+    trainer.around = slow if where == "train_epoch" else None
+
+    def callback(trainer, epoch, metrics):
+        if where == "callback" and epoch == 1:
+            trainer.evaluate(slow)
+        if where == "plain callback" and epoch == 1 and number:
+            os.kill(os.getpid(), number)
+
+    return lambda: trainer.train(functional_kit.loader(), 4, callbacks=[callback])
+
+
+@pytest.mark.parametrize("where", ["train_epoch", "callback", "plain callback"])
+def test_a_signal_between_epochs_of_an_overridden_train_epoch_saves_the_whole_epoch(tmp_path, where):
+    train = own_epochs(None, where, tmp_path / "straight")
+    history = train()
+    ended = load_checkpoint(tmp_path / "straight" / "checkpoint_latest.pt")
+    assert (ended["epoch"], ended["history"][-1]["added"]) == (4, 3.0)  # what a run ended with is on disk
+    train = own_epochs(signal.SIGTERM, where, tmp_path / "run")
+    with pytest.raises(SystemExit) as left:
+        train()
+    assert left.value.code == 143
+    saved = load_checkpoint(tmp_path / "run" / "checkpoint_latest.pt")
+    assert (saved["epoch"], saved["global_step"], saved["history"][1]["added"]) == (2, 6, 1.0)
+    train = own_epochs(None, where, tmp_path / "run")
+    assert train() == history
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize("when", ["on_before_train", "on_after_train", "requested", "after_epoch", "log"])

@@ -9,16 +9,25 @@ import pytest
 import torch
 
 import stream_kit
-from helpers import MeanSquare, Snapshots, differences, small_model
+from helpers import MeanSquare, differences, small_model, through_a_file
 from ranks import run_on_ranks
 from stream_kit import FILES, ROWS, make, reads
 from treadle import Engine, parallelize, set_seed
 from treadle.data import Cursor, ShardedStream, ShuffleBuffer
 from treadle.errors import CheckpointError, ConfigError
+from treadle.hooks import BaseHook
 
 EPOCHS = 2
 # torchdata's StatefulDataLoader calls torch.set_vital, which torch 2.13 calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+taken = {}  # states by step; outside the hook, whose attributes are part of a state
+
+
+class Taken(BaseHook):
+    def on_after_step(self, trainer):
+        trainer.request_write(lambda: taken.__setitem__(trainer.step, through_a_file(trainer.state_dict())))
 
 
 def needs(kind):
@@ -32,11 +41,10 @@ def needs(kind):
 def trained(kind, folder, workers, *, state=None, max_steps=None, ranks=False):
     """Returns the engine and its states after each step, of a run that goes on from ``state``."""
     set_seed(1 if state else 0)
-    model, snapshots = small_model(), Snapshots()
+    model = small_model()
+    taken.clear()
     model = parallelize(model, "ddp") if ranks else model
-    engine = Engine(
-        model, torch.optim.AdamW(model.parameters(), lr=0.02), MeanSquare(), device="cpu", hooks=[snapshots]
-    )
+    engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=0.02), MeanSquare(), device="cpu", hooks=[Taken()])
     if state is not None:
         engine.load_state_dict(state)
     loader = make(kind, folder, workers)
@@ -45,7 +53,7 @@ def trained(kind, folder, workers, *, state=None, max_steps=None, ranks=False):
         engine.run(loader, epochs=EPOCHS)
     else:
         engine.run(loader, max_steps=max_steps)
-    return engine, snapshots.states
+    return engine, dict(taken)
 
 
 def end_of(engine):

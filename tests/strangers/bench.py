@@ -82,6 +82,7 @@ class Row:
         make: builds fresh objects.
         words: parts of the message that refuses it; none where it is exact.
         needs: packages without which it is not tried.
+        stops: after which steps it is stopped.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Row:
     make: Callable[[], Case]
     words: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    stops: Iterable[int] = range(1, STEPS)
 
     @property
     def outcome(self) -> str:
@@ -149,12 +151,12 @@ def end_of(engine: Engine) -> Any:
     return {"state": through_a_file(engine.state_dict()), "buffers": buffers}
 
 
-def inexact(row: Row, stops: Iterable[int] = range(1, STEPS)) -> list[str]:
+def inexact(row: Row) -> list[str]:
     """Returns where a run that was stopped and resumed differs from one that was not."""
     with quiet():
         straight, records = run(row, 0, steps=STEPS)
         expected = end_of(straight)
-        for stop in stops:
+        for stop in row.stops:
             state = through_a_file(run(row, 0, steps=stop)[0].state_dict())
             resumed, rest = run(row, 1, steps=STEPS, state=state)
             found = differences({step: records.steps[step] for step in range(stop + 1, STEPS + 1)}, rest.steps)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from strangers.bench import Row
 from strangers.data import DATA_ROWS
 from strangers.models import MODELS
+from strangers.nested import NESTED
 from strangers.objects import OBJECTS
 from strangers.optimizers import OPTIMIZERS
 from strangers.schedulers import SCHEDULERS
 
-TABLE: list[Row] = [*OPTIMIZERS, *SCHEDULERS, *MODELS, *OBJECTS, *DATA_ROWS]
+TABLE: list[Row] = [*OPTIMIZERS, *SCHEDULERS, *MODELS, *OBJECTS, *DATA_ROWS, *NESTED]

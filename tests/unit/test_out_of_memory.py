@@ -45,7 +45,8 @@ def test_the_last_finished_step_is_saved_and_a_resumed_run_ends_as_one_that_neve
     assert str(caught.value) == (
         "out of memory at step 4 on cpu with micro-batches of 6 and gradient_accumulation_steps=2. Use a batch size of "
         "3 and gradient_accumulation_steps=4, which makes the same step of smaller parts, or mixed precision. Step 3 "
-        "is saved, and a resumed run goes on from there. PyTorch says: CUDA out of memory. Tried to allocate 2.00 GiB."
+        "is saved, and a resumed run continues from there. PyTorch says: CUDA out of memory. "
+        "Tried to allocate 2.00 GiB."
     )
     assert isinstance(caught.value, (TreadleError, torch.OutOfMemoryError))
     resumed = Fit(7, workspace=tmp_path, device="cpu", gradient_accumulation_steps=2)
@@ -83,7 +84,7 @@ def test_weights_that_may_be_half_updated_are_not_saved(tmp_path):
     model = nn.Linear(2, 1)
     hook = CheckpointingHook(100, path=tmp_path)
     engine = Engine(model, FailingUpdate(model.parameters(), lr=0.1), Square(), device="cpu", hooks=[hook])
-    with pytest.raises(OutOfMemoryError, match=r"goes on from the last checkpoint: the state in memory is none of a"):
+    with pytest.raises(OutOfMemoryError, match=r"continues from the last checkpoint: the state in memory is none of a"):
         engine.run([torch.ones(1, 2)], max_steps=1)
     assert list(tmp_path.glob("*.pt")) == []
 
@@ -106,7 +107,7 @@ def test_a_save_that_fails_hides_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(CheckpointingHook, "save", fails)
     failing = Fit(7, workspace=tmp_path, device="cpu")
     failing.fails_at = 2
-    with pytest.raises(OutOfMemoryError, match=r"goes on from the last checkpoint\. PyTorch says"):
+    with pytest.raises(OutOfMemoryError, match=r"continues from the last checkpoint\. PyTorch says"):
         failing.train()
 
 

@@ -11,9 +11,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import astro_trainer_kit
+import graph_kit
 import treadle
+from functional_kit import constant, evaluations, loader, make, scalar
 from helpers import RUN_FILES, differences
-from treadle import BaseTrainer, CheckpointingHook, SessionLogHook, StepLogHook, Trainer
+from treadle import BaseTrainer, CheckpointingHook, SessionLogHook, StepLogHook, Trainer, ValidationHook
+from treadle.checkpoint import load_checkpoint
 from treadle.cli.runpage.curves import series_of
 from treadle.cli.runpage.page import run_page
 from treadle.cli.runpage.records import read_run
@@ -65,7 +69,7 @@ def mini(folder, **options):
 @pytest.mark.parametrize("train", [mini, parts])
 def test_a_folder_has_curves_times_status_and_settings(train, tmp_path):
     train(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} >= RUN_FILES
+    assert {path.name for path in tmp_path.iterdir()} >= RUN_FILES - {"checkpoints"}
     records = read_run(tmp_path)
     charts = {series.chart for series in series_of(records)}
     assert charts >= {"loss", "grad_norm", "lr"}
@@ -151,3 +155,43 @@ def test_the_commit_is_read_from_files_of_a_clone_and_of_a_worktree(tmp_path):
     (tmp_path / "side" / ".git").write_text(f"gitdir: {own}\n")
     assert git_commit(tmp_path / "side") == "c" * 40
     assert git_commit(Path("/")) is None
+
+
+# -- one layout ---------------------------------------------------------------------------------------------------
+
+
+def named(folder, name):
+    """The step of a state under the name that every face gives it."""
+    return load_checkpoint(folder / "checkpoints" / name)["global_step"]
+
+
+def test_every_face_has_its_best_and_its_last_state_under_the_same_names(tmp_path):
+    trainer = scalar(evaluations([0.5, 0.2, 0.6]), save_total_limit=1)
+    trainer.train([constant(1)] * 4, 3, [constant(1)], save_dir=tmp_path / "functional")
+    assert (named(tmp_path / "functional", "best.pt"), named(tmp_path / "functional", "last.pt")) == (8, 12)
+    assert (tmp_path / "functional" / "checkpoints" / "last.pt").resolve().name == "checkpoint_epoch_3.pt"
+
+    graphs = graph_kit.make(tmp_path / "graphs")
+    data = graph_kit.loader(graph_kit.graphs())
+    graphs.fit(data, data, epochs=2)
+    assert named(tmp_path / "graphs", "last.pt") == graphs.step
+    assert named(tmp_path / "graphs", "best.pt") == graphs.best_epoch * graphs.step // 2
+
+    astro = astro_trainer_kit.make(tmp_path / "astro", save_total_limit=1, save_every_steps=2)
+    astro.train(2, astro_trainer_kit.loader())
+    kept = sorted(path.name for path in (tmp_path / "astro").glob("ckpt_*"))
+    assert kept == ["ckpt_epoch_002.pt", f"ckpt_step_{astro.step:08d}.pt"]
+    assert named(tmp_path / "astro", "last.pt") == astro.step
+    assert (tmp_path / "astro" / "checkpoints" / "best.pt").exists()
+
+    validation = ValidationHook([torch.ones(2, 1)], interval=4)
+    mini(tmp_path / "mini", hooks=[validation])
+    assert named(tmp_path / "mini", "last.pt") == 8
+    assert named(tmp_path / "mini", "best.pt") == validation.best_rule.best_epoch
+
+
+def test_the_names_follow_a_run_that_begins_again_before_its_end(tmp_path):
+    for last, source in ((4, None), (3, "checkpoint_epoch_2.pt")):
+        trainer = make()
+        trainer.train(loader(), last, save_dir=tmp_path, resume_from=source)
+    assert named(tmp_path, "last.pt") == trainer.step == 9

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import treadle.optim.schedules
-from treadle.optim.schedules import check_warmup, warmup_cosine_factor
+from treadle.optim.schedules import SCHEDULES, ScheduleShape, check_warmup, warmup_cosine_factor
 
 C1 = [
     *(0.2, 0.4, 0.6, 0.8, 1, 1, 0.990166, 0.961095, 0.914058, 0.851109, 0.775, 0.689058, 0.597038, 0.502962),
@@ -41,6 +41,26 @@ def test_no_warmup_starts_at_one() -> None:
 def test_warmup_that_fills_the_run_never_decays(total: int) -> None:
     got = [warmup_cosine_factor(s, warmup_steps=8, total_steps=total, min_scale=0.1) for s in range(10)]
     assert got == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1, 1, 1])
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_every_schedule_warms_up_alike_and_ends_at_the_floor(name: str) -> None:
+    shape = ScheduleShape(name, warmup_steps=4, min_scale=0.25)
+    factor = shape.factor(100)
+    assert [factor(s) for s in range(5)][:4] == [0.25, 0.5, 0.75, 1.0]
+    assert all(0.25 <= factor(s + 1) <= factor(s) for s in range(3, 120))
+    assert factor(100) == pytest.approx({"constant": 1.0}.get(name, 0.25), abs=1e-12)
+
+
+def test_each_schedule_has_its_numbers() -> None:
+    def rounded(name: str, **given: float) -> list[float]:
+        factor = ScheduleShape(name, **given).factor(10)
+        return [round(factor(s), 4) for s in (0, 2, 5, 8, 9, 10, 11)]
+
+    assert rounded("linear") == [1.0, 0.8, 0.5, 0.2, 0.1, 0.0, 0.0]
+    assert rounded("wsd") == [1.0, 1.0, 1.0, 1.0, 0.5, 0.0, 0.0]
+    assert rounded("inverse_sqrt") == [1.0, 0.5774, 0.4082, 0.3333, 0.3162, 0.3015, 0.2887]
+    assert rounded("cosine", warmup_ratio=0.11) == [0.5, 1.0, 0.6913, 0.1464, 0.0381, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("total", "warnings"), [(4, 1), (5, 1), (6, 0)])

@@ -88,7 +88,7 @@ def test_tensors_of_a_state_have_flat_keys_and_the_rest_is_plain(folder):
 
 
 def test_whoever_uses_the_key_of_stored_tensors_is_refused():
-    with pytest.raises(CheckpointError, match="stands for stored tensors"):
+    with pytest.raises(CheckpointError, match="is reserved for stored tensors"):
         take_apart({"hooks": {"mine": {STORED: "model.w"}}})
 
 

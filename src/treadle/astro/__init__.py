@@ -5,14 +5,22 @@ Importing this needs torch and numpy only.
 
 from __future__ import annotations
 
+from treadle.astro.autoencoder import AutoEncoder, BaseTokenizer, CutoutTokenizer, Decoder, Encoder, ResBlock
 from treadle.astro.codebook_files import load_codebook, load_npz_key, load_scalar_centers, save_codebook
 from treadle.astro.codebooks import kmeans_codebook, quantile_bins
 from treadle.astro.conditionals import column_probabilities, expected_vectors, hide_columns
 from treadle.astro.config import (
     AstroConfig,
+    AstromodalConfig,
+    DataConfig,
+    ImageTokenizerConfig,
     MeaningfulLossConfig,
     ModelConfig,
+    PathsConfig,
+    ScalarTokenizerConfig,
     SequencesConfig,
+    SpectrumTokenizerConfig,
+    TokenizersConfig,
     TrainingConfig,
     VocabConfig,
     from_dict,
@@ -28,7 +36,14 @@ from treadle.astro.cross_modal import (
     ridge_prediction,
     token_values,
 )
+from treadle.astro.cutouts import SplusDataset
 from treadle.astro.drawing import draw_spectra
+from treadle.astro.fields import (
+    discover_fields_from_datacubes,
+    discover_fields_from_template,
+    norm_gaia_id,
+    norm_splus_id,
+)
 from treadle.astro.hidden_losses import combined_loss_from_hidden
 from treadle.astro.initialisation import initialise_from_codebooks
 from treadle.astro.loader import build_loader
@@ -49,6 +64,7 @@ from treadle.astro.sequences import collate_sequences, encode_sequence, move_sca
 from treadle.astro.survey_files import iter_columns, read_columns, read_survey
 from treadle.astro.survey_tokens import ScalarDropout, SurveyTokenizers, code_use, explained_variance, fit_tokenizers
 from treadle.astro.surveys import Survey, load_surveys
+from treadle.astro.token_files import MultiFieldTokenDataset
 from treadle.astro.tokenizer_files import load_tokenizers, save_tokenizers
 from treadle.astro.tokenizers import ImageTokenizer, SpectrumTokenizer
 from treadle.astro.trainer import AstroTrainer
@@ -61,22 +77,37 @@ Trainer = AstroTrainer
 __all__ = [
     "AstroConfig",
     "AstroTrainer",
+    "AstromodalConfig",
+    "AutoEncoder",
+    "BaseTokenizer",
     "CausalTransformerLM",
     "Codebook",
     "Codebooks",
     "CrossPrediction",
     "CrossResult",
+    "CutoutTokenizer",
+    "DataConfig",
+    "Decoder",
+    "Encoder",
     "ImageTokenizer",
+    "ImageTokenizerConfig",
     "LossConfig",
     "LossPositions",
     "MeaningfulLossConfig",
     "ModelConfig",
+    "MultiFieldTokenDataset",
+    "PathsConfig",
+    "ResBlock",
     "ScalarDropout",
     "ScalarTokenizer",
+    "ScalarTokenizerConfig",
     "SequencesConfig",
     "SpectrumTokenizer",
+    "SpectrumTokenizerConfig",
+    "SplusDataset",
     "Survey",
     "SurveyTokenizers",
+    "TokenizersConfig",
     "Trainer",
     "TrainingConfig",
     "VocabConfig",
@@ -95,6 +126,8 @@ __all__ = [
     "count_parameters",
     "cross_entropy_loss",
     "cross_predict",
+    "discover_fields_from_datacubes",
+    "discover_fields_from_template",
     "draw_spectra",
     "encode_sequence",
     "expected_vectors",
@@ -116,6 +149,8 @@ __all__ = [
     "log_gradient_stats",
     "meaningful_loss",
     "move_scalars_last",
+    "norm_gaia_id",
+    "norm_splus_id",
     "prepare_codebooks",
     "quantile_bins",
     "read_columns",

@@ -10,11 +10,12 @@ from importlib.resources import as_file, files
 from typing import Any, TypeVar
 
 from treadle import config as config_files
+from treadle.astro.cutouts import CUTOUT_BANDS
 from treadle.astro.loss_inputs import LossConfig
 from treadle.astro.vocab import FIRST_SPECTRUM_TYPE, SPECTRUM_GROUPS
 from treadle.capture.compile import check_compile
 from treadle.config.sections import from_nested
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, refuse_unknown
 from treadle.faces.parallel import as_parallel
 
 DEFAULTS = "defaults.yaml"
@@ -53,9 +54,16 @@ class SequencesConfig:
 
     max_seq_len: int = 2048
     """The longest sequence, and the positions of the model."""
+    max_image_tokens: int = 576
+    """Of an object of `MultiFieldTokenDataset`; what is beyond it is cut off."""
+    max_scalar_tokens: int = 512
+    """The same for scalars."""
+    max_spec_tokens_per_group: int = 512
+    """The same for each spectrum group."""
 
     def __post_init__(self) -> None:
-        _require(self.max_seq_len >= 1, "sequences.max_seq_len", self.max_seq_len, "must be at least 1")
+        for name, value in vars(self).items():
+            _require(value >= 1, f"sequences.{name}", value, "must be at least 1")
 
 
 @dataclass
@@ -162,6 +170,97 @@ class TrainingConfig:
 
 
 @dataclass
+class PathsConfig:
+    """Files of a project; ``{field}`` stands for the name of a field."""
+
+    datacube_template: str = "datacube_{field}.parquet"
+    """Tables of objects."""
+    image_tokens_template: str = "outputs/image_tokens/datacube_{field}_tokens.npz"
+    """Tokens of pictures."""
+    scalar_tokens_template: str = "outputs/scalar_tokens/datacube_{field}_scalar_tokens.npz"
+    """Bins of scalars."""
+    spectrum_tokens_template: str = "outputs/spectrum_tokens/datacube_{field}_spectrum_tokens.npz"
+    """Tokens of spectra."""
+    image_latents_template: str = "outputs/image_latents/datacube_{field}_latents.npz"
+    """Latents of pictures."""
+    scalar_tokenizer_config: str = "scalar_tokenizers/scalar_tokenizer_config.npz"
+    """The tokenizer of scalars."""
+    spectrum_tokenizer_config: str = "spectrum_tokenizers/spectrum_tokenizer_config.npz"
+    """The tokenizer of spectra."""
+    image_autoencoder: str = "image_tokenizers/autoencoder_splus_cuts.pt"
+    """Weights of the `AutoEncoder`."""
+    image_codebook: str = "image_tokenizers/codebook_kmeans_2048.joblib"
+    """The codebook of pictures."""
+    output_dir: str = "runs_tokens_transformer"
+    """Checkpoints and history."""
+
+
+@dataclass
+class DataConfig:
+    """Which objects are taken."""
+
+    mag_filter: dict[str, Any] = field(default_factory=lambda: {"column": "mag_pstotal_r", "min": 14.0, "max": 22.0})
+    """``column``, ``min`` and ``max`` of the magnitude, the ends excluded."""
+    magerr_max: float = 2.0
+    """Errors of the magnitude are below it."""
+    splus_bands: list[str] = field(
+        default_factory=lambda: ["u", "i", "r", "g", "z", "j0378", "j0395", "j0410", "j0430", "j0515", "j0660", "j0861"]
+    )
+    """Bands of the tables."""
+
+    def __post_init__(self) -> None:
+        refuse_unknown("data.mag_filter", self.mag_filter, ("column", "min", "max"))
+
+
+@dataclass
+class ScalarTokenizerConfig:
+    """Sizes of the tokenizer of scalars."""
+
+    n_bins: int = 1024
+    """Bins of a column."""
+    max_values_per_col: int = 2_000_000
+    """Values that a column is fitted to, at most."""
+    max_values_per_file_per_col: int = 100_000
+    """The same from one file."""
+
+
+@dataclass
+class SpectrumTokenizerConfig:
+    """Sizes of the tokenizer of spectra."""
+
+    codebook_size: int = 2048
+    """Entries of each codebook."""
+    groups: list[str] = field(default_factory=lambda: list(SPECTRUM_GROUPS))
+    """Names of the groups."""
+
+
+@dataclass
+class ImageTokenizerConfig:
+    """Sizes of the tokenizer of pictures."""
+
+    cutout_size: int = 96
+    """Pixels of a side."""
+    latent_dim: int = 2
+    """Channels of the latent."""
+    codebook_size: int = 2048
+    """Entries of the codebook."""
+    bands: list[str] = field(default_factory=lambda: list(CUTOUT_BANDS))
+    """Bands of a picture, in the order of its channels."""
+
+
+@dataclass
+class TokenizersConfig:
+    """Sizes of the tokenizers."""
+
+    scalar: ScalarTokenizerConfig = field(default_factory=ScalarTokenizerConfig)
+    """Of scalars."""
+    spectrum: SpectrumTokenizerConfig = field(default_factory=SpectrumTokenizerConfig)
+    """Of spectra."""
+    image: ImageTokenizerConfig = field(default_factory=ImageTokenizerConfig)
+    """Of pictures."""
+
+
+@dataclass
 class AstroConfig:
     """All settings.
 
@@ -174,6 +273,9 @@ class AstroConfig:
     sequences: SequencesConfig = field(default_factory=SequencesConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizers: TokenizersConfig = field(default_factory=TokenizersConfig)
 
     def __post_init__(self) -> None:
         least = FIRST_SPECTRUM_TYPE + len(self.vocab.spectrum_groups)
@@ -181,8 +283,20 @@ class AstroConfig:
         _require(self.model.n_types >= least, "model.n_types", self.model.n_types, rule)
 
 
+AstromodalConfig = AstroConfig
+"""The name of :class:`AstroConfig` in astromodal."""
+
 Section = TypeVar(
-    "Section", AstroConfig, VocabConfig, SequencesConfig, ModelConfig, TrainingConfig, MeaningfulLossConfig
+    "Section",
+    AstroConfig,
+    PathsConfig,
+    DataConfig,
+    TokenizersConfig,
+    VocabConfig,
+    SequencesConfig,
+    ModelConfig,
+    TrainingConfig,
+    MeaningfulLossConfig,
 )
 
 
@@ -243,7 +357,7 @@ def to_dict(config: Section) -> dict[str, Any]:
 
     Example:
         >>> to_dict(AstroConfig())["sequences"]
-        {'max_seq_len': 2048}
+        {'max_seq_len': 2048, 'max_image_tokens': 576, 'max_scalar_tokens': 512, 'max_spec_tokens_per_group': 512}
     """
     return dataclasses.asdict(config)
 

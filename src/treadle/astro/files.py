@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treadle.astro.originals import is_original, own_tree
 from treadle.astro.vocab import VocabSpec
 from treadle.checkpoint.ranks import on_rank_0
+from treadle.checkpoint.retention import Retention
 from treadle.checkpoint.store import copy_checkpoint, save_checkpoint
 from treadle.engine.hook import BaseHook
-from treadle.errors import CheckpointError
+from treadle.errors import CheckpointError, ConfigError
 from treadle.faces.folder import RunFolder, write_best_and_last
 
 if TYPE_CHECKING:
@@ -37,16 +39,31 @@ class AstroFolder(RunFolder):
     Args:
         engine: whose state they hold.
         vocab: the vocabulary that a checkpoint must have.
+        path: the folder; None writes nothing.
+        save_total_limit: checkpoints of epochs, and of steps, that stay, the newest ones; None keeps all.
 
     Example:
-        >>> # folder = AstroFolder(engine, vocab)
+        >>> # folder = AstroFolder(engine, vocab, "run", save_total_limit=3)
     """
 
     loss_settings = ("loss_config", "use_ce")
 
-    def __init__(self, engine: Engine, vocab: VocabSpec):
+    def __init__(
+        self,
+        engine: Engine,
+        vocab: VocabSpec,
+        *,
+        path: str | Path | None = None,
+        save_total_limit: int | None = None,
+    ):
         super().__init__(engine, "output_dir")
         self._layout = layout_of(vocab)
+        if save_total_limit is not None and (type(save_total_limit) is not int or save_total_limit < 1):
+            raise ConfigError(
+                "must be a whole number >= 1, or None to keep all", argument="save_total_limit", value=save_total_limit
+            )
+        self._retention = Retention(save_total_limit)
+        self.use(path)
 
     def candidates(self, folder: Path) -> Iterable[Path]:
         """Returns every checkpoint, those that are not finite included; the best comes last."""
@@ -67,6 +84,12 @@ class AstroFolder(RunFolder):
         Raises:
             CheckpointError: it is of another vocabulary, or the model or the optimizer does not fit.
         """
+        if is_original(tree):
+            self.engine.logger.warning(
+                "%s is a checkpoint of astromodal: weights, optimizer and counters are taken over; it holds no random "
+                "state, so the order of the data starts anew", source,
+            )  # fmt: skip
+            tree = own_tree(tree, self.engine)
         saved = tree.get("config") or {}
         wrong = [
             f"{name} is {saved[name]} there and {own} here"
@@ -91,6 +114,8 @@ class AstroFolder(RunFolder):
         self.before_write()
         tree = self.engine.state_dict()
         on_rank_0(lambda: write_best_and_last(tree, folder, is_best=improved, last_name=name))
+        on_rank_0(lambda: self.name_best_and_last(folder / "best.pt", folder / name))
+        on_rank_0(lambda: self._retention.prune(folder, r"ckpt_epoch_(\d+)\.pt", [folder / name]))
         self.engine.state.record_saved(folder / name, self.engine.step)
         self.record_written()
 
@@ -101,13 +126,18 @@ class AstroFolder(RunFolder):
     def write_step(self) -> None:
         """Writes the checkpoint of the present step; all ranks take part."""
         if self.path is not None:
-            self.write(self.path / f"ckpt_step_{self.engine.step:08d}.pt")
+            folder = self.path
+            written = self.write(folder / f"ckpt_step_{self.engine.step:08d}.pt")
+            on_rank_0(lambda: self._retention.prune(folder, r"ckpt_step_(\d+)\.pt", [written]))
 
     def write(self, path: Path) -> Path:
         """Writes the present state to a file; all ranks take part."""
         self.before_write()
         tree = self.engine.state_dict()
-        return on_rank_0(lambda: save_checkpoint(tree, path))
+        written = on_rank_0(lambda: save_checkpoint(tree, path))
+        if _ANY.fullmatch(path.name):
+            on_rank_0(lambda: self.name_state(written, best=False))
+        return written
 
 
 class StepCheckpoints(BaseHook):

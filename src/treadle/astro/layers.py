@@ -41,9 +41,10 @@ class LayerCache:
 
 
 class CausalLayer(nn.Module):
-    """Pre-norm transformer layer: causal attention, then a GELU feed-forward, each added to its input.
+    """Transformer layer: causal attention, then a GELU feed-forward, each added to its input.
 
-    Dropout acts on the attention weights, inside the feed-forward, and on what each half adds.
+    Dropout acts on the attention weights, inside the feed-forward, and on what each half adds. With ``norm_first`` each
+    half normalises its input (pre-norm); without, the sum of both (post-norm, Vaswani et al. 2017).
 
     Example:
         >>> layer = CausalLayer(8, n_heads=2, d_ff=16, dropout=0.0)
@@ -51,8 +52,9 @@ class CausalLayer(nn.Module):
         torch.Size([3, 5, 8])
     """
 
-    def __init__(self, d_model: int, *, n_heads: int, d_ff: int, dropout: float):
+    def __init__(self, d_model: int, *, n_heads: int, d_ff: int, dropout: float, norm_first: bool = True):
         super().__init__()
+        self.norm_first = norm_first
         self.n_heads = n_heads
         self.norm1 = nn.LayerNorm(d_model)
         self.in_proj = nn.Linear(d_model, 3 * d_model)
@@ -72,9 +74,17 @@ class CausalLayer(nn.Module):
         Returns:
             (B, L, D).
         """
+        if not self.norm_first:
+            return self._post_norm(hidden_BLD, cache)
         hidden_BLD = hidden_BLD + self.dropout(self._attend(self.norm1(hidden_BLD), cache))
         inner_BLF = self.dropout(F.gelu(self.linear1(self.norm2(hidden_BLD))))
         out_BLD: Tensor = hidden_BLD + self.dropout(self.linear2(inner_BLF))
+        return out_BLD
+
+    def _post_norm(self, hidden_BLD: Tensor, cache: LayerCache | None) -> Tensor:
+        hidden_BLD = self.norm1(hidden_BLD + self.dropout(self._attend(hidden_BLD, cache)))
+        inner_BLF = self.dropout(F.gelu(self.linear1(hidden_BLD)))
+        out_BLD: Tensor = self.norm2(hidden_BLD + self.dropout(self.linear2(inner_BLF)))
         return out_BLD
 
     def _attend(self, normed_BLD: Tensor, cache: LayerCache | None) -> Tensor:

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class CausalTransformerLM(nn.Module):
-    """Token, type and learned position embedding, pre-norm causal layers, LayerNorm, and an untied head without bias.
+    """Token, type and learned position embedding, causal layers, LayerNorm, and an untied head without bias.
 
     Matrices and embeddings start from N(0, 0.02), those that write into the residual stream from
     N(0, 0.02 / sqrt(2 n_layers)), biases at 0 and norms at 1 (Radford et al. 2019, section 2.3, as in GPT-2).
 
     Attributes:
         head: (D -> V) linear layer; ``forward`` is ``head(hidden_states(...))``.
-        vocab_size, n_types, max_len: as given.
+        vocab_size, n_types, max_len, norm_first: as given.
 
     Args:
         vocab_size: V, ids of the vocabulary.
@@ -43,6 +43,8 @@ class CausalTransformerLM(nn.Module):
         d_ff: width of the feed-forward.
         dropout: in [0, 1).
         max_len: the longest sequence.
+        norm_first: whether layers normalise their input; False normalises their sums, as astromodal does, whose weights
+            fit such a model alone.
 
     Raises:
         ConfigError: a size is out of range.
@@ -64,18 +66,22 @@ class CausalTransformerLM(nn.Module):
         d_ff: int,
         dropout: float,
         max_len: int,
+        *,
+        norm_first: bool = True,
     ):
         super().__init__()
         sizes = {"vocab_size": vocab_size, "n_types": n_types, "d_model": d_model, "n_layers": n_layers,
                  "n_heads": n_heads, "d_ff": d_ff, "max_len": max_len}  # fmt: skip
         _check_sizes(sizes, dropout)
         self.vocab_size, self.n_types, self.max_len = vocab_size, n_types, max_len
+        self.norm_first = norm_first
         self.token_embedding = nn.Embedding(vocab_size, d_model)
         self.type_embedding = nn.Embedding(n_types, d_model)
         self.position_embedding = nn.Embedding(max_len, d_model)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
-            CausalLayer(d_model, n_heads=n_heads, d_ff=d_ff, dropout=dropout) for _ in range(n_layers)
+            CausalLayer(d_model, n_heads=n_heads, d_ff=d_ff, dropout=dropout, norm_first=norm_first)
+            for _ in range(n_layers)
         )
         self.norm = nn.LayerNorm(d_model)
         self.head = nn.Linear(d_model, vocab_size, bias=False)

@@ -14,8 +14,8 @@ from treadle.astro.run_data import TOKENIZERS, AstroData
 from treadle.astro.trainer import AstroTrainer
 from treadle.data import steps_per_epoch
 from treadle.hooks.files import to_json
-from treadle.runs.pack import Results
 from treadle.runs.report import Report, Table
+from treadle.runs.results import Results
 from treadle.runs.start_block import precision_line
 
 # -- the block at the start ---------------------------------------------------------------------------------------

@@ -128,7 +128,8 @@ def collate_sequences(batch: Sequence[Mapping[str, Any]], pad_id: int = 0) -> di
     """Pads sequences on the right to one batch.
 
     Args:
-        batch: mappings with ``tokens`` and ``types`` (L,), as `encode_sequence` gives them.
+        batch: mappings with ``tokens`` and ``types`` (L,), as `encode_sequence` gives them, or with ``token_ids`` and
+            ``type_ids``, as `MultiFieldTokenDataset` does.
         pad_id: the id that fills up; its type is 0.
 
     Returns:
@@ -144,8 +145,8 @@ def collate_sequences(batch: Sequence[Mapping[str, Any]], pad_id: int = 0) -> di
     """
     if not batch:
         raise ConfigError("no sequences; give at least one", argument="batch")
-    tokens = [torch.as_tensor(item["tokens"], dtype=torch.long) for item in batch]
-    types = [torch.as_tensor(item["types"], dtype=torch.long) for item in batch]
+    names = ("token_ids", "type_ids") if "token_ids" in batch[0] else ("tokens", "types")
+    tokens, types = ([torch.as_tensor(item[name], dtype=torch.long) for item in batch] for name in names)
     for number, (token, type_) in enumerate(zip(tokens, types, strict=True)):
         if token.dim() != 1 or token.shape != type_.shape:
             raise ConfigError(

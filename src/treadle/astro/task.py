@@ -105,6 +105,11 @@ class AstroTask:
             values = loss_of_logits(logits_BLV, positions, self.codebooks, self.term_weights, totals=totals)
         return StepOutput(values.loss, records_of(values), num_samples=len(tokens))
 
+    def logits(self, model: nn.Module, batch: Any) -> Tensor:
+        """Returns the logits of a batch (B, L - 1, V)."""
+        logits: Tensor = self._run(model, [moved(part, self.device)[:, :-1] for part in _parts_of(batch)], hidden=False)
+        return logits
+
     def loss_and_stats(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Stats]:
         """Returns the loss of a batch by itself and its statistics, at the positions of the present micro-batch."""
         check_shapes("logits", logits, logits.shape[-1], targets, self.vocab)

@@ -37,11 +37,13 @@ from treadle.device import get_device
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
+from treadle.engine.limits import Limits
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
-from treadle.faces.build import EngineCounters, place
+from treadle.faces.build import place
 from treadle.faces.default_hooks import with_default_hooks
+from treadle.faces.epoch_face import EpochFace
 from treadle.faces.epochs import numbers_of
 from treadle.faces.parallel import ParallelConfig
 from treadle.hooks.bar import ProgressBarHook
@@ -56,7 +58,7 @@ _log = logging.getLogger("treadle.astro")
 _epoch_log = logging.getLogger("treadle.astro.epochs")
 
 
-class AstroTrainer(EngineCounters):
+class AstroTrainer(EpochFace):
     """Trains a model ``(tokens, types, attn_mask) -> logits`` on token sequences; the loop is ``treadle.hooks.base``.
 
     The logits are never made where the model has ``hidden_states`` and a linear ``head`` without bias, as
@@ -84,6 +86,8 @@ class AstroTrainer(EngineCounters):
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
+        limits: of time and batches, and short trials: a :class:`treadle.Limits` or a mapping of its names.
+        save_total_limit: checkpoints of epochs, and of steps, that stay, the newest ones; None keeps all.
         eval_seed: seeds evaluations, and with the number of a batch its positions.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
             The terms of the pack's own loss are counted on the host in each step, so only a ``compute_loss`` of one's
@@ -113,6 +117,9 @@ class AstroTrainer(EngineCounters):
         (4, 1, 8)
     """
 
+    _epochs: AstroEpochs
+    _folder: AstroFolder
+
     def __init__(
         self,
         model: nn.Module,
@@ -138,11 +145,11 @@ class AstroTrainer(EngineCounters):
         capture: Capture = False,
         parallel: ParallelConfig | str | None = None,
         progress: bool = True,
+        limits: Limits | Mapping[str, Any] | None = None,
+        save_total_limit: int | None = None,
     ):
         self.config = training_settings(config)
-        self.vocab = vocab
-        self.train_loader = train_loader
-        self.device = get_device(device)
+        self.vocab, self.train_loader, self.device = vocab, train_loader, get_device(device)
         loss_config = LossConfig.read(self.config.meaningful_loss)
         given = (image_codebook, spectrum_codebook, scalar_centers)
         codebooks = codebooks_of(vocab, given, loss_config, use_ce=use_ce, device=self.device)
@@ -169,10 +176,10 @@ class AstroTrainer(EngineCounters):
         self._engine = self._build_engine(
             device, precision, interval=scheduler_interval, eval_seed=eval_seed, capture=capture, config=described,
             hooks=self._all_hooks(output_dir, with_trackers(hooks, trackers), progress), progress=progress,
+            limits=limits,
         )  # fmt: skip
         self._epochs = AstroEpochs(self._engine, None if overridden else self._task.term_weights)
-        self._folder = AstroFolder(self._engine, vocab)
-        self._folder.use(output_dir)
+        self._folder = AstroFolder(self._engine, vocab, path=output_dir, save_total_limit=save_total_limit)
 
     def _build_engine(
         self,
@@ -185,6 +192,7 @@ class AstroTrainer(EngineCounters):
         capture: Capture,
         config: dict[str, Any],
         progress: bool,
+        limits: Limits | Mapping[str, Any] | None,
     ) -> Engine:
         return Engine(
             self.model,
@@ -204,6 +212,7 @@ class AstroTrainer(EngineCounters):
             face="astro",
             config=config,
             progress=progress,
+            limits=limits,
         )
 
     def _scheduler(self, given: LRScheduler | None, interval: str) -> LRScheduler:
@@ -351,6 +360,17 @@ class AstroTrainer(EngineCounters):
             ConfigError: the loader is empty.
         """
         return self._epochs.evaluate(val_loader)
+
+    def predict(self, loader: Iterable[Any]) -> Any:
+        """Returns the logits of a loader's sequences, of the averaged weights if there is an average.
+
+        Returns:
+            (N, L - 1, V) on the CPU: position i has those of token i + 1.
+
+        Raises:
+            ConfigError: the loader is empty, or its sequences are not of one length.
+        """
+        return self._epochs.predict(loader, partial(self._task.logits, self.model))
 
     # -- files ----------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """The step replayed as one CUDA graph: forward, backward, clip and update launched at once, with the same numbers.
 
-What is captured is :meth:`Engine.train_step` itself. The first step of every shape runs as ever, so that the optimizer
-has its state; before the second, the step is warmed up and recorded, weights, optimizer and random numbers are put
-back, and one replay is compared with one eager step to the bit. Averages that move with every step do so in the graph;
-the schedule, and averages with an interval, move beside it.
+The captured function is :meth:`Engine.train_step` itself. The first step of every shape runs eagerly, so that the
+optimizer has its state; before the second, the step is warmed up and recorded, weights, optimizer and random numbers
+are restored, and one replay is compared with one eager step to the bit. Averages that move with every step do so in the
+graph; the schedule, and averages with an interval, move beside it.
 
 The learning rate becomes a tensor on the device, in float32, which the schedule changes in place. An eager run whose
 learning rate is a tensor has the same numbers; one whose learning rate is a Python number rounds in float64.

@@ -69,7 +69,7 @@ class KeptState:
 
 
 def what_differs(engine: Engine, step: CapturedStep, group: Group, kept: KeptState) -> str | None:
-    """Compares a replay with an eager step from the same state; returns what is wrong, if anything is."""
+    """Compares a replay with an eager step from the same state; returns the difference, if any."""
 
     def state_after(run: Callable[[], list[StepOutput]]) -> _After:
         kept.restore()
@@ -123,7 +123,7 @@ class _After:
     def is_like(self, other: _After, *, start: Sequence[Tensor]) -> bool:
         """Returns whether both differ by rounding only, also in half precision.
 
-        The weights may lie apart by a quarter of what the step changed: Adam makes a whole step of a gradient that is 0
+        The weights may differ by a quarter of the step's change: Adam makes a whole step of a gradient that is 0
         but for rounding, as that of a key's bias is.
 
         Args:
@@ -157,13 +157,13 @@ def unordered_kernels(model: nn.Module, run: Callable[[], object]) -> list[str]:
     torch.set_warn_always(True)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with uncompiled(model), warnings.catch_warnings(record=True) as said:
+        with uncompiled(model), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run()
     finally:
         torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
         torch.set_warn_always(always)
-    found = (_UNORDERED.match(str(warning.message)) for warning in said)
+    found = (_UNORDERED.match(str(warning.message)) for warning in caught)
     return sorted({match[1] for match in found if match})
 
 
@@ -185,7 +185,7 @@ def _largest_difference(some: Sequence[Tensor], others: Sequence[Tensor]) -> flo
 
 
 def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """Returns the Euclidean distance of all values; of what is finite in neither, nothing."""
+    """Returns the Euclidean distance of all values; values finite in neither are left out."""
     squares = [
         (one.double() - other.double()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).square().sum()
         for one, other in zip(some, others, strict=True)

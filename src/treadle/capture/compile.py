@@ -148,7 +148,7 @@ def _code_for(look: str, code: CodeType) -> CodeType:
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Returns the items of a model's outermost ModuleLists that have parameters, in order.
 
-    An item that is a container itself and is never called, such as a ModuleDict, stands for what it holds.
+    An item that is a container itself and is never called, such as a ModuleDict, is replaced by its items.
 
     Example:
         >>> repeated_blocks(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(1, 1), nn.ReLU()])}))
@@ -187,8 +187,8 @@ def makes_cuda_graphs(model: nn.Module) -> bool:
         if not is_compiled(module):
             continue
         compiled: Any = module if hasattr(module, "_orig_mod") else module._compiled_call_impl
-        told: Callable[[], Any] | None = getattr(compiled, "get_compiler_config", None)
-        if told is not None and (told() or {}).get("triton.cudagraphs"):
+        config_of: Callable[[], Any] | None = getattr(compiled, "get_compiler_config", None)
+        if config_of is not None and (config_of() or {}).get("triton.cudagraphs"):
             return True
     return False
 

@@ -64,7 +64,7 @@ class CudaGraph:
         except BaseException as error:  # noqa: BLE001  # it is raised again, or what led to it
             torch.cuda.set_stream(usual)  # torch leaves the other one on when a recording fails
             _end_broken_recording(beside)
-            raise (reason or [error])[0] from None  # that of the recording says only that something failed
+            raise (reason or [error])[0] from None  # that of the recording names no cause
 
     def replay(self) -> None:
         """Launches what was recorded."""
@@ -79,7 +79,7 @@ def _recording_stream(device: int) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def _noting(reason: list[BaseException]) -> Iterator[None]:
-    """Keeps the error of the block, which the end of a broken recording replaces by one of its own."""
+    """Keeps the error of the block, which the end of a broken recording would replace."""
     try:
         yield
     except BaseException as error:
@@ -227,8 +227,8 @@ class FixedBatch:
 
     Args:
         batch: the first of them.
-        device: where the memory lies.
-        in_place: the batch's own tensors on the device are the memory: whoever made them writes the next ones there.
+        device: of the memory.
+        in_place: the batch's own tensors on the device are the memory: their producer writes the next batch there.
 
     Attributes:
         batch: as given, its tensors in fixed memory.

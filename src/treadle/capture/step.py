@@ -31,7 +31,7 @@ class CapturedStep:
         group: micro-batches of the shape.
         flags: where a step leaves word of a refusal; None where the host reads that of each step.
         share: another step whose graph's memory is used too.
-        weights: of the micro-batches where the host knows them, each above 0; None where the step tells.
+        weights: of the micro-batches where the host knows them, each above 0; None if the step computes them.
         gather: what the graph gathers its one batch with; None where the batch is there already.
     """
 
@@ -106,7 +106,7 @@ class CapturedStep:
     def _averages_inside(self) -> Iterator[Ema]:
         """Gives the averages that move with every step, on the device, so that the graph moves them."""
         for average in self._engine.averages.values():
-            if average.update_interval == 1 and average.lies_beside(self._engine.model):
+            if average.recordable and average.lies_beside(self._engine.model):
                 yield average
 
     def eager(self) -> list[StepOutput]:
@@ -164,7 +164,7 @@ class _Left:
     Args:
         outputs: of its micro-batches.
         norm: of its gradient.
-        device: what lies elsewhere is a constant.
+        device: tensors elsewhere are constants.
     """
 
     def __init__(self, outputs: list[StepOutput], norm: Tensor, *, device: torch.device):
@@ -226,7 +226,7 @@ class _RecordingGuard(FiniteGuard):
     """Leaves the decision to the device and reads nothing.
 
     Args:
-        replays: where a refusal is told; None: :attr:`flags` of each step is read.
+        replays: receives the refusals; None reads :attr:`flags` of each step.
         knows_weight: whether the host knows that something counts.
 
     Attributes:

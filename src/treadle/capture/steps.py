@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from treadle.capture.check import KeptState, what_differs
+from treadle.capture.checkpointing import is_checkpointed
 from treadle.capture.compile import makes_cuda_graphs
 from treadle.capture.graph import shape_of
 from treadle.capture.step import CapturedStep
@@ -73,6 +74,8 @@ def _why_not(engine: Engine) -> str | None:
         return f"{', '.join(listening)} acts before the optimizer's step, which is inside the graph; leave it out"
     if observed:
         return "the optimizer has step hooks, which would run while it is captured only; remove them"
+    if is_checkpointed(engine.model):
+        return "gradient checkpointing keeps the random state of each block on the host; train without one of the two"
     if type(engine).train_step is not Engine.train_step:
         return f"{type(engine).__name__} has a train_step of its own"
     return None
@@ -151,13 +154,13 @@ class CapturedSteps:
         return Group(batches, group.data_time, group.sample_ids), weights
 
     def _forget(self) -> None:
-        """Drops the graphs after a state was loaded: it lies in other memory."""
+        """Drops the graphs after a state was loaded: it is in other memory."""
         self._num_loads = self._engine.state.num_loads
         self._steps, self._met, self._settled_state = {}, set(), False
         self._latest_kind = None
 
     def _keep_rates_on_device(self) -> None:
-        """Makes each learning rate a tensor of the device, also after somebody has set a number."""
+        """Makes each learning rate a tensor of the device, also after it was set to a number."""
         groups = self._engine.optimizer.param_groups
         if len(self._rates) != len(groups):
             self._rates = [torch.zeros((), dtype=torch.float32, device=self._engine.device) for _ in groups]
@@ -202,12 +205,13 @@ class CapturedSteps:
         return step
 
     def _settings(self) -> int:
-        """Numbers what is written into a graph besides the data: a change of it needs another one."""
+        """Returns the numbers baked into a graph besides the data: a change needs another graph."""
         engine = self._engine
         groups = engine.optimizer.param_groups
         latest = (
             engine.model.training,
-            engine.grad_clip,
+            engine.settings.grad_clip,
+            engine.settings.grad_clip_value,
             [plain(group) for plain, group in zip(self._plain, groups, strict=True)],
             [parameter.requires_grad for parameter in self._parameters],
             [(average.decay, average.update_interval) for average in engine.averages.values()],

@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-import random
+import sys
+import types
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_SCALARS = (bool, int, float, str, type(None))
-_LONGEST = 1_000_000  # items of a list that a state may hold
-_OPAQUE = object()  # the value of an attribute that cannot be written
+from treadle.checkpoint.plain_values import LONGEST, OPAQUE, decode, encode, same
+
+_CONTAINERS = (list, dict, set, deque, np.ndarray)  # what changes in place
+_CachedFunction = type(cache(len))
+_SAMPLED = 4096  # elements of an array that a glance compares
+_LIBRARIES = frozenset({
+    "treadle", "torch", "torchvision", "torchaudio", "torchdata", "torchmetrics", "torch_geometric", "numpy", "scipy",
+    "pandas", "pyarrow", "sklearn", "datasets", "transformers", "tokenizers", "webdataset", "litdata", "h5py", "zarr",
+    "lmdb", "PIL", "cv2", "tqdm", "rich", "tensorboard", "wandb", "mlflow", "_pytest", "pluggy",
+})  # fmt: skip
 
 
 class Attributes:
     """Attributes of an object as they are now, to be compared with what they become.
 
-    Numbers, texts and random generators are kept; with ``deep`` also tensors, arrays and containers of numbers and
-    texts. Other attributes are compared by identity: where one appeared, as a file that is opened late does, the object
-    cannot be put together again from its numbers, and nothing of it is written.
+    Numbers, texts and random generators are kept; with ``deep`` also tensors, arrays and containers of them. Other
+    attributes are compared by identity: where one appeared, as a file that is opened late does, the object cannot be
+    put together again from its numbers, and nothing of it is written.
 
     Args:
-        owner: any object; None of its attributes is read by its class's own methods.
+        owner: any object; None of its attributes is read by its class's own methods. Of a function, the variables that
+            it encloses are its attributes.
         deep: whether tensors, arrays and containers count.
         leave_out: names of attributes that do not count.
         stashes: whether tensors that belong to a graph may appear, as activations that a module remembers do.
+        largest: elements of a tensor that is written.
 
     Example:
         >>> class Counter: calls = 0
@@ -41,59 +51,166 @@ class Attributes:
         0
     """
 
-    def __init__(self, owner: Any, *, deep: bool = False, leave_out: Collection[str] = (), stashes: bool = False):
+    def __init__(
+        self,
+        owner: Any,
+        *,
+        deep: bool = False,
+        leave_out: Collection[str] = (),
+        stashes: bool = False,
+        largest: int = LONGEST,
+    ):
         self.owner = owner
+        self._largest = largest
         self._deep = deep
-        self._leave_out = leave_out
+        self._leave_out = frozenset(leave_out)
         self._stashes = stashes
-        self._before = self._values()
-        self._others = self._identities()
+        held = self._held()
+        self._before = {name: self._encode(value) for name, value in held.items()}
+        self._marks = {name: Mark(value) for name, value in held.items() if _may_change(value)}
+        self._seen = {name: mark for name, mark in self._marks.items() if self._before[name] is OPAQUE}
+        self._last: dict[str, Any] = {}
 
-    def _values(self) -> dict[str, Any]:
-        return {
-            name: encoded
-            for name, value in attributes_of(self.owner).items()
-            if name not in self._leave_out and (encoded := encode(value, deep=self._deep)) is not _OPAQUE
-        }
+    def _held(self) -> dict[str, Any]:
+        return {name: value for name, value in attributes_of(self.owner).items() if name not in self._leave_out}
 
-    def _identities(self) -> dict[str, int]:
-        return {
-            name: id(value)
-            for name, value in attributes_of(self.owner).items()
-            if name not in self._leave_out and encode(value, deep=self._deep) is _OPAQUE
-        }
+    def _encode(self, value: Any) -> Any:
+        return encode(value, deep=self._deep, largest=self._largest)
+
+    def _now(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the attributes that can be written, encoded, and the others."""
+        plain, others = {}, {}
+        for name, value in self._held().items():
+            mark = self._marks.get(name)
+            known = mark is not None and mark.tells_all and mark.is_of(value)
+            encoded = self._before[name] if known else self._encode(value)
+            if encoded is OPAQUE:
+                others[name] = value
+            else:
+                plain[name] = encoded
+        return plain, others
 
     def _start_of(self, name: str) -> Any:
         return self._before[name] if name in self._before else encode(getattr(type(self.owner), name, None))
 
-    def differing(self) -> dict[str, Any]:
-        """Returns the attributes that differ from the start, as plain values."""
-        return {name: value for name, value in self._values().items() if not same(value, self._start_of(name))}
+    def _differing(self, plain: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in plain.items() if not same(value, self._start_of(name))}
 
-    @property
-    def can_be_written(self) -> bool:
-        """Whether no attribute has appeared that a checkpoint cannot hold."""
-        held = attributes_of(self.owner)
-        return all(name in self._others or self._is_harmless(held[name]) for name in self._identities())
+    def _writable(self, others: Mapping[str, Any]) -> bool:
+        """Returns whether no attribute has appeared that a checkpoint cannot hold."""
+        return all(self._before.get(name) is OPAQUE or self._is_harmless(value) for name, value in others.items())
 
     def _is_harmless(self, value: Any) -> bool:
-        return callable(value) or (self._stashes and isinstance(value, Tensor) and value.grad_fn is not None)
+        return callable(value) or (self._stashes and _is_stash(value))
 
     def changed(self) -> dict[str, Any]:
         """Returns what a checkpoint holds: the attributes that differ, or nothing where they are not all."""
-        return self.differing() if self.can_be_written else {}
+        plain, others = self._now()
+        return self._differing(plain) if self._writable(others) else {}
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Sets the attributes to values that :meth:`changed` returned, and the others back to the start."""
+        plain, others = self._now()
         wanted = dict(values)
-        if self.can_be_written:
-            wanted = {name: self._start_of(name) for name in self.differing()} | wanted
+        if self._writable(others):
+            back = {name: start for name in self._differing(plain) if (start := self._start_of(name)) is not OPAQUE}
+            wanted = back | wanted
         for name, value in wanted.items():
-            decode_into(self.owner, name, value)
+            _set(self.owner, name, decode(value, attributes_of(self.owner).get(name)))
+
+    def lost(self) -> Iterator[str]:
+        """Yields names of attributes that changed since this was last asked and that no checkpoint holds.
+
+        Numbers beside something that was opened late are named when they change once more; containers, tensors and
+        objects with state at once.
+        """
+        plain, others = self._now()
+        for name, value in {} if self._writable(others) else self._differing(plain).items():
+            if name in self._last and not same(self._last[name], value):
+                yield name
+            self._last[name] = value
+        for name, value in others.items():
+            mark = self._seen.get(name)
+            if _may_change(value) and not (self._stashes and _is_stash(value)) and not (mark and mark.is_of(value)):
+                yield name
+            self._seen[name] = Mark(value)
+
+
+class Mark:
+    """Note of a value, by which to tell at little cost whether it was replaced or written to since.
+
+    Attributes:
+        tells_all: whether no change escapes it, as of a tensor, which counts what is written to it.
+
+    Example:
+        >>> values = [1, 2]
+        >>> mark = Mark(values)
+        >>> mark.is_of(values), values.append(3), mark.is_of(values)
+        (True, None, False)
+    """
+
+    def __init__(self, value: Any):
+        self.tells_all = type(value) is Tensor and not value.is_inference()
+        self._glance = _glance(value)
+        try:
+            self._value: Any = weakref.ref(value)
+        except TypeError:
+            self._value = lambda: value
+
+    def is_of(self, value: Any) -> bool:
+        """Returns whether the value is that one, as it was."""
+        return self._value() is value and self._glance == _glance(value)
+
+
+def _glance(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return -1 if value.is_inference() else value._version
+    if isinstance(value, np.ndarray):
+        step = max(1, value.size // _SAMPLED)
+        return value.shape, value.reshape(-1)[::step].tobytes() if value.dtype.kind in "biufc" else None
+    if isinstance(value, _CachedFunction):
+        return value.cache_info().currsize
+    return len(value) if isinstance(value, _CONTAINERS) else None
+
+
+def has_state(owner: Any) -> bool:
+    """Returns whether an object offers ``state_dict()`` and ``load_state_dict()``; a class does not.
+
+    Example:
+        >>> from torch import nn
+        >>> has_state(nn.Linear(1, 1)), has_state(nn.Linear)
+        (True, False)
+    """
+    return not isinstance(owner, type) and all(
+        callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict")
+    )
+
+
+def _may_change(value: Any) -> bool:
+    """Returns whether a value holds state by its type: a tensor, a container, a cache, an object with a state dict."""
+    return isinstance(value, (Tensor, _CachedFunction, *_CONTAINERS)) or has_state(value)
+
+
+def _is_stash(value: Any) -> bool:
+    """Returns whether a value is a tensor that belongs to a graph, or a container of such."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple, deque)):
+        return len(value) > 0 and all(_is_stash(item) for item in value)
+    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 def attributes_of(owner: Any) -> dict[str, Any]:
-    """Returns the attributes of an object by name, those in ``__slots__`` too."""
+    """Returns the attributes of an object by name, those in ``__slots__`` too; of a function, what it encloses.
+
+    Example:
+        >>> def made(count): return lambda: count
+        >>> attributes_of(made(3))
+        {'count': 3}
+    """
+    if isinstance(owner, types.FunctionType):
+        cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
+        return {name: cell.cell_contents for name, cell in cells if not _is_empty(cell)}
     slots = [name for kind in type(owner).__mro__ for name in _as_names(kind.__dict__.get("__slots__", ()))]
     found = {
         name: getattr(owner, name) for name in slots if name not in ("__dict__", "__weakref__") and hasattr(owner, name)
@@ -101,170 +218,48 @@ def attributes_of(owner: Any) -> dict[str, Any]:
     return {**found, **getattr(owner, "__dict__", {})}
 
 
+def _is_empty(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  (raises where the variable is not bound yet)
+    except ValueError:
+        return True
+    return False
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if not isinstance(owner, types.FunctionType):
+        setattr(owner, name, value)
+    elif name in owner.__code__.co_freevars:
+        cells = owner.__closure__ or ()
+        cells[owner.__code__.co_freevars.index(name)].cell_contents = value
+
+
 def _as_names(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def encode(value: Any, *, deep: bool = False) -> Any:
-    """Returns a plain copy of a value that :func:`decode_into` understands, or a marker where there is none.
+def behind(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the objects that something callable calls, with what leads to them: of methods, partials and functions.
 
     Example:
-        >>> encode((1, "a"), deep=True)
-        {'tuple': [1, 'a']}
+        >>> [name for name, _ in behind(partial(print, [1], end=[2]))]
+        ['func', 'args[0]', 'end']
     """
-    if type(value) in _SCALARS:
-        return value
-    if isinstance(value, np.generic) and type(value.item()) in _SCALARS:
-        return value.item()
-    if isinstance(value, GENERATORS):
-        return {"generator": _state_of(value)}
-    return _encoded_container(value) if deep else _OPAQUE
+    if isinstance(value, types.MethodType):
+        yield "__self__", value.__self__
+    elif isinstance(value, partial):
+        yield "func", value.func
+        yield from ((f"args[{number}]", item) for number, item in enumerate(value.args))
+        yield from value.keywords.items()
 
 
-def _encoded_container(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        plain = type(value) is Tensor and value.grad_fn is None and value.layout is torch.strided
-        plain = plain and value.device.type != "meta" and value.numel() <= _LONGEST
-        return value.detach().to("cpu", copy=True) if plain else _OPAQUE
-    if isinstance(value, np.ndarray):
-        return (
-            {"array": torch.from_numpy(value.copy())}
-            if value.dtype.kind in "biuf" and value.size <= _LONGEST
-            else _OPAQUE
-        )
-    if type(value) in (list, tuple, deque) and len(value) <= _LONGEST:
-        return _tagged(type(value).__name__, [encode(item, deep=True) for item in value])
-    if type(value) is dict and all(type(key) in (str, int) for key in value):
-        items = {key: encode(item, deep=True) for key, item in value.items()}
-        return _OPAQUE if any(item is _OPAQUE for item in items.values()) else {"dict": items}
-    return _OPAQUE
-
-
-def _tagged(kind: str, items: list[Any]) -> Any:
-    if any(item is _OPAQUE for item in items):
-        return _OPAQUE
-    return items if kind == "list" else {kind: items}
-
-
-def decode_into(owner: Any, name: str, value: Any) -> None:
-    """Sets an attribute to what :func:`encode` made of it; a generator that is there keeps its identity."""
-    if isinstance(value, Mapping) and "generator" in value:
-        held = getattr(owner, name, None)
-        if isinstance(held, GENERATORS):
-            _set_state(held, value["generator"])
-        return
-    setattr(owner, name, decode(value))
-
-
-def decode(value: Any) -> Any:
-    """Returns the value that :func:`encode` was given, but for generators.
+def is_users(owner: Any) -> bool:
+    """Returns whether an object is of a class, or is a function, that may be the user's: of no well-known library.
 
     Example:
-        >>> decode({"tuple": [1, "a"]})
-        (1, 'a')
+        >>> is_users(3), is_users(print)
+        (False, False)
     """
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, list):
-        return [decode(item) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    (kind, inner), *_ = value.items()
-    if kind == "array":
-        return inner.numpy().copy()
-    if kind == "dict":
-        return {key: decode(item) for key, item in inner.items()}
-    return {"tuple": tuple, "deque": deque}[kind]([decode(item) for item in inner])
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        version, state, gauss = generator.getstate()
-        return [version, list(state), gauss]
-    state = generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(False)
-    return _without_arrays(state)
-
-
-def _without_arrays(state: Any) -> Any:
-    if isinstance(state, Mapping):
-        return {key: _without_arrays(value) for key, value in state.items()}
-    return {"array": torch.from_numpy(state.astype(np.int64))} if isinstance(state, np.ndarray) else state
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate((state[0], tuple(state[1]), state[2]))
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = _with_arrays(state)
-    else:
-        generator.set_state(_with_arrays(state))
-
-
-def _with_arrays(state: Any) -> Any:
-    if not isinstance(state, Mapping):
-        return state
-    if "array" in state:
-        array = state["array"].numpy()
-        return (
-            array.astype(np.uint64)
-            if array.max(initial=0) >= 2**32 or array.min(initial=0) < 0
-            else array.astype(np.uint32)
-        )
-    return {key: _with_arrays(value) for key, value in state.items()}
-
-
-def same(one: Any, other: Any) -> bool:
-    """Returns whether two plain trees are equal to the bit: kinds, keys, and tensors with their dtypes; NaN is NaN.
-
-    Example:
-        >>> same({"a": [1.0, torch.ones(1)]}, {"a": [1.0, torch.ones(1)]}), same(1, 1.0)
-        (True, False)
-    """
-    return next(unequal(one, other), None) is None
-
-
-def unequal(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the paths at which two plain trees differ, each with the difference in words."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.dtype != other.dtype:
-            yield path, f"{one.dtype} and {other.dtype}"
-        elif one.shape != other.shape:
-            yield path, f"shape {tuple(one.shape)} and {tuple(other.shape)}"
-        elif not same_bits(one, other):
-            yield path, "other values"
-    elif isinstance(one, Mapping) and isinstance(other, Mapping):
-        for key in one:
-            if key not in other:
-                yield f"{path}.{key}".lstrip("."), "nothing there after loading"
-        for key, value in other.items():
-            if key in one:
-                yield from unequal(one[key], value, f"{path}.{key}".lstrip("."))
-            else:
-                yield f"{path}.{key}".lstrip("."), "nothing there in the file"
-    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        if len(one) != len(other):
-            yield path, f"{len(one)} and {len(other)} items"
-        elif one is not other:
-            for number, (left, right) in enumerate(zip(one, other, strict=True)):
-                yield from unequal(left, right, f"{path}[{number}]")
-    elif type(one) is not type(other := _plain_number(other)) or not (one == other or (one != one and other != other)):
-        yield path, f"{one!r} and {other!r}"
-
-
-def _plain_number(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors of one dtype and shape hold the same numbers, wherever they lie; NaN is NaN."""
-    one, other = one.detach(), other.detach().to(one.device)
-    if one.is_sparse or other.is_sparse:
-        one, other = one.to_dense(), other.to_dense()
-    if torch.equal(one, other):
-        return True
-    nan = one.is_floating_point() or one.is_complex()
-    return nan and bool(((one == other) | (one.isnan() & other.isnan())).all())
+    of = owner if isinstance(owner, types.FunctionType) else type(owner)
+    root = str(of.__module__).partition(".")[0]
+    return root == "__main__" or not (root in _LIBRARIES or root in sys.stdlib_module_names)

@@ -33,7 +33,7 @@ class HostBuffers:
     def copy(self, tensor: Tensor) -> Tensor:
         """Returns a copy in host memory; one of a device's tensor is complete after :meth:`ready`."""
         if tensor.device.type not in ("cpu", "cuda") or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-            return tensor.to("cpu", copy=True)  # rare, and not worth a memory of its own
+            return tensor.to("cpu", copy=True)  # rare, and not worth a buffer
         key = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device.type)
         free = self._free.get(key)
         buffer = free.pop() if free else self._new(tensor)
@@ -60,7 +60,7 @@ class HostBuffers:
         self._free.clear()
 
     def reclaim(self) -> None:
-        """Takes all memory back: whoever still holds a copy will see it change."""
+        """Takes all memory back: copies that are still referenced will change."""
         for key, buffer in self._lent:
             self._free.setdefault(key, []).append(buffer)
         self._lent.clear()
@@ -72,7 +72,7 @@ class HostBuffers:
 
 
 class LiveTensors(HostBuffers):
-    """Copies what it must and hands out the rest as it is: for a save that ends before training goes on.
+    """Copies only where needed: for a save that ends before training continues.
 
     Example:
         >>> weight, part = torch.ones(3), torch.ones(3)[:2]

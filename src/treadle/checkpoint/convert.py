@@ -26,7 +26,7 @@ def convert_checkpoint(
         source: a file, a folder of shards, or a run folder, whose newest intact checkpoint counts.
         to: ``"file"``: one file; ``"folder"``: a folder of shards.
         out: what to write; None: in a folder ``export`` beside the checkpoint.
-        force: replace what is there.
+        force: replace an existing file.
 
     Returns:
         What was written.

@@ -1,6 +1,6 @@
 """Whole files or none: staged beside the target, flushed, renamed, and the folder synced.
 
-A crash at any point leaves the old file or the new one. The staged file lies in the target's own folder, so the
+A crash at any point leaves the old file or the new one. The staged file is in the target's folder, so the
 rename never crosses a file system. System calls go through ``os``, where the tests count every one of them.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT_NAME = "treadle"
-STORED = "treadle.stored"  # {STORED: key} stands where the tensor of that key was
+STORED = "treadle.stored"  # {STORED: key} replaces the tensor of that key
 TEMPORARY = ".treadle-tmp"
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS}  # network and FUSE file systems
 
@@ -236,6 +236,24 @@ def point_to(target: Path, name: str) -> Path:
             except OSError:  # a file system without symbolic links
                 _give_second_name(target, temporary)
     return link
+
+
+def name_also(target: Path, link: Path) -> None:
+    """Makes a symbolic link in another folder point to a file; where that is not possible, there is none.
+
+    Args:
+        target: the file.
+        link: made with its folder, or moved.
+    """
+    relative = os.path.relpath(target, link.parent)
+    with contextlib.suppress(OSError):
+        if os.path.islink(link) and os.readlink(link) == relative:
+            return
+        if os.path.lexists(link) and not os.path.islink(link):  # a file that another writer owns
+            return
+        link.parent.mkdir(exist_ok=True)
+        with replacing(link) as temporary:
+            os.symlink(relative, temporary)
 
 
 def remove_link(link: Path) -> None:

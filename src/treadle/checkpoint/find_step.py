@@ -17,7 +17,7 @@ _log = logging.getLogger("treadle.checkpoint")
 
 
 def stamp_of(path: Path) -> tuple[str, int, int]:
-    """Returns what tells a file from a later one under the same name."""
+    """Returns a key that differs between a file and a later one of the same name."""
     described = (path / MARKER if path.is_dir() else path).stat()
     return str(path.resolve()), described.st_ino, described.st_mtime_ns
 

@@ -158,7 +158,7 @@ def check_free(folder: str | os.PathLike[str]) -> None:
 
 
 def holder(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Returns ``pid``, ``host`` and ``since`` of the process that holds a folder now, {} if it says none, else None.
+    """Returns ``pid``, ``host`` and ``since`` of the process that holds a folder; {} if unknown, None if free.
 
     Takes nothing, makes no file and does not wait.
 

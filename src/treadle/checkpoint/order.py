@@ -1,6 +1,6 @@
 """Order of the checkpoints of a folder: by the step and the epoch that they hold, never by when they were written.
 
-A copy of a folder, a clock that was set back and a restored backup change the times of files and not what is in them.
+A copy of a folder, a clock that was set back and a restored backup change the times of files, not their content.
 A run that begins before states that are in its folder, after a rewind or from the start, sets those aside under another
 name before it writes: so the furthest state of a folder is always one of its latest run.
 """

@@ -14,7 +14,7 @@ from treadle.checkpoint.writer import CheckpointWriter, Tree
 class RankWriter(CheckpointWriter):
     """Writes one state at a time for all ranks: a file by rank 0, a folder of shards by every rank.
 
-    All ranks call every method at the same point. An error of a write in the background is told by :meth:`wait`, for
+    All ranks call every method at the same point. An error of a background write is raised by :meth:`wait`, for
     which every rank knows the moment from the notices of a step: see :meth:`ended`.
 
     Attributes:
@@ -34,7 +34,7 @@ class RankWriter(CheckpointWriter):
         self.in_flight: Literal["file", "folder"] | None = None
 
     def notice(self) -> float:
-        """Returns what this rank tells the others in a step: 1.0 while it writes in the background, else 0.0."""
+        """Returns the number that this rank shares in a step: 1.0 during a background write, else 0.0."""
         return float(self.writing)
 
     def ended(self, notices: Sequence[float]) -> bool:
@@ -57,14 +57,14 @@ class RankWriter(CheckpointWriter):
         Args:
             collect: makes the state; called on every rank.
             write: writes it; called on rank 0.
-            background: whether training goes on meanwhile; False waits for rank 0.
+            background: whether training continues meanwhile; False waits for rank 0.
 
         Raises:
             CheckpointError: it could not be written, or the one before could not; on all ranks.
         """
         if distributed.rank() != 0:
             self.wait()
-            collect(NoBuffers())  # what is spread over ranks is gathered on rank 0
+            collect(NoBuffers())  # sharded tensors are gathered on rank 0
             if not background:
                 on_rank_0(_nothing)
         elif background:
@@ -81,7 +81,7 @@ class RankWriter(CheckpointWriter):
         Args:
             collect: makes them.
             write: writes them together with the other ranks, and agrees on errors itself.
-            background: whether training goes on meanwhile.
+            background: whether training continues meanwhile.
 
         Raises:
             CheckpointError: they could not be written, or those before could not.

@@ -1,6 +1,6 @@
 """What all ranks do together about checkpoints: one works and the others wait, or each does its share.
 
-A failure on one rank raises the same error on all of them, at the same point, so that nobody waits for ever.
+A failure on one rank raises the same error on all of them, at the same point, so that no rank waits for ever.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the default
 
 
 class WriterLostError(CheckpointError, RankLostError):
-    """A rank went away or did not answer, so nobody knows what the others did."""
+    """A rank ended or did not answer, so the state of the others is unknown."""
 
 
 def writers_group() -> dist.ProcessGroup | None:
@@ -63,15 +63,15 @@ def together(group: dist.ProcessGroup | None, work: Callable[[], Result]) -> lis
     except Exception as error:  # noqa: BLE001  (raised on all ranks below)
         own = error
         problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {first_line(error)}"
-    told: list[Any] = [None] * dist.get_world_size(group)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
     try:
-        dist.all_gather_object(told, (value, problem), group=group)
+        dist.all_gather_object(gathered, (value, problem), group=group)
     except Exception as error:
         raise WriterLostError(f"a rank was lost while all worked on a checkpoint: {first_line(error)}") from error
-    for rank, (_, theirs) in enumerate(told):
+    for rank, (_, theirs) in enumerate(gathered):
         if theirs is not None:
             raise CheckpointError(f"rank {rank}: {theirs}") from own
-    return [result for result, _ in told]
+    return [result for result, _ in gathered]
 
 
 def on_rank_0(work: Callable[[], Result]) -> Result:

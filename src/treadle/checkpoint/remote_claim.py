@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -86,10 +87,9 @@ class RemoteClaim:
     def _beat(self) -> None:
         while not self._stopped.wait(self.lease / 3):
             self._beats += 1
-            try:
+            # One that fails is made good by the next; an upload that fails as well is warned of.
+            with contextlib.suppress(CheckpointError, OSError):
                 self.store.put(_key(self.number), self._described())
-            except Exception:  # noqa: BLE001  (an upload that fails too says so; the next beat tries again)
-                continue
 
     def _described(self, *, released: bool = False) -> bytes:
         held = {

@@ -31,7 +31,7 @@ def write_order(path: Path) -> tuple[int, int]:
 def date_last(path: Path, folder: Path) -> None:
     """Dates a file that was just written after every checkpoint of a folder, if the clock was set back since.
 
-    Pages and listings show files by write time; a run that resumes goes by what is in them.
+    Pages and listings show files by write time; a resuming run goes by their content.
 
     Args:
         path: the file, or the marker of a folder of shards.
@@ -64,7 +64,7 @@ class Retention:
         """Deletes what the rule does not keep, oldest number first.
 
         Args:
-            folder: where the checkpoints lie, files or folders of shards alike; what does not match, other folders
+            folder: of the checkpoints, files or folders of shards alike; what does not match, other folders
                 and links are never touched.
             pattern: regular expression with one group, the number; the name of a folder ends in a slash.
             protect: files that stay in any case: the one just written, and the one resumed from.

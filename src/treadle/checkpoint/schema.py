@@ -1,4 +1,4 @@
-"""The one table that every checkpoint holds, and the rule of what may lie in it.
+"""The table that every checkpoint holds, and the types it may contain.
 
 A checkpoint is a dict with these keys, in this order. It holds tensors, numbers, strings, bools, None, lists and
 dicts only, so ``torch.load(path, weights_only=True)`` reads it with no allow-list.
@@ -144,7 +144,7 @@ def _clone(tensor: Tensor, path: str, copies: dict[Any, Any], buffers: HostBuffe
         tensor = tensor.as_subclass(Tensor)
     try:
         memory = tensor.untyped_storage()._cdata, tensor.storage_offset()
-    except NotImplementedError:  # sparse tensors have no storage of their own
+    except NotImplementedError:  # sparse tensors have no storage
         return tensor.cpu().clone()
     identity = (*memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
     if identity not in copies:
@@ -171,7 +171,7 @@ def check_format(tree: Any, source: str) -> None:
         raise CheckpointError(f"{source}: holds a {type(tree).__name__}, not a checkpoint dict")
     described = tree.get("format")
     if not isinstance(described, Mapping) or described.get("name") != FORMAT_NAME:
-        return  # a file with a seed document's keys; the loader says what starts fresh
+        return  # a file with a seed document's keys; the loader reports what starts fresh
     if int(described.get("version", 0)) > FORMAT_VERSION:
         raise CheckpointError(
             f"{source}: checkpoint format {described['version']} is newer than this treadle reads "
@@ -194,7 +194,7 @@ def non_finite_names(tree: Mapping[str, Any]) -> list[str]:
 
 
 def is_finite(value: Any) -> bool:
-    """Returns whether a value of a checkpoint tree holds neither NaN nor infinity; what is no number has neither.
+    """Returns whether a value of a checkpoint tree holds neither NaN nor infinity; other types count as finite.
 
     Example:
         >>> is_finite(torch.tensor([1.0, math.nan])), is_finite("nan")

@@ -177,7 +177,7 @@ class _Summed(io.BufferedIOBase):
             self._raw.flush()
 
     def fileno(self) -> int:
-        self.flush()  # whoever asks for it wants to sync, and this would miss what is still in memory
+        self.flush()  # a caller that asks for it wants to sync, which would miss what is still in memory
         number: int = self._raw.fileno()
         return number
 

@@ -34,7 +34,7 @@ _log = logging.getLogger("treadle.checkpoint")
 
 @dataclass(frozen=True)
 class Marker:
-    """What a marker says.
+    """Content of a marker.
 
     Attributes:
         ranks: how many wrote the folder.
@@ -164,12 +164,13 @@ def remove_folder(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name != _BEGUN:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else os.unlink(path)
+    sync_folder(folder)  # after a power loss nothing may be left without the name that says what it is
     (folder / _BEGUN).unlink(missing_ok=True)
     os.rmdir(folder)
 
 
 def begin(folder: Path) -> None:
-    """Makes an empty folder that says it is unfinished; a whole one of that name steps aside until the new one is.
+    """Makes an empty folder marked as unfinished; a complete one of that name is renamed until the new one is complete.
 
     Raises:
         CheckpointError: there is a folder or a file of that name that this library did not write.
@@ -185,6 +186,7 @@ def begin(folder: Path) -> None:
         raise CheckpointError(f"{str(folder)!r} is in the way of a checkpoint and is none; move it elsewhere")
     os.mkdir(folder)
     (folder / _BEGUN).touch()
+    sync_folder(folder)
     sync_folder(folder.parent)
 
 
@@ -217,7 +219,7 @@ def unfinished(parent: Path, pattern: str) -> list[Path]:
 
 
 def tidy(folder: Path) -> None:
-    """Removes an unfinished folder, and says so; what stepped aside for it comes back."""
+    """Removes an unfinished folder and logs it; restores the folder that was renamed for it."""
     if is_unfinished(folder):
         _log.warning("%s is unfinished, as some rank never wrote its part: it is removed", folder)
     end(folder)

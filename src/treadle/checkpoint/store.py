@@ -64,7 +64,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
     """Returns the problems found in a checkpoint; an empty list means it is intact and holds no code.
 
     Of a file, checks that it is a whole archive of the kind that ``torch.save`` writes, that every record's CRC-32 is
-    right, that its pickle names nothing but tensors and plain values, and that every tensor lies inside its storage.
+    right, that its pickle names nothing but tensors and plain values, and that every tensor is inside its storage.
     One pass; nothing in the file is executed. Of a folder of shards, checks every byte of every file, and that its
     metadata holds nothing but places of tensors in them.
 
@@ -219,7 +219,7 @@ def _refuse_half_written(temporary: Path, target: Path) -> None:
 
 
 def put_aside(target: Path, bad: list[str]) -> Path:
-    """Returns where a state that is not finite goes instead, and says so."""
+    """Returns the path for a state that is not finite, and warns."""
     aside = aside_of(target)
     if distributed.rank() == 0:
         _log.warning(
@@ -241,7 +241,7 @@ def find_latest(
     Args:
         candidates: files, or folders of shards, that may exist; of equally far ones the first is taken. A link whose
             target is gone counts as a state that was lost.
-        prefer: the one to try first, however far it is; a link stands for its target.
+        prefer: the one to try first, however far it is; a link counts as its target.
         load: reads one.
 
     Returns:

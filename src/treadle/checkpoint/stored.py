@@ -1,7 +1,7 @@
 """Tensors in a folder of shards, read block by block with PyTorch's own reader; nothing foreign is unpickled.
 
 The folder's ``.metadata`` is a pickle, as ``torch.distributed.checkpoint`` writes it. It is read with the few classes
-that such a file needs and no other, and what it says must fit the files that the marker names.
+that such a file needs and no other, and its content must fit the files that the marker names.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StoredTensor:
 
 
 class ShardFolder:
-    """Knows where the tensors of a folder lie.
+    """Index of the tensors of a folder.
 
     Args:
         path: the folder.

@@ -53,7 +53,7 @@ class _Taker:
             return {STORED: key}
         if isinstance(value, Mapping):
             if STORED in value:
-                raise CheckpointError(f"state at {path!r} has the key {STORED!r}, which stands for stored tensors")
+                raise CheckpointError(f"state at {path!r} has the key {STORED!r}, which is reserved for stored tensors")
             return {key: self.take(item, f"{path}.{key}", whole=whole) for key, item in value.items()}
         if isinstance(value, list):
             return [self.take(item, f"{path}.{number}", whole=whole) for number, item in enumerate(value)]

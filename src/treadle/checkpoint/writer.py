@@ -1,7 +1,7 @@
-"""Checkpoints written while training goes on: one copy to host memory, the rest in a thread.
+"""Checkpoints written during training: one copy to host memory, the rest in a thread.
 
 The thread gets a finished copy and a function that writes it. It touches no live tensor, hook or engine, and takes no
-lock that a data worker forked meanwhile could need: it logs nothing itself (what it has to say is said at the next
+lock that a data worker forked meanwhile could need: it logs nothing itself (its messages are logged at the next
 boundary by the thread that trains), and whatever ``torch.save`` imports is imported before. Each save has a thread of
 its own, which the interpreter waits for when it ends, unless it waits for other ranks itself.
 """
@@ -180,7 +180,7 @@ class _Flight:
             self.error = error
 
     def _keep(self, record: logging.LogRecord) -> bool:
-        """Holds back what the thread says: a handler's lock must not be held while a data worker is forked."""
+        """Holds back the thread's messages: a handler's lock must not be held while a data worker is forked."""
         if threading.current_thread() is not self.thread:
             return True
         self._said.append(record)
@@ -190,14 +190,14 @@ class _Flight:
         return self.thread.is_alive()
 
     def outlasts(self, patience: float) -> bool:
-        """Waits for as long as this, and returns whether the write goes on."""
+        """Waits up to a timeout, and returns whether the write is still running."""
         deadline = time.monotonic() + patience
         while self.is_alive() and time.monotonic() < deadline:
             self.thread.join(_HEARTBEAT)
         return self.is_alive()
 
     def give_up(self) -> None:
-        """Lets the write go on without anybody who listens to it."""
+        """Lets the write finish without reporting its result."""
         _log.removeFilter(self._keep)
 
     def land(self) -> None:
@@ -216,7 +216,7 @@ class _Flight:
 
 
 def _last_word(flights: list[_Flight]) -> None:
-    """Logs the error of a last write that nobody waited for, when the writer or the interpreter goes."""
+    """Logs the error of a last write without a waiter, when the writer or the interpreter ends."""
     for flight in flights:
         if not flight.is_alive():
             try:

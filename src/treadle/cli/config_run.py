@@ -68,7 +68,7 @@ def _run(file: Path, settings: Sequence[str], *, messages: Console, trackers: st
 
 
 def _end_block(trainer: Any, *, seconds: float) -> str:
-    """Returns where a run stands and where its files are, a line each."""
+    """Returns the progress of a run and the places of its files, a line each."""
     if not isinstance(trainer, Engine):
         return "trained"
     took = timedelta(seconds=round(seconds))
@@ -92,7 +92,7 @@ def show_config(file: Path, settings: Sequence[str], console: Console) -> None:
 
 
 class _Keeper:
-    """Observes the trainer: refuses a folder that cannot be written, adds the record, says what cannot go on."""
+    """Observes the trainer: refuses a folder that cannot be written, adds the record, warns of what cannot resume."""
 
     def __init__(self, record: RunRecordHook):
         self.record = record

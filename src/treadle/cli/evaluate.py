@@ -46,7 +46,7 @@ def evaluate(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate the best weights of a run; model and data are those that its folder says.
+    """Evaluate the best weights of a run; model and data are those of its folder.
 
     Of treadle train graphs, spectra, astro and text, and of a configuration file whose trainer has
     build_eval_data_loader(), for which --split has no meaning. Writes eval_results_SPLIT.json into the run folder. On
@@ -84,7 +84,7 @@ def evaluate_checkpoint(
     results: Console | None,
     messages: Console,
 ) -> dict[str, Any]:
-    """Evaluates a run by what its checkpoint says of it.
+    """Evaluates a run by the record in its checkpoint.
 
     Args:
         run: its folder, or a checkpoint.
@@ -184,7 +184,10 @@ def stored_run(run: Path) -> StoredRun:
     if face in pack_names():  # a checkpoint outside of its run folder
         return StoredRun(find_pack(face), path, tree)
     if face != ConfiguredRuns.name:
-        instead = "call predict() of the treadle.Trainer that made it" if face == "functional" else "use its trainer"
+        instead = (
+            f"in Python, treadle.open_run({str(run_folder_of(path))!r}, trainer) opens it with the trainer as your "
+            "script makes it, and gives test() and predict()"
+        )
         raise ConfigError(
             f"{path.name} is of the face {face}, whose runs cannot be evaluated from their "
             f"checkpoints; {instead}; known: {', '.join([*pack_names(), ConfiguredRuns.name])}",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from treadle.cli.evaluate import StoredRun
-    from treadle.runs.pack import Predictions
+    from treadle.runs.results import Predictions
 
 Split = Annotated[
     Optional[str],  # noqa: UP045  (typer on Python 3.10 reads this form)
@@ -140,7 +140,7 @@ def write_arrays(arrays: Mapping[str, Any], path: Path) -> Path:
 
     Args:
         arrays: for a .csv equally long; what has several columns becomes ``name_0``, ``name_1``, ...
-        path: its suffix says which.
+        path: its suffix selects the format.
 
     Raises:
         ConfigError: the arrays are of several lengths and the file is a .csv.

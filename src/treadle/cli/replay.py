@@ -24,9 +24,7 @@ def replay(
     ] = None,
     script: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(
-            help="Your own script or configuration with a BaseTrainer, whose workspace RUN is.", show_default=False
-        ),
+        typer.Option(help="Your own script or configuration, whose workspace or save_dir RUN is.", show_default=False),
     ] = None,
     save: Annotated[
         Optional[Path],  # noqa: UP045
@@ -41,7 +39,7 @@ def replay(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run one step of a finished or broken run again and compare it with what the run's record says, to the bit.
+    """Run one step of a finished or broken run again and compare it with the run's record, to the bit.
 
     It starts from the nearest checkpoint before the step, or from the run's beginning, and runs every step up to the
     one asked for. A run of `treadle train` is built again from what its folder holds; for a run of your own script, or

@@ -33,7 +33,7 @@ def replay_and_report(
     """Runs a step again, saves its batch if asked to, and shows it beside its record.
 
     Returns:
-        Whether the step is what its record says; None without a record.
+        Whether the step equals its record; None without a record.
 
     Raises:
         ConfigError: an argument does not fit the others, or the run has no such step.

@@ -29,7 +29,7 @@ def report(
         ),
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Write it anew while a run trains; an open page reloads.")
+        bool, typer.Option("--watch", help="Rewrite it while a run trains; an open page reloads.")
     ] = False,
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="With --watch: time between two writings.")] = 10.0,
 ) -> None:
@@ -37,7 +37,7 @@ def report(
 
     Curves with zoom and smoothing over steps, epochs and time, skipped and retried steps, the best epoch, checkpoints
     with sizes, settings and their differences, environment, sessions, results, pictures and samples. Runs of any face,
-    finished, stopped or going on; a run shows what it has recorded. With --watch it ends when no run trains any more
+    finished, stopped or running; a run shows what it has recorded. With --watch it ends when no run trains any more
     and what a pack draws after the training is there.
 
     \b
@@ -136,9 +136,10 @@ def _read(targets: Sequence[Path]) -> list[RunRecords]:
     """Reads the runs of the folders, also those inside of a run, such as its fine-tuning, each once."""
     from treadle.cli.runpage.files import runs_below
     from treadle.cli.runpage.records import read_run
+    from treadle.cli.runpage.sweep import natural
 
     found = [path for target in targets for path in ([*runs_below(target)] or [target])]
-    folders = list({path.resolve(): path for path in found}.values())
+    folders = sorted({path.resolve(): path for path in found}.values(), key=lambda path: natural(str(path)))
     with _readable():
         return [read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 

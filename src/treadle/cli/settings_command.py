@@ -11,7 +11,7 @@ _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # of click, or of the copy of
 
 
 class SettingsCommand(TyperCommand):
-    """Command with settings as ``KEY=VALUE``; tells whoever writes one as an option how to write it."""
+    """Command with settings as ``KEY=VALUE``; a setting written as an option is refused with the right form."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the arguments."""

@@ -17,7 +17,7 @@ NAME = "FILE"
 
 
 class TrainGroup(TyperGroup):
-    """The commands of ``treadle train``: one for each pack, and one that the name of a file stands for."""
+    """The commands of ``treadle train``: one for each pack, and one for the name of a file."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Returns the names of the packs, and that of the command that takes files."""

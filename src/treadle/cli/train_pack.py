@@ -19,7 +19,7 @@ from treadle.runs.tracking import tracked
 
 
 def pack_command(name: str) -> Any:
-    """Returns the command that trains a pack; of one that cannot be imported, a command that says why.
+    """Returns the command that trains a pack; of one that cannot be imported, a command that prints the reason.
 
     Example:
         >>> pack_command("spectra").name

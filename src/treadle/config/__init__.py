@@ -1,7 +1,7 @@
 """Configuration files: plain dicts from Python or YAML, merged, overridden from the command line and written back.
 
 Python configuration files are **code**: loading one runs it, with every right that you have. Load only files that
-you trust. YAML files are data and run nothing of their own.
+you trust. YAML files are data and run no code.
 """
 
 from __future__ import annotations

@@ -137,11 +137,11 @@ def kind_of(value: Any) -> str | None:
 def fitted(assignment: Assignment, current: Any) -> Any:
     """Returns the value that an assignment sets in place of another, which keeps its kind.
 
-    A number stands for a text where a text is, and a list for a tuple.
+    A number is accepted for a text, and a list for a tuple.
 
     Args:
         assignment: with the form ``+key=value`` it may change the kind.
-        current: what is there; None has no kind.
+        current: the present value; None has no kind.
 
     Raises:
         ConfigError: the kinds differ.

@@ -37,7 +37,7 @@ class REPLACE:
     """
 
     value: Any
-    """What stands there afterwards."""
+    """The value after the merge."""
 
 
 def merge_configs(base: Mapping[str, Any], over: Mapping[str, Any], *, where: str = "") -> dict[str, Any]:
@@ -52,7 +52,7 @@ def merge_configs(base: Mapping[str, Any], over: Mapping[str, Any], *, where: st
         A new dict that shares no dict, list or tuple with its inputs, which are not changed.
 
     Raises:
-        ConfigError: DELETE stands in a list, where there is no key to remove.
+        ConfigError: DELETE is in a list, where there is no key to remove.
 
     Example:
         >>> merge_configs({"lr": 0.1, "data": {"size": 32, "seed": 1}}, {"data": {"size": 64, "seed": DELETE}})

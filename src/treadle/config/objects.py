@@ -70,7 +70,7 @@ class Registry:
             raise ConfigError(f"{name!r} is registered already, for {known!r}; register {target!r} by another name")
 
     def get(self, name: str) -> object | None:
-        """Returns what is registered under a name, or None.
+        """Returns the class or function registered under a name, or None.
 
         Example:
             >>> Registry().get("nothing") is None
@@ -92,7 +92,7 @@ class Registry:
 
 
 REGISTRY = Registry()
-"""The shared registry, which ``build_from_cfg`` looks into unless told otherwise."""
+"""The shared registry, the default of ``build_from_cfg``."""
 
 
 def build_from_cfg(cfg: Any, registry: Registry = REGISTRY, recursive: bool = False, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ def build_from_cfg(cfg: Any, registry: Registry = REGISTRY, recursive: bool = Fa
     ``functools.partial`` comes back instead of the result. The entry ``"*"`` holds a list of positional arguments.
 
     Args:
-        cfg: the configuration; it is not changed, and what is built gets copies of its dicts, lists and tuples.
+        cfg: the configuration; not changed; built objects get copies of its dicts, lists and tuples.
         registry: where names are looked up before they are taken for dotted paths.
         recursive: also build every nested dict that has a ``type``, in dicts, lists and tuples.
         **kwargs: more arguments, passed on as they are, never built; they win over those of ``cfg``.
@@ -147,7 +147,7 @@ def _build_nested(value: Any, place: str, registry: Registry) -> Any:
 
 
 def build_at(place: str, cfg: Mapping[str, Any], registry: Registry, recursive: bool, given: dict[str, Any]) -> Any:
-    """Builds what has a ``type`` and stands at ``place`` in a configuration; see :func:`build_from_cfg`."""
+    """Builds the section with a ``type`` at ``place`` in a configuration; see :func:`build_from_cfg`."""
     name = cfg["type"]
     target = find_target(name, join_path(place, "type"), registry)
     named: dict[str, Any] = {}
@@ -287,7 +287,7 @@ def _signature(target: Callable[..., Any], *, follow_wrapped: bool = True) -> in
 
 def _check_partial(target: Callable[..., Any], args: Any, named: dict[str, Any], name: str, place: str) -> None:
     """Refuses what the call would refuse later, far from the configuration."""
-    signature = _signature(target, follow_wrapped=False)  # a wrapper may add arguments of its own
+    signature = _signature(target, follow_wrapped=False)  # a wrapper may add arguments
     if signature is None:
         return
     try:

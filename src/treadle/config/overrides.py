@@ -10,7 +10,7 @@ from treadle.config.tree import copied, same_tuple
 from treadle.errors import ConfigError, nearest
 
 Fit = Callable[[Assignment, Any], Any]
-"""Returns the value of an assignment for a place, by what is there."""
+"""Returns the value of an assignment for a place, by its present value."""
 
 
 def apply_overrides(config: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _change(node: Any, key: Any, override: Assignment, fit: Fit) -> None:
     if override.sign == "!=":
         del node[key]
     elif override.sign == "=":
-        # An entry of a list has no kind of its own: a list may mix them.
+        # An entry of a list has no kind: a list may mix them.
         node[key] = copied(fit(override, node.get(key) if isinstance(node, dict) else None))
     else:
         _change_entries(node, key, override)

@@ -28,7 +28,7 @@ def from_nested(kind: type[Section], values: Mapping[str, Any], *, where: str = 
     Args:
         kind: a dataclass whose fields are values or further dataclasses.
         values: the values of fields; one that is :class:`~treadle.config.grammar.Written` is read as a command line's,
-            a number stands for a text, a list for a tuple. Not changed.
+            a number is accepted for a text, a list for a tuple. Not changed.
         where: the dotted name of this section, for messages; empty for the root.
         complete: whether every field must be there; else one that is not keeps its default.
 

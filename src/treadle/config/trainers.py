@@ -68,7 +68,7 @@ def build_trainer(
     try:
         return build_at("trainer", section, registry, False, given)
     except TypeError as error:
-        # A constructor hands **kwargs on to the one above it, which says what it does not take or lacks.
+        # A constructor hands **kwargs on to the one above it, which names what it does not take or lacks.
         owners = [base.__qualname__ for base in getattr(target, "__mro__", ())]
         if not str(error).startswith(tuple(f"{owner}.__init__() " for owner in owners)):
             raise
@@ -164,7 +164,7 @@ class _Arguments:
 
     Attributes:
         names: of all arguments; those of the classes above too where ``**kwargs`` are handed on to them.
-        required: those of its own that must be given.
+        required: its own arguments without a default.
         open: whether other names may be taken as well.
     """
 

@@ -1,4 +1,4 @@
-"""Where the data comes from, and where in it a run stands."""
+"""Loaders, samplers and the position of a run in its data."""
 
 from __future__ import annotations
 

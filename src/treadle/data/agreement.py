@@ -49,9 +49,11 @@ class Lengths:
             loader: the ranks have unequal numbers of micro-batches in an epoch: 5 on rank 0, 6 on rank 1. Those t
         """
         if len({length for length in self.batches if length is not None}) > 1:
-            told = ", ".join(f"{'unknown' if n is None else n} on rank {rank}" for rank, n in enumerate(self.batches))
+            numbers = ", ".join(
+                f"{'unknown' if n is None else n} on rank {rank}" for rank, n in enumerate(self.batches)
+            )
             raise ConfigError(
-                f"the ranks have unequal numbers of micro-batches in an epoch: {told}. Those that have more "
+                f"the ranks have unequal numbers of micro-batches in an epoch: {numbers}. Those that have more "
                 "would wait for ever. Share the data with a treadle.data.RankBatchSampler, or leave batches out on "
                 "the ranks that have more",
                 argument="loader",
@@ -59,13 +61,13 @@ class Lengths:
 
 
 def lengths_of_ranks(length: int | None, *, certain: bool, order: GlobalOrder | None, data: int = 0) -> Lengths:
-    """Returns what every rank says; all ranks must call it at the same point.
+    """Gathers the answer of every rank; a collective call.
 
     Args:
         length: micro-batches in an epoch of this rank's loader, None if it does not say.
         certain: whether the length is right for certain.
         order: the loader's global order, if it has one.
-        data: a number that tells this rank's data from that of others; 0 where nobody can tell.
+        data: a fingerprint of this rank's data; 0 if unknown.
 
     Raises:
         ConfigError: the ranks share their data by different orders.
@@ -101,4 +103,4 @@ def numbers_of_ranks(numbers: Sequence[int]) -> list[list[int]]:
         [[1, 2]]
     """
     own = [number & ((1 << 63) - 1) if number >= 0 else number for number in numbers]
-    return distributed.tell_ranks(own, dtype=torch.int64)
+    return distributed.gather_numbers(own, dtype=torch.int64)

@@ -14,14 +14,15 @@ import torch
 
 from treadle import distributed
 from treadle.data.agreement import Lengths, lengths_of_ranks
+from treadle.data.amount import Amount, batches_in
 from treadle.data.duplicates import fingerprint, repeated_by_ranks, repeated_by_workers
 from treadle.data.elastic import Place, find_place, mismatches, refuse_other_workers
 from treadle.data.order import in_global_order
-from treadle.data.own_state import LoaderState, set_epoch
+from treadle.data.own_state import LoaderState, kept_generators, set_epoch
 from treadle.data.samplers import generators_of
 from treadle.data.sources import Source, open_source
 from treadle.errors import ConfigError
-from treadle.seed import RngState, mix_seed
+from treadle.seed import RngState, forked_rng, mix_seed
 
 _log = logging.getLogger("treadle.data")
 _END = object()
@@ -69,15 +70,18 @@ class Cursor:
 
     Args:
         ranks: what it does on several ranks. ``"together"``: their epochs must have equally many micro-batches; where
-            one of them cannot tell, all end with the first. ``"told"``: they tell each other, and may differ.
+            one of them cannot tell, all end with the first. ``"told"``: they inform each other, and may differ.
             ``"apart"``: nothing.
+        limit: micro-batches after which an epoch ends, or the part of it; None for all.
+        only: micro-batches at the start of the loader, or the part of it, that are read once and kept, and make every
+            epoch; None reads the loader in each.
 
     Attributes:
         epoch: epochs completed.
         position: micro-batches consumed in the running epoch. In an epoch that another number of ranks began, as many
             as leave what is left of it now.
         ended: whether the running epoch has no more micro-batches.
-        lengths: what the ranks said when the epoch was opened; None on one rank or apart.
+        lengths: reported by the ranks when the epoch was opened; None on one rank or apart.
 
     Example:
         >>> cursor = Cursor()
@@ -86,8 +90,18 @@ class Cursor:
         ([10, 20], [30], True)
     """
 
-    def __init__(self, *, ranks: Literal["together", "told", "apart"] = "apart") -> None:
+    def __init__(
+        self,
+        *,
+        ranks: Literal["together", "told", "apart"] = "apart",
+        limit: Amount | None = None,
+        only: Amount | None = None,
+    ) -> None:
         self.ranks = ranks
+        self._limit = limit
+        self._end: int | None = None  # the position at which an epoch of the attached loader ends by the limit
+        self._only = only
+        self._first: tuple[Any, list[Any]] | None = None  # a loader, and the batches that are read instead of it
         self.epoch = 0
         self.position = 0
         self.ended = False
@@ -103,11 +117,13 @@ class Cursor:
         self._pending_generators: list[torch.Tensor] = []
         self._objects = LoaderState(None)
         self._pending_objects: dict[str, Any] | None = None
-        self._epoch_of_workers: int | None = None  # the epoch that the data sets were told before workers began
+        self._epoch_of_workers: int | None = None  # the epoch set on the data sets before workers began
         self._warned: set[str] = set()
 
     def attach(self, loader: Any) -> None:
         """Names the loader; cheap when it is the one already attached."""
+        if self._only is not None:
+            loader = self._first_batches(loader, self._only)
         if loader is not self._loader:
             if self._opening is not None and self._loaded is None and in_global_order(self._loader) is not None:
                 self._loaded = {
@@ -115,20 +131,48 @@ class Cursor:
                     "loader": None,
                 }  # what is left is found in any loader
             self._source = open_source(loader)
+            self.limit_to(self._limit)
             self._objects = LoaderState(loader)
             self._loader = loader
             self._iterator = None
             self.warn(self._source.warnings(resuming=False) + repeated_by_workers(loader))
 
+    def limit_to(self, limit: Amount | None) -> None:
+        """Ends epochs after so many micro-batches, or the part of the attached loader; None: where the loader ends.
+
+        Raises:
+            ConfigError: it is a part of an unknown length, or comes to no batch at all.
+        """
+        self._limit = limit
+        length = None if self._source is None else self._source.length
+        self._end = None if limit is None else batches_in(limit, length, "limit_train_batches")
+
+    def _first_batches(self, loader: Any, only: Amount) -> list[Any]:
+        """Returns the first batches of a loader, in an order that is the same in every process of the run."""
+        if self._first is None or loader is not self._first[0]:
+            with forked_rng(0), kept_generators(loader):
+                first = Cursor()
+                first.attach(loader)
+                count = batches_in(only, first.length, "overfit_batches")
+                first.open(loader)
+                batches = first.take(count).batches
+                first.close()
+            self._first = (loader, batches)
+        return self._first[1]
+
     def open(self, loader: Any) -> None:
-        """Opens the running epoch: afresh, where it stands, or at the position of a loaded checkpoint."""
+        """Opens the running epoch: from its start, its present position, or the position of a loaded checkpoint."""
         self.attach(loader)
+        loader = self._loader
         if self._iterator is not None or self.ended:
             self._restore_pending()
             return
         if set_epoch(loader, self.epoch) and self._epoch_of_workers not in (None, self.epoch):
-            self._the_source().close()  # workers that persist have copies that were told another epoch
+            self._the_source().close()  # persistent workers have copies set to another epoch
         self._epoch_of_workers = self.epoch
+        if self._opening is not None:
+            self._objects.restore(self._opening.get("objects") or {})  # it may tell how long the epoch is
+        self._the_source().measure()
         self._ask_ranks()
         if self._opening is None:
             self._open_fresh()
@@ -145,7 +189,7 @@ class Cursor:
         order = None if ordered is None else ordered.order
         trains = self.ranks == "together"
         data = fingerprint(self._loader) if trains else 0
-        self.lengths = lengths_of_ranks(source.length, certain=certain, order=order, data=data)
+        self.lengths = lengths_of_ranks(self.length, certain=certain, order=order, data=data)
         if trains:
             self.lengths.check_equal()
             self.warn(repeated_by_ranks(self._loader, same_data=self.lengths.same_data))
@@ -180,7 +224,6 @@ class Cursor:
             [f"the checkpoint's state of {path} is ignored: this run's loader has no such object" for path in unknown]
         )
         _set_generators(self._loader, opening["generators"])
-        self._objects.restore(opening.get("objects") or {})
         RngState.from_plain(opening["rng"]).restore()
         keeps_state = self._place.keeps_state and loaded.get("kind") == source.kind
         state = loaded.get("loader") if keeps_state else None
@@ -240,8 +283,9 @@ class Cursor:
 
     @property
     def length(self) -> int | None:
-        """Micro-batches in an epoch of the attached loader, as it says itself."""
-        return self._source.length if self._source else None
+        """Micro-batches in an epoch by the ``len`` of the attached loader, and up to the limit."""
+        whole = self._source.length if self._source else None
+        return whole if self._end is None else self._end if whole is None else min(whole, self._end)
 
     def _the_source(self) -> Source:
         assert self._source is not None, "attach() comes first"
@@ -254,7 +298,11 @@ class Cursor:
             return group
         if count > 1:
             self._check_buffers(count)
-        source, asks, fresh = self._the_source(), self._asks_at_each_step, self.position == 0
+        source, asks, end = self._the_source(), self._asks_at_each_step, self._end
+        fresh = self.position == 0
+        if end is not None and self.position >= end:
+            self.ended, self._iterator = True, None
+            return group
         while len(group.batches) < count and not self.ended:
             assert self._iterator is not None, "open() comes first"
             start = time.perf_counter()
@@ -273,6 +321,9 @@ class Cursor:
             if source.exact and not asks and self.position >= (source.length or 0):
                 source.finish(self._iterator)
                 self.ended = True
+            elif end is not None and self.position >= end:
+                self.ended = not asks
+                break
         if asks:
             self._end_with_the_first(group, count)
         if fresh:

@@ -21,8 +21,8 @@ _FIX = "give it treadle.data.shard_iterable(items), or take every n-th item by t
 def repeated_by_workers(loader: Any) -> list[str]:
     """Returns a warning if every worker of a loader reads all items of its stream.
 
-    Whether a stream shares its items is told by the names that its code uses: one that asks for its worker or rank, or
-    has a ``worker_init_fn``, is trusted.
+    Whether a stream shares its items is judged by the names in its code: one that reads its worker or rank, or has
+    a ``worker_init_fn``, is trusted.
 
     Example:
         >>> class Stream(IterableDataset):
@@ -62,7 +62,7 @@ def repeated_by_ranks(loader: Any, *, same_data: bool) -> list[str]:
 
 
 def fingerprint(loader: Any) -> int:
-    """Returns a number that is equal on ranks which read the same samples; 0 where they are shared or nobody can tell.
+    """Returns a number that is equal on ranks which read the same samples; 0 where they are shared or it is unknown.
 
     Example:
         >>> fingerprint([1, 2])
@@ -71,7 +71,7 @@ def fingerprint(loader: Any) -> int:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or _shares(loader):
         return 0
     try:
-        described = (type(loader.dataset).__qualname__, _size(loader.dataset), *_told(loader.dataset, 4))
+        described = (type(loader.dataset).__qualname__, _size(loader.dataset), *_fingerprint(loader.dataset, 4))
     except Exception:  # noqa: BLE001  (a data set of any kind; a warning is not worth an error)
         return 0
     return 1 + zlib.crc32(repr(described).encode())
@@ -88,8 +88,8 @@ def _shares(loader: DataLoader[Any]) -> bool:
     return in_global_order(loader) is not None or any(hasattr(owner, name) for owner in owners for name in known)
 
 
-def _told(dataset: Any, depth: int) -> Iterator[Any]:
-    """Yields what tells one part of a data set from another: indices, numbers and texts, ends of tensors and lists."""
+def _fingerprint(dataset: Any, depth: int) -> Iterator[Any]:
+    """Yields values that differ between parts of a data set: indices, numbers and texts, ends of tensors and lists."""
     if isinstance(dataset, Subset):
         yield list(dataset.indices)
     elif isinstance(dataset, TensorDataset):
@@ -105,7 +105,7 @@ def _told(dataset: Any, depth: int) -> Iterator[Any]:
         elif isinstance(value, (list, tuple, range)):
             yield name, len(value), repr(value[:1]), repr(value[-1:])
         elif isinstance(value, Dataset) and depth:
-            yield from _told(value, depth - 1)
+            yield from _fingerprint(value, depth - 1)
 
 
 def _is_unshared_stream(loader: Any) -> bool:

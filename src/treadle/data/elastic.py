@@ -32,7 +32,7 @@ class Place:
 def find_place(
     saved: Mapping[str, Any], *, position: int, order: GlobalOrder | None, length: int | None, ranks: int, loader: str
 ) -> Place:
-    """Returns where a run goes on.
+    """Returns where a run continues.
 
     Args:
         saved: the ``data`` entry of the checkpoint.

@@ -1,6 +1,6 @@
 """Sizes of graphs that the host counted before their batch was moved, so that no model has to ask the device for them.
 
-They are noted at the moved tensor that says which graph each node is in, and at no other: a copy that somebody changes,
+They are kept with the moved tensor that holds the graph of each node, and at no other: a copy that somebody changes,
 another batch, or the same tensor after it was written to has none, and then the model counts for itself.
 """
 
@@ -66,7 +66,7 @@ def note_sizes(moved: Any, sizes: tuple[int, ...]) -> None:
         ((1, 0, 2), None)
     """
     graph_N = getattr(moved, "batch", None)
-    # A tensor of inference mode does not count what is written to it.
+    # A tensor of inference mode does not count its writes.
     if isinstance(graph_N, Tensor) and graph_N.shape == (sum(sizes),) and not graph_N.is_inference():
         setattr(graph_N, _NAME, _Noted(sizes, graph_N._version))
 

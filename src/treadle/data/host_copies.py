@@ -1,7 +1,7 @@
-"""The copies on the host that batches on a device were made from, for whoever has to count something in them.
+"""The copies on the host that batches on a device were made from, for code that counts something in them.
 
 Counting on the device and reading the result would make the host wait in every step. A copy is known as long as the
-moved tensor lives, and no longer once either of the two was written to: then whoever counts has to ask the device.
+moved tensor lives, and no longer once either of the two was written to: then counting needs a read from the device.
 """
 
 from __future__ import annotations

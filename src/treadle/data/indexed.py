@@ -10,7 +10,6 @@ The loader made here runs the user's own dataset, batch sampler and collate func
 
 from __future__ import annotations
 
-import contextlib
 import random
 import weakref
 from collections import deque
@@ -31,10 +30,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from treadle.checkpoint.attributes import same
-from treadle.checkpoint.schema import to_plain
+from treadle.data.own_state import WatchedState
 from treadle.data.ranks import RankBatchSampler
-from treadle.errors import ConfigError
 from treadle.seed import RngState, mix_seed
 
 # These draw from the global RNG when they are opened and never again while they run, and their length is right.
@@ -50,20 +47,6 @@ _KNOWN = (
     tuple,
     range,
 )
-
-_WATCHED_READS = 3  # of a worker, after which its data set is taken to keep no state
-
-
-def has_state(owner: Any) -> bool:
-    """Returns whether an object offers ``state_dict()`` and ``load_state_dict()``; a class does not.
-
-    Example:
-        >>> has_state(torch.nn.Linear(1, 1)), has_state(torch.nn.Linear)
-        (True, False)
-    """
-    return not isinstance(owner, type) and all(
-        callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict")
-    )
 
 
 def is_known(loader: Any) -> bool:
@@ -84,42 +67,36 @@ class _SeededIndex:
 class _SeededDataset(Dataset[Any]):
     """Reads from the user's dataset under the seed that came with the index; used in workers only."""
 
-    def __init__(self, dataset: Any):
+    def __init__(self, dataset: Any, watch: WatchedState):
         self.dataset = dataset
-        self._watched = _WATCHED_READS if has_state(dataset) else 0
+        self._watch = watch
 
     def __getitem__(self, index: _SeededIndex) -> Any:
         seed_worker(index.seed)
-        with self._watching():
+        with self._watch.reading():
             return self.dataset[index.index]
 
     def __getitems__(self, index: _SeededIndex) -> Any:
         seed_worker(index.seed)
         getitems = getattr(self.dataset, "__getitems__", None)
-        with self._watching():
+        with self._watch.reading():
             return getitems(index.index) if getitems else [self.dataset[i] for i in index.index]
-
-    @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Raises where a worker's first reads change the state that its copy of the data set offers.
-
-        Raises:
-            ConfigError: they do; no checkpoint could hold it.
-        """
-        if not self._watched:
-            yield
-            return
-        self._watched -= 1
-        before = to_plain(self.dataset.state_dict(), "dataset")
-        yield
-        if not same(before, to_plain(self.dataset.state_dict(), "dataset")):
-            raise ConfigError(
-                f"the state_dict of {type(self.dataset).__name__} changes while items are read, and each worker has a "
-                "copy of it whose state no checkpoint can hold; use num_workers=0, or make items from their index",
-            )
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+
+class _WatchedCollate:
+    """The user's collate function in a worker."""
+
+    def __init__(self, collate: Callable[[Any], Any], watch: WatchedState):
+        self.collate = collate
+        self._watch = watch
+
+    def __call__(self, rows: Any) -> Any:
+        batch = self.collate(rows)
+        self._watch.compare()
+        return batch
 
 
 def seed_worker(seed: int) -> None:
@@ -153,7 +130,7 @@ class _Feed:
         self._number = 0
         self._seed = seed
         self._watch = watch
-        self._handed_out: deque[tuple[int, Any]] = deque()  # lists whose batch nobody has asked about yet
+        self._handed_out: deque[tuple[int, Any]] = deque()  # lists whose batch was not asked about yet
         self.exhausted = False
         self.draws_while_running = False
 
@@ -215,7 +192,7 @@ def draw_as_workers_do_when_they_start(generator: torch.Generator | None) -> Non
 
 
 class Workers:
-    """The workers of a loader's last pass, which end when told to.
+    """The workers of a loader's last pass, ended on request.
 
     Left to garbage collection, each pair of persistent ones can take ten seconds to go; and those of a pass that failed
     live as long as the error's traceback does.
@@ -280,11 +257,12 @@ class IndexedReader:
         self.known = is_known(loader)
         self.feed = _IndexFeed(lists, seeded=self.seeded, watch=not self.known and not self.seeded)
         self.feed.generator = loader.generator
+        self._watch = WatchedState({"dataset": loader.dataset, "collate_fn": loader.collate_fn})
         self.loader = self._remake(loader, batched=batched)
         self._workers = Workers()
 
     def _remake(self, loader: DataLoader[Any], *, batched: bool) -> DataLoader[Any]:
-        dataset: Any = _SeededDataset(loader.dataset) if self.seeded else loader.dataset
+        dataset: Any = _SeededDataset(loader.dataset, self._watch) if self.seeded else loader.dataset
         settings: dict[str, Any] = (
             {"batch_sampler": self.feed} if batched else {"sampler": self.feed, "batch_size": None}
         )
@@ -296,7 +274,7 @@ class IndexedReader:
         return DataLoader(
             dataset,
             num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
+            collate_fn=_WatchedCollate(loader.collate_fn, self._watch) if self.seeded else loader.collate_fn,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
             worker_init_fn=_WorkerInit(loader.worker_init_fn) if self.seeded else loader.worker_init_fn,
@@ -309,15 +287,16 @@ class IndexedReader:
         """Opens an epoch after ``skip`` micro-batches, under the RNG of the epoch's opening."""
         self.feed.skip, self.feed.seed = skip, seed
         iterator = self._workers.of(iter(self.loader))
+        self._watch.stop()  # the copies of workers that begin later need not look once more
         self.feed.workers_are_running = self.loader.persistent_workers
         if skip and self.feed.current is not None:
             self.feed.current.prime()
         return iterator
 
     def finish(self) -> None:
-        """Lets the sampler find its end, as a plain loop does: a generator of its own may move once more there."""
+        """Exhausts the sampler, as a plain loop does: its own generator may advance once more there."""
         for _ in self.feed.current or ():
-            raise RuntimeError(f"the sampler of {self.feed.lists!r} gives more than its length says")
+            raise RuntimeError(f"the sampler of {self.feed.lists!r} gives more than its length")
 
     def is_over_at(self, position: int) -> bool:
         """Returns whether the epoch has no more than ``position`` batches."""

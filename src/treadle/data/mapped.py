@@ -26,14 +26,14 @@ class MappedLoader(RowLoader):
 
     The rows are cut into chunks of neighbours, since a disk reads neighbours many times faster than single rows. A
     window is some chunks; two windows are in memory, never more: one that batches are taken from and one that is being
-    read. Batches go on across their borders.
+    read. Batches continue across their borders.
 
     With ``shuffle`` the chunks come in a new order each epoch, and the rows are mixed within each window. That is less
     than a shuffle of all rows: neighbours of one chunk come within one window. Where neighbours are alike (sorted by
     class, or cut from one recording), small chunks and many of them in a window mix better and read slower. The order
     depends on the seed and the epoch alone; nothing is drawn from the global random generators.
 
-    The state is an epoch and a position; a resume reads nothing but the window that it stands in. On several ranks it
+    The state is an epoch and a position; a resume reads only the window of its position. On several ranks it
     shares rows as :class:`TensorLoader` does; each rank reads the windows whole.
 
     Args:
@@ -116,7 +116,7 @@ class MappedLoader(RowLoader):
         return super()._refers_to() | chunks
 
     def close(self) -> None:
-        """Ends the pass and its thread. The position stays, and the next pass goes on from it."""
+        """Ends the pass and its thread. The position stays, and the next pass continues from it."""
         self._passes += 1
         if self._reader is not None:
             self._reader.close()

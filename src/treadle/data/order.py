@@ -91,7 +91,7 @@ class GlobalOrder:
             number: 0-based.
             rank: whose.
             start: samples before the epoch was entered.
-            count: what :meth:`num_batches` returns, by whoever knows it already.
+            count: what :meth:`num_batches` returns, if it is known already.
         """
         if (
             number < (self.num_batches(start) if count is None else count) - 2

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from treadle.checkpoint.attributes import Attributes, attributes_of, same
+from treadle.checkpoint.attributes import Attributes, attributes_of, behind, has_state, is_users
+from treadle.checkpoint.module_state import ModuleState
+from treadle.checkpoint.plain_values import GENERATORS, same
 from treadle.checkpoint.schema import to_plain
-from treadle.data.indexed import has_state
 from treadle.data.rows import RowLoader
+from treadle.data.samplers import generators_of
 from treadle.data.transfer import TransferLoader
+from treadle.errors import ConfigError
 
+_log = logging.getLogger("treadle.data")
+_WATCHED_READS = 3  # of a worker, after which its copies are taken to keep no state
 _DEEPEST = 8
 _PARTS_OF_DATA = (
     "dataset", "datasets", "data_source", "source", "sampler", "samplers", "batch_sampler", "transform", "transforms",
     "target_transform",
 )  # fmt: skip
+_OF_TORCHS = ("generator", "epoch")  # carried by themselves, or set before each epoch
 
 
 def owners_of(loader: Any) -> dict[str, Any]:
@@ -36,7 +46,7 @@ def owners_of(loader: Any) -> dict[str, Any]:
     seen: set[int] = set()
     if not isinstance(loader, DataLoader):
         _walk("loader", loader, found, seen, _DEEPEST)
-    for name in ("dataset", "collate_fn", "batch_sampler", "sampler"):  # of what both hold, the data are told first
+    for name in ("dataset", "collate_fn", "batch_sampler", "sampler"):  # of what both hold, the data come first
         _walk(name, getattr(loader, name, None), found, seen, _DEEPEST)
     return found
 
@@ -48,6 +58,10 @@ def _walk(path: str, owner: Any, found: dict[str, Any], seen: set[int], depth: i
         for number, item in enumerate(owner[:_DEEPEST]):
             if _is_part(item):
                 _walk(f"{path}[{number}]", item, found, seen, depth - 1)
+        return
+    if isinstance(owner, (types.MethodType, functools.partial)):
+        for name, item in behind(owner):
+            _walk(f"{path}.{name}", item, found, seen, depth - 1)
         return
     held = attributes_of(owner)
     if not held and not has_state(owner):
@@ -63,7 +77,14 @@ def _walk(path: str, owner: Any, found: dict[str, Any], seen: set[int], depth: i
 
 
 def _is_part(value: Any) -> bool:
-    return isinstance(value, (Sampler, Dataset)) or callable(getattr(value, "set_epoch", None)) or has_state(value)
+    """Returns whether what an object of the data holds may have state: other parts of data, and the user's objects."""
+    if isinstance(value, (Sampler, Dataset)) or callable(getattr(value, "set_epoch", None)) or has_state(value):
+        return True
+    if isinstance(value, (types.MethodType, functools.partial)):
+        return True
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ is not None and is_users(value)
+    return is_users(value) and (hasattr(value, "__dict__") or hasattr(type(value), "__slots__"))
 
 
 def set_epoch(loader: Any, epoch: int) -> bool:
@@ -85,23 +106,25 @@ class LoaderState:
 
     Args:
         loader: the loader; nothing of it is iterated.
+        owners: its parts, where they are known.
 
     Example:
         >>> LoaderState(DataLoader([1.0])).collect()
         {}
     """
 
-    def __init__(self, loader: Any):
-        self.owners = owners_of(loader)
+    def __init__(self, loader: Any, *, owners: Mapping[str, Any] | None = None):
+        self.owners = owners_of(loader) if owners is None else dict(owners)
         self._attributes = {
-            path: Attributes(owner, deep=path.startswith(("batch_sampler", "sampler")))
+            path: Attributes(owner, deep=True, leave_out=_OF_TORCHS if _is_torchs(owner) else ())
             for path, owner in self.owners.items()
-            if not has_state(owner) and not _is_known(owner)
+            if not has_state(owner) and not type(owner).__module__.startswith("treadle.")
         }
-        self._last: dict[str, Any] = {}
+        modules = {path: owner for path, owner in self.owners.items() if isinstance(owner, nn.Module)}
+        self._modules = {path: ModuleState(module) for path, module in modules.items()}
 
     def collect(self) -> dict[str, Any]:
-        """Returns the states by path, as plain copies; nothing for what is as it was built.
+        """Returns the states by path, as plain copies; nothing for unchanged ones.
 
         Raises:
             CheckpointError: a state dict holds what no checkpoint can.
@@ -111,9 +134,17 @@ class LoaderState:
             if path in self._attributes:
                 if changed := self._attributes[path].changed():
                     found[path] = {"attributes": changed}
-            elif has_state(owner) and (state := owner.state_dict()):
-                found[path] = {"state": to_plain(state, f"data.objects.{path}")}
+            elif has_state(owner):
+                states = {"state": owner.state_dict(), "modules": self._beyond_state(path)}
+                if kept := {name: state for name, state in states.items() if state}:
+                    found[path] = to_plain(kept, f"data.objects.{path}")
         return found
+
+    def _beyond_state(self, path: str) -> dict[str, Any]:
+        if path not in self._modules:
+            return {}
+        entry = self._modules[path].collect(self.owners[path])
+        return {name: entry[name] for name in ("tensors", "attributes") if name in entry}
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Loads states that :meth:`collect` returned, where they differ; attributes without one go back to the start.
@@ -124,25 +155,150 @@ class LoaderState:
             entry = states.get(path, {})
             if path in self._attributes:
                 self._attributes[path].restore(entry.get("attributes", {}))
-            elif "state" in entry and not same(entry["state"], to_plain(owner.state_dict(), path)):
+                continue
+            if "state" in entry and not same(entry["state"], to_plain(owner.state_dict(), path)):
                 owner.load_state_dict(to_plain(entry["state"], path))
+            if path in self._modules:
+                self._modules[path].restore(owner, entry.get("modules", {}), ready=False)
 
     def lost(self) -> Iterator[str]:
         """Yields the names of attributes that changed since this was last asked and that no checkpoint holds."""
-        for path, attributes in self._attributes.items():
-            if attributes.can_be_written:
-                continue
-            for name, value in attributes.differing().items():
-                key = f"{path}.{name}"
-                if key in self._last and not same(self._last[key], value):
-                    yield f"{type(attributes.owner).__name__}.{name}"
-                self._last[key] = value
+        for attributes in self._attributes.values():
+            yield from (f"{type(attributes.owner).__name__}.{name}" for name in attributes.lost())
+        for path, modules in self._modules.items():
+            yield from (f"{type(self.owners[path]).__name__}.{name}" for name in modules.lost())
 
     def unknown(self, states: Mapping[str, Any]) -> list[str]:
         """Returns the paths of states for which this loader has no object."""
         return [path for path in states if path not in self.owners]
 
 
-def _is_known(owner: Any) -> bool:
-    known = type(owner).__module__.startswith(("torch.utils.data", "treadle."))
-    return known or isinstance(owner, nn.Module)
+def _is_torchs(owner: Any) -> bool:
+    return type(owner).__module__.startswith("torch.")
+
+
+def hidden_generators(loader: Any) -> list[str]:
+    """Returns warnings of random generators that data sets and collate functions keep while workers read them.
+
+    Each worker has a copy, which no checkpoint holds. Without workers they are part of every state.
+
+    Args:
+        loader: a DataLoader, or any other iterable.
+
+    Example:
+        >>> import random
+        >>> class Noisy(list): ...
+        >>> noisy = Noisy([1.0]); noisy.chance = random.Random(0)
+        >>> hidden_generators(DataLoader(noisy, num_workers=1))[0][:37]
+        'Noisy.chance is a random generator th'
+    """
+    if not getattr(loader, "num_workers", 0):
+        return []
+    owners = [owner for path, owner in owners_of(loader).items() if path.startswith(("dataset", "collate_fn"))]
+    owners += [
+        part for owner in owners if isinstance(owner, nn.Module) for part in owner.modules() if part is not owner
+    ]
+    return [
+        f"{type(owner).__name__}.{name} is a random generator that no checkpoint holds, since each worker has a "
+        "copy: if data are drawn with it, a resume is not exact. Draw from the global generators of torch, NumPy or "
+        "Python, or use num_workers=0"
+        for owner in owners
+        for name, value in attributes_of(owner).items()
+        if any(isinstance(item, GENERATORS) for item in _items_of(value))
+    ]
+
+
+def _items_of(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())[:_DEEPEST]
+    return list(value[:_DEEPEST]) if isinstance(value, (list, tuple)) else [value]
+
+
+class WatchedState:
+    """State of a worker's copies of the data set and the collate function during their first reads.
+
+    No checkpoint can hold it, so what changes there is refused where it is a state dict, and named where it is an
+    attribute; a file that is opened by the first read is neither.
+
+    Args:
+        roots: the data set and the collate function.
+    """
+
+    def __init__(self, roots: Mapping[str, Any]):
+        self._roots = dict(roots)
+        self._reads = _WATCHED_READS
+        self._state: LoaderState | None = None
+        self._before: dict[str, Any] = {}
+
+    def stop(self) -> None:
+        """Ends the watch."""
+        self._reads = 0
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Watches one read."""
+        if not self._reads:
+            yield
+            return
+        if self._state is None:
+            found: dict[str, Any] = {}
+            seen: set[int] = set()
+            for path, owner in self._roots.items():
+                _walk(path, owner, found, seen, _DEEPEST)
+            self._state = LoaderState(None, owners=found)
+            self._before = self._state.collect()
+        self._reads -= 1
+        yield
+        self.compare()
+
+    def compare(self) -> None:
+        """Looks for changes since the last time.
+
+        Raises:
+            ConfigError: a state dict changed.
+        """
+        if self._state is None:
+            return
+        before, self._before = self._before, self._state.collect()
+        for path in self._before.keys() | before.keys():
+            now, then = self._before.get(path, {}), before.get(path, {})
+            name = type(self._state.owners[path]).__name__
+            if not same(now.get("state"), then.get("state")) or not same(now.get("modules"), then.get("modules")):
+                raise ConfigError(
+                    f"the state_dict of {name} changes while items are read, and each worker has a copy of it whose "
+                    "state no checkpoint can hold; use num_workers=0, or make items from their index"
+                )
+            if self._reads < _WATCHED_READS - 1:
+                self._name_changes(name, then.get("attributes", {}), now.get("attributes", {}))
+        if not self._reads:
+            self._state = None
+
+    def _name_changes(self, owner: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        for name, value in now.items():
+            is_generator = isinstance(value, Mapping) and "generator" in value  # of these a warning came before
+            if not is_generator and not same(value, before.get(name)):
+                self._reads = 0
+                _log.warning(
+                    "%s.%s changes while items are read, and each worker has a copy of it that no checkpoint holds: a "
+                    "resume is exact only if no item depends on it. Use num_workers=0, or make items from their index",
+                    owner, name,
+                )  # fmt: skip
+
+
+@contextlib.contextmanager
+def kept_generators(loader: Any) -> Iterator[None]:
+    """Puts generators, samplers and data sets of a loader back after the block, so that its next pass is the same.
+
+    Example:
+        >>> with kept_generators([1, 2]):
+        ...     pass
+    """
+    states = [(generator, generator.get_state()) for generator in generators_of(loader)]
+    objects = LoaderState(loader)
+    before = objects.collect()
+    try:
+        yield
+    finally:
+        objects.restore(before)
+        for generator, state in states:
+            generator.set_state(state)

@@ -19,9 +19,9 @@ _T = TypeVar("_T")
 class RankBatchSampler(Sampler[list[int]]):
     """Gives every rank its part of each batch: every sample once in an epoch, on one rank, equally many batches.
 
-    Pass it as ``batch_sampler`` to a ``DataLoader`` of torch or torch_geometric, for training and evaluation alike;
-    :class:`GlobalOrder` says how a short last batch is shared. No sample is repeated, so means and metrics over ranks
-    are those of one process. A run may go on with another number of ranks inside an epoch: the rest of the epoch
+    Pass it as ``batch_sampler`` to a ``DataLoader`` of torch or torch_geometric, for training and evaluation alike.
+    :class:`GlobalOrder` has the rule for a short last batch. No sample is repeated, so means and metrics over ranks are
+    those of one process. A run may continue with another number of ranks inside an epoch: the rest of the epoch
     comes in the same order, without a sample lost or doubled.
 
     Args:
@@ -71,7 +71,7 @@ class RankBatchSampler(Sampler[list[int]]):
 
     @property
     def order(self) -> GlobalOrder:
-        """The order and how it is cut; read anew each time, since a process group may be started later."""
+        """The order and how it is cut; read each time, since a process group may be started later."""
         replicas = distributed.world_size() if self._num_replicas is None else self._num_replicas
         size = self.global_batch_size if self.batch_size is None else self.batch_size * replicas
         assert size is not None, "the constructor checks it"

@@ -40,11 +40,11 @@ class LastRows(NamedTuple):
         return self.part if self.rows is None else self.rows[self.part.start : self.part.stop]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leaves out what is of this process only."""
+        """Leaves out the state of this process only."""
         return LastRows, (self.rows, self.part)
 
     def gave(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor is one that the loader gave with these rows, and nobody has written to it."""
+        """Returns whether a tensor is one that the loader gave with these rows, unwritten since."""
         return any(of() is tensor and tensor._version == version for of, version in self.given)
 
 
@@ -123,7 +123,7 @@ class RowLoader:
 
     @property
     def order(self) -> GlobalOrder:
-        """The order and how it is cut; read anew each time, since a process group may be started later."""
+        """The order and how it is cut; read each time, since a process group may be started later."""
         _, replicas = self._rank_of()
         size = self.global_batch_size if self.batch_size is None else self.batch_size * replicas
         assert size is not None, "the constructor checks it"
@@ -142,7 +142,7 @@ class RowLoader:
         return self.order.num_batches()
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch whose order the next pass has; a pass that ends goes on to the next epoch by itself."""
+        """Chooses the epoch whose order the next pass has; a pass that ends advances to the next epoch by itself."""
         self.epoch = epoch
         self.start_at(0)
 
@@ -181,7 +181,7 @@ class RowLoader:
         )
 
     def _reading(self, order: GlobalOrder, ahead: Iterator[range]) -> contextlib.AbstractContextManager[Read]:
-        """Opens an epoch: what is entered reads one batch; ``ahead`` tells what will be asked for."""
+        """Opens an epoch: entering reads one batch; ``ahead`` lists the batches to come."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from treadle.checkpoint.attributes import has_state
 from treadle.checkpoint.schema import to_plain
-from treadle.data.indexed import has_state, seed_worker
+from treadle.data.indexed import seed_worker
 from treadle.data.ranks import rank_and_worker
 from treadle.data.streamed import Draws, EnteredStream
 from treadle.errors import ConfigError

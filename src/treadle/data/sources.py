@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import multiprocessing
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from treadle.data.indexed import IndexedReader, Workers, draw_as_workers_do_when_they_start, has_state, is_known
+from treadle.checkpoint.attributes import has_state, is_users
+from treadle.checkpoint.plain_values import same_bits
+from treadle.data.indexed import IndexedReader, Workers, draw_as_workers_do_when_they_start, is_known
+from treadle.data.own_state import hidden_generators
 from treadle.data.rows import RowLoader
-from treadle.data.samplers import hidden_generators, samplers_of
+from treadle.data.samplers import samplers_of
 from treadle.data.stateful_workers import seeded_workers, seeds_workers
 from treadle.data.streamed import StreamReader, keeps_its_place
 from treadle.data.transfer import TransferLoader, TransferredSource
@@ -23,7 +30,7 @@ class Source(Protocol):
 
     Attributes:
         kind: ``"indexed"``, ``"stateful"``, ``"streamed"`` or ``"replayed"``; written into checkpoints.
-        length: micro-batches in an epoch as the loader says, or None.
+        length: micro-batches in an epoch by the loader's ``len``, or None.
         exact: whether the length is certain, so that the last batch is known to be the last.
     """
 
@@ -33,6 +40,10 @@ class Source(Protocol):
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
         """Opens an epoch after ``skip`` micro-batches; ``state`` is what :meth:`state` returned then."""
+        ...
+
+    def measure(self) -> None:
+        """Reads the length again, which a data set that grows between two epochs changes."""
         ...
 
     def finish(self, iterator: Iterator[Any]) -> None:
@@ -73,6 +84,9 @@ class _Indexed:
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
         return self.reader.open(skip=skip, seed=seed)
 
+    def measure(self) -> None:
+        self.length = _length(self.loader)
+
     def finish(self, iterator: Iterator[Any]) -> None:
         self.reader.finish()
 
@@ -108,6 +122,7 @@ class _Stateful:
         self.exact = self.length is not None and certain
         self._ids = loader.last_ids if isinstance(loader, RowLoader) else None
         self._workers = Workers()
+        self._proved = False
         # The state of such a sampler may be that of its pass and not of its place, and the loader would load it there.
         self._replays = isinstance(loader, DataLoader) and any(map(_is_users_with_state, samplers_of(loader)))
 
@@ -123,7 +138,14 @@ class _Stateful:
             with seeded_workers(self.loader, seed):
                 return _passed_over(self._workers.of(iter(self.loader)), skip)
         _draw_for_running_workers(self.loader)
-        return _passed_over(self._workers.of(iter(self.loader)), skip)
+        iterator = _passed_over(self._workers.of(iter(self.loader)), skip)
+        if skip or self._proved or not is_users(self.loader):
+            return iterator
+        self._proved = True
+        return _proved(self.loader, iterator)
+
+    def measure(self) -> None:
+        self.length = _length(self.loader)
 
     def finish(self, iterator: Iterator[Any]) -> None:
         next(iterator, None)
@@ -171,6 +193,9 @@ class _Streamed:
             return self.reader.open(seed=seed, state=state)
         return _passed_over(self.reader.open(seed=seed, state=None), skip)
 
+    def measure(self) -> None:
+        self.length = _length(self.loader)
+
     def finish(self, iterator: Iterator[Any]) -> None:
         pass
 
@@ -210,6 +235,9 @@ class _Replayed:
         _draw_for_running_workers(self.loader)
         return _passed_over(self._workers.of(iter(self.loader)), skip)
 
+    def measure(self) -> None:
+        self.length = _length(self.loader)
+
     def finish(self, iterator: Iterator[Any]) -> None:
         pass
 
@@ -234,7 +262,7 @@ class _Replayed:
                 "no exact resume; pass an iterable that makes a fresh iterator each time"
             ]
         sentences = hidden_generators(self.loader)
-        if resuming:
+        if resuming and type(self.loader) not in (list, tuple, range):  # whose items no replay changes
             sentences.append(
                 f"a {name} cannot be entered in the middle: its epoch is replayed from the start and the consumed "
                 f"batches are read again and dropped. {_EXACT_REPLAY}"
@@ -245,6 +273,50 @@ class _Replayed:
                 )
             )
         return sentences
+
+
+def _proved(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
+    """Yields the batches of a loader; one that works ahead in threads or processes must load its state first.
+
+    Its state may be that of what it has read and not of what it gave. After the first batch the state is loaded again,
+    and the batch that follows is compared with the one that would have come.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    running = _helpers()
+    for first in iterator:
+        if _helpers() <= running:
+            yield first
+            break
+        state = loader.state_dict()
+        after = next(iterator, None)
+        loader.load_state_dict(state)
+        if not _same_batch(after, next(iter(loader), None)):
+            raise ConfigError(
+                f"the state_dict of this {type(loader).__name__}, taken after its first batch, does not lead to the "
+                "second one: it reads ahead, and its state has to be that of the batches that it has given; count in "
+                "__iter__ where a batch is yielded",
+                argument="loader",
+            )
+        loader.load_state_dict(state)
+        iterator = iter(loader)
+        yield first
+        break
+    yield from iterator
+
+
+def _helpers() -> set[Any]:
+    return {*threading.enumerate(), *multiprocessing.active_children()}
+
+
+def _same_batch(one: Any, other: Any) -> bool:
+    left, right = tree_leaves(one), tree_leaves(other)
+    return len(left) == len(right) and all(
+        a.shape == b.shape and a.dtype == b.dtype and same_bits(a, b)
+        for a, b in zip(left, right, strict=True)
+        if isinstance(a, Tensor) and isinstance(b, Tensor)
+    )
 
 
 def _is_users_with_state(sampler: Any) -> bool:
@@ -280,7 +352,7 @@ def _draw_for_running_workers(loader: Any) -> None:
 
 
 def _end_persistent_workers(loader: Any) -> None:
-    """Ends workers that the loader itself keeps between epochs, whoever started them."""
+    """Ends the workers that the loader keeps between epochs."""
     iterator = getattr(loader, "_iterator", None) if isinstance(loader, DataLoader) else None
     if iterator is not None and hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()

@@ -21,9 +21,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from treadle.checkpoint.attributes import same
+from treadle.checkpoint.attributes import has_state
+from treadle.checkpoint.plain_values import same
 from treadle.checkpoint.schema import to_plain
-from treadle.data.indexed import Workers, has_state, seed_worker
+from treadle.data.indexed import Workers, seed_worker
 from treadle.errors import CheckpointError
 from treadle.seed import mix_seed
 

@@ -148,7 +148,7 @@ class TensorLoader(RowLoader):
 
 
 class RowGather:
-    """Gathers batches of one size into fixed memory, in the loader, or later by whoever trains on them.
+    """Gathers batches of one size into fixed memory, in the loader, or later in the step that trains on them.
 
     Who does so in a CUDA graph needs nothing from the host between two batches that follow each other: the order of the
     epoch and the places in it of the next batch are on the device, and :meth:`advance` moves them on.
@@ -194,7 +194,7 @@ class RowGather:
         self._of: Tensor | None = None  # whose copy the order is
         self._start = self._stride = 0  # of the batch that was given last
         self._expected: int | None = None  # where the next batch must start to be left
-        self._is_new = False  # whether nobody has advanced since a batch was given
+        self._is_new = False  # whether the loader has not advanced since a batch was given
 
     def begin(self) -> None:
         """Begins a pass: its first batch is gathered when it is given."""
@@ -220,7 +220,7 @@ class RowGather:
         return self.batch if self._names is None else packed(self._names, self._outs)
 
     def gives(self, batch: Any) -> bool:
-        """Returns whether a batch is the one that was given last, and nobody has gone on from it."""
+        """Returns whether a batch is the last one given, and the loader has not advanced since."""
         if not self._is_new:
             return False
         if batch is self.batch:
@@ -254,7 +254,7 @@ class RowGather:
             self.is_left = False
 
     def whole(self) -> Any:
-        """Returns the batch that was given last as tensors of their own over its memory, gathered if it was left."""
+        """Returns the last batch as new tensors over its memory, gathered if it was deferred."""
         self.settle()
         return packed(self._names, [out.detach() for out in self._outs])
 
@@ -263,7 +263,7 @@ def named_or_not(given: Sequence[Any], *, owner: str) -> tuple[tuple[str, ...] |
     """Returns names and values of one mapping, or None and the values that were given one by one.
 
     Raises:
-        ConfigError: a mapping stands beside others.
+        ConfigError: a mapping is given beside others.
 
     Example:
         >>> named_or_not([{"x": 1}], owner="TensorLoader"), named_or_not([1, 2], owner="TensorLoader")

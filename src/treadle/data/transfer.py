@@ -39,7 +39,7 @@ class TransferLoader:
     The order, the position, and what a checkpoint holds are those of the wrapped loader: a run may go on with or
     without the wrapper. Everything else that is asked of this loader is answered by the wrapped one, too.
 
-    Without a GPU it passes batches through as they are, and says so in a warning.
+    Without a GPU it passes batches through unchanged, with a warning.
 
     Args:
         loader: a DataLoader or another iterable of batches. One with ``num_buffers`` would write over a batch that is
@@ -72,7 +72,7 @@ class TransferLoader:
             )
 
     def __len__(self) -> int:
-        """Returns the batches of an epoch, if the wrapped loader says."""
+        """Returns the number of batches of an epoch, if the wrapped loader has one."""
         return len(self.loader)  # type: ignore[arg-type]  # a TypeError, as of the wrapped loader
 
     def __iter__(self) -> Iterator[Any]:
@@ -89,7 +89,7 @@ class TransferLoader:
 
         Args:
             batches: of the wrapped loader.
-            stateful: whether the loader's own state says where the pass is, so that it must not run ahead.
+            stateful: whether the loader's own state holds the position of the pass, so that it must not run ahead.
         """
         if self.copies is None:
             return batches
@@ -141,7 +141,7 @@ class InOrder:
 
 
 class TransferredSource:
-    """The wrapped loader's source, copying; whatever it says of kind, position and state is about what was handed out.
+    """The wrapped loader's source, copying; kind, position and state are those of the batches handed out.
 
     Args:
         source: of the wrapped loader.
@@ -156,7 +156,7 @@ class TransferredSource:
         self.exact = source.exact
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
-        """Opens an epoch at a position; what is passed over is not copied."""
+        """Opens an epoch at a position; skipped batches are not copied."""
         return self.loader.over(
             self.source.open(skip=skip, seed=seed, state=state), stateful=self.source.kind in ("stateful", "streamed")
         )
@@ -181,13 +181,18 @@ class TransferredSource:
         """Returns what the user must know about exact resume with the wrapped loader."""
         return self.source.warnings(resuming=resuming)
 
+    def measure(self) -> None:
+        """Reads the length of the wrapped loader again."""
+        self.source.measure()
+        self.length = self.source.length
+
     def close(self) -> None:
         """Ends what the wrapped loader runs in the background."""
         self.source.close()
 
 
 class GpuCopies:
-    """Copies on a stream of its own; the stream that uses a batch waits for it, and the host does not.
+    """Copies on a side stream; the stream that uses a batch waits for it, the host does not.
 
     Args:
         device: a CUDA device.

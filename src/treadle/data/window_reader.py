@@ -22,7 +22,7 @@ class RowArray:
     """Rows that can be read in slices: of a NumPy array, a memory map, a tensor, or a slice of a safetensors file.
 
     Attributes:
-        array: what is sliced.
+        array: the array to slice.
         num_rows: N.
         shape: of one row.
         dtype: of the tensors that rows are read into.
@@ -182,7 +182,7 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> Te
 
 
 class _ToDevice:
-    """Copies windows to an accelerator, on a stream of its own, in the thread."""
+    """Copies windows to an accelerator, on a side stream, in the thread."""
 
     def __init__(self, device: torch.device):
         self.device = device

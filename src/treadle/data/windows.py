@@ -76,7 +76,7 @@ class Windows:
         return standing if mixed is None else standing[mixed]
 
     def spans(self, part: range) -> Iterator[tuple[int, range]]:
-        """Yields the windows that places in the order lie in, and which of their rows these are."""
+        """Yields the windows of places in the order, and their rows in each."""
         place = part.start
         while place < part.stop:
             number = bisect_right(self.starts, place) - 1

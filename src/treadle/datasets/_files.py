@@ -17,7 +17,7 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, OSError, KeyEr
 
 
 def read_arrays(file_name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, npt.NDArray[Any]]:
-    """Reads the named arrays of an `.npz` file that lies inside the package.
+    """Reads the named arrays of an `.npz` file inside the package.
 
     Args:
         file_name: name of the file, such as `"tecator.npz"`.
@@ -40,7 +40,7 @@ def read_arrays(file_name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
             f"data file {file_name!r} is not in the package {_PACKAGE!r}, which should contain it: "
             "the installation is incomplete, reinstall treadle"
         )
-    # A whole read: the package may lie in a zip archive, and the files are below 3 MB.
+    # A whole read: the package may be in a zip archive, and the files are below 3 MB.
     content = resource.read_bytes()
     arrays: dict[str, npt.NDArray[Any]] = {}
     try:

@@ -6,6 +6,7 @@ from treadle.distributed.ranks import (
     agree,
     collective_device,
     control_group,
+    gather_numbers,
     gather_objects,
     is_distributed,
     is_dtensor,
@@ -18,7 +19,6 @@ from treadle.distributed.ranks import (
     reshard,
     sharded_parts,
     sum_over_ranks,
-    tell_ranks,
     unwrap,
     world_size,
 )
@@ -27,6 +27,7 @@ __all__ = [
     "agree",
     "collective_device",
     "control_group",
+    "gather_numbers",
     "gather_objects",
     "is_distributed",
     "is_dtensor",
@@ -39,7 +40,6 @@ __all__ = [
     "reshard",
     "sharded_parts",
     "sum_over_ranks",
-    "tell_ranks",
     "unwrap",
     "world_size",
 ]

@@ -1,7 +1,7 @@
 """How the ranks share gradients in a step: replicas by buckets during the last backward pass, sharded models by FSDP2.
 
 Whatever happened in its forward and backward passes, every rank starts the same collectives in the same order, so a
-micro-batch without a loss, or a parameter that was not used, makes nobody wait for ever.
+micro-batch without a loss, or a parameter that was not used, makes no rank wait for ever.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MESSAGES = 40  # of a large model, about: each takes the time of Python while b
 
 
 class GradientExchange:
-    """What a step does for a model whose gradients nobody has to exchange: one process, or a wrapper of the user's.
+    """Gradient exchange of a model that needs none: one process, or the user's own wrapper.
 
     Args:
         model: the model of the run.
@@ -76,7 +76,7 @@ class GradientExchange:
 
 
 def gradient_exchange(model: nn.Module) -> GradientExchange:
-    """Returns how the ranks share the gradients of a model: by what is around it and in it.
+    """Returns how the ranks share the gradients of a model: by its wrappers and its parameters.
 
     Example:
         >>> type(gradient_exchange(nn.Linear(1, 1))).__name__
@@ -214,32 +214,32 @@ class ReplicaExchange(GradientExchange):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Sends what is left, waits, and hands out the means."""
+        """Sends the rest, waits, and hands out the means."""
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
-        heard = self._heard()
-        if self._looks_for_unused and any(heard):
+        states = self._gather_states()
+        if self._looks_for_unused and any(states):
             self._looks_for_unused = False
-            self._name_unused(heard)
+            self._name_unused(states)
         for bucket in self._buckets:
             bucket.work.wait()
-            if any(heard[number] == _LATE for number in bucket.numbers):
+            if any(states[number] == _LATE for number in bucket.numbers):
                 self._send(bucket)
                 bucket.work.wait()
-            self._hand_out(bucket, heard)
+            self._hand_out(bucket, states)
             bucket.flat = bucket.work = None
         if self.replicas.broadcast_buffers:
             _share_buffers(list(self.replicas.buffers()), self._group)
 
-    def _heard(self) -> Sequence[int]:
-        """Returns for each parameter what any rank has to say of its gradient."""
-        told = torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.uint8)
-        told[list(self._late)] = _LATE
-        return distributed.max_over_ranks(told).tolist()
+    def _gather_states(self) -> Sequence[int]:
+        """Returns the state of each gradient, the largest over ranks."""
+        own = torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.uint8)
+        own[list(self._late)] = _LATE
+        return distributed.max_over_ranks(own).tolist()
 
-    def _name_unused(self, heard: Sequence[int]) -> None:
+    def _name_unused(self, states: Sequence[int]) -> None:
         trained = [clean_name(name) for name, value in zip(self._names, self._all, strict=True) if value.requires_grad]
-        unused = [name for name, said in zip(trained, heard, strict=True) if said == _NONE]
+        unused = [name for name, state in zip(trained, states, strict=True) if state == _NONE]
         if unused and distributed.rank() == 0:
             _log.warning(
                 "%d parameters got no gradient on any rank in the first step: %s. Freeze what no loss needs, by "
@@ -248,13 +248,13 @@ class ReplicaExchange(GradientExchange):
                 len(unused), ", ".join(unused[:10]),
             )  # fmt: skip
 
-    def _hand_out(self, bucket: _Bucket, heard: Sequence[int]) -> None:
+    def _hand_out(self, bucket: _Bucket, states: Sequence[int]) -> None:
         """Makes the gradients parts of the message, so that they need not be copied out of it."""
         assert bucket.flat is not None
         parameters = [self._parameters[number] for number in bucket.numbers]
         parts = torch.split(bucket.flat, [parameter.numel() for parameter in parameters])
         for number, parameter, part in zip(bucket.numbers, parameters, parts, strict=True):
-            if heard[number] == _NONE:
+            if states[number] == _NONE:
                 continue
             mean = part.view_as(parameter).to(parameter.device)
             # Another layout, such as channels_last, stays: fused optimizers want weights and gradients alike.
@@ -342,7 +342,7 @@ class ShardExchange(GradientExchange):
             _share_buffers([buffer for name, buffer in named if name in self._saved_buffers])
 
     def second_look(self, *, last: bool) -> AbstractContextManager[None]:
-        """As in a step: what is not reduced in the end would be added to the next step's gradients."""
+        """As in a step: gradients that are not reduced would be added to those of the next step."""
         return self.micro_batch(syncs=last)
 
     def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:

@@ -1,6 +1,6 @@
 """Values as bytes for other ranks: pickled, with tensors as plain memory.
 
-torch pickles each tensor as an archive of its own, and reading one takes as long as some thousand steps of Python. The
+torch pickles each tensor as a separate archive, and reading one takes as long as some thousand steps of Python. The
 state that ranks gather for a checkpoint holds some thirty small tensors of each rank.
 """
 

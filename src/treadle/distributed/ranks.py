@@ -102,7 +102,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def collective_device(device: torch.device) -> torch.device:
-    """Returns where a tensor must lie for a collective: on its device, or on the CPU if the ranks talk by gloo."""
+    """Returns the device of a tensor in a collective: its own, or the CPU if the ranks use gloo."""
     return torch.device("cpu") if dist.get_backend() == "gloo" else device
 
 
@@ -179,7 +179,7 @@ def agree(value: int) -> int:
     return int(max_over_ranks(torch.tensor(value, dtype=torch.int64)).numpy())
 
 
-def tell_ranks(values: Sequence[float], *, dtype: torch.dtype = torch.float64) -> list[list[Any]]:
+def gather_numbers(values: Sequence[float], *, dtype: torch.dtype = torch.float64) -> list[list[Any]]:
     """Returns the numbers of every rank, in rank order: one exchange between the hosts, at the same point on all.
 
     Args:
@@ -187,11 +187,11 @@ def tell_ranks(values: Sequence[float], *, dtype: torch.dtype = torch.float64) -
         dtype: as which they travel; ``torch.int64`` keeps large integers to the last bit.
 
     Example:
-        >>> tell_ranks([1.0, 2.0]), tell_ranks([2**60 + 1], dtype=torch.int64)
+        >>> gather_numbers([1.0, 2.0]), gather_numbers([2**60 + 1], dtype=torch.int64)
         ([[1.0, 2.0]], [[1152921504606846977]])
     """
-    told = torch.tensor(values, dtype=dtype)
-    numbers: list[list[Any]] = [told.tolist()] if world_size() == 1 else _rows_of_ranks(told).tolist()
+    own = torch.tensor(values, dtype=dtype)
+    numbers: list[list[Any]] = [own.tolist()] if world_size() == 1 else _rows_of_ranks(own).tolist()
     return numbers
 
 

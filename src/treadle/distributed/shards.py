@@ -1,4 +1,4 @@
-"""Tensors that are spread over ranks: this rank's part, the whole, and a saved value put where a live one lies.
+"""Tensors that are spread over ranks: this rank's part, the whole, and a saved value copied into a live one.
 
 Saved values are whole tensors, or stand for tensors on the disk of which each rank reads its part only. Neither way
 needs a collective: every rank takes its own slice.
@@ -60,7 +60,7 @@ def own_block(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def without_pending_sums(tensor: Any) -> Any:
-    """Returns a DTensor whose every element lies in some rank's part; one that waits for a sum over ranks is summed."""
+    """Returns a DTensor whose elements are spread over ranks; a pending sum over ranks is computed."""
     from torch.distributed.tensor import Replicate
 
     waits = [placement.is_partial() for placement in tensor.placements]

@@ -104,7 +104,7 @@ def state_mismatches(
 
 
 def _resized_by_loading(model: nn.Module) -> set[str]:
-    """Returns names of tensors whose modules load other shapes in a way of their own, as observers of ranges do."""
+    """Returns names of tensors whose modules accept other shapes on loading, as observers of ranges do."""
     return {
         clean_name(f"{prefix}.{name}".lstrip("."))
         for prefix, module in model.named_modules()

@@ -258,6 +258,8 @@ def finish_step(engine: Engine, outcome: Outcome) -> None:
     """Closes the record of a step, calls ``on_after_step``, writes what hooks ask for, and leaves at a signal."""
     engine.attempt.close(outcome, engine.progress.step_started, engine.progress.epoch_means)
     engine.progress.in_step = False
+    if engine.target.deadline is not None and engine.target.deadline.over:
+        engine.should_stop = True
     engine.events.emit(engine, "on_after_step")
     engine.events.write_requested()
     if engine.signals.plans:
@@ -283,7 +285,7 @@ def raise_late_refusal(engine: Engine, late: LateRefusal) -> None:
     """Raises NonFiniteError for a step that the device refused and the host learned of late.
 
     The optimizer skipped that step and every later one, so the weights and its state are those of the last applied
-    step. The schedule and the averages in memory are as many updates ahead; what is saved is looked at before.
+    step. The schedule and the averages in memory are as many updates ahead; the saved state is checked before.
     """
     engine.progress.take_back(late.undone)
     clear_gradients(engine)

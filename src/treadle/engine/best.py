@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any, Literal
 
@@ -119,6 +120,21 @@ class BestRule:
             raise ConfigError(f"best metric {self.metric!r} is not in the epoch's record; it has {', '.join(record)}")
         return float(record[self.metric])
 
+    def ranked(self, records: Iterable[Mapping[str, Any]]) -> list[int]:
+        """Returns the epochs of records with a finite value, the best first, and the earlier first of equal ones.
+
+        Example:
+            >>> BestRule("val_loss").ranked([{"epoch": 1, "val_loss": 0.5}, {"epoch": 2, "val_loss": 0.4}])
+            [2, 1]
+        """
+        found: list[tuple[float, int]] = []
+        for record in records:
+            with contextlib.suppress(ConfigError):  # an epoch that was not evaluated
+                value = self.value_in(record)
+                if math.isfinite(value):
+                    found.append((value if self.mode == "min" else -value, record["epoch"]))
+        return [epoch for _, epoch in sorted(found)]
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the rule's state as plain values."""
         return {
@@ -146,7 +162,7 @@ class EarlyStopping:
     """Says when to stop: a callable over :class:`BestRule`.
 
     Args:
-        patience: non-improving values until it says True, >= 1.
+        patience: non-improving values until it returns True, >= 1.
         min_delta: smallest change that counts.
         mode: ``"min"`` or ``"max"``.
         start_epoch: values before this one are not counted.

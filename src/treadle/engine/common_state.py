@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def common_state(
     engine: Engine, tree: Mapping[str, Any], kept: Collection[str]
 ) -> tuple[dict[str, Any], frozenset[str]]:
-    """Returns a checkpoint tree without what the engine's model has not, and says what starts fresh.
+    """Returns a checkpoint tree without the keys that the engine's model lacks, and logs what starts fresh.
 
     Args:
         engine: takes the state.

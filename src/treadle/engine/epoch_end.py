@@ -43,6 +43,8 @@ def finish_epoch(engine: Engine) -> None:
     _step_epoch_scheduler(engine, value)
     engine.cursor.next_epoch()
     engine.progress.end_epoch()
+    if engine.target.out_of_time:
+        engine.should_stop = True
     engine.events.emit(engine, "on_after_epoch")
     engine.events.write_requested()
     if after_epoch is not None:

@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 from treadle import distributed
+from treadle.data.amount import Amount, batches_in
 from treadle.data.cursor import Cursor
-from treadle.data.own_state import LoaderState
-from treadle.data.samplers import generators_of, samplers_of
+from treadle.data.own_state import kept_generators
+from treadle.data.samplers import samplers_of
 from treadle.errors import ConfigError
 from treadle.means import RunningMeans
 from treadle.nested import as_number, flatten_nested_dict, unflatten
@@ -37,6 +38,7 @@ def evaluate(
     eval_seed: int = 0,
     cursor: Cursor | None = None,
     interrupted: Callable[[], bool] | None = None,
+    limit: Amount | None = None,
 ) -> dict[str, Any]:
     """Returns the weighted mean loss, records and epoch metrics of a task over a loader.
 
@@ -48,12 +50,13 @@ def evaluate(
         eval_seed: seeds the RNG of the evaluation.
         cursor: reused between evaluations to keep a loader's persistent workers.
         interrupted: asked before each batch; on several ranks, before each that all of them have.
+        limit: batches to evaluate, or the part of the loader; None for all.
 
     Returns:
         ``loss``, the records, then the metrics; all reduced over ranks.
 
     Raises:
-        EvaluationAbandoned: ``interrupted`` says so.
+        EvaluationAbandoned: ``interrupted`` returned True.
     """
     means = RunningMeans()
     metrics = task.new_metrics() if isinstance(task, HasMetrics) else None
@@ -69,8 +72,9 @@ def evaluate(
             update(output.outputs)
 
     for_each_batch(
-        model, loader, score, precision=precision, eval_seed=eval_seed, cursor=cursor, interrupted=interrupted
-    )
+        model, loader, score, precision=precision, eval_seed=eval_seed, cursor=cursor, interrupted=interrupted,
+        limit=limit,
+    )  # fmt: skip
     if distributed.world_size() > 1:
         means.align(distributed.gather_objects(means.names()))  # a rank may have had no batch, and so no names
     values = means.compute(distributed.sum_over_ranks)
@@ -98,6 +102,7 @@ def for_each_batch(
     eval_seed: int = 0,
     cursor: Cursor | None = None,
     interrupted: Callable[[], bool] | None = None,
+    limit: Amount | None = None,
 ) -> None:
     """Calls ``fn`` with every batch under the rules of an evaluation.
 
@@ -107,13 +112,17 @@ def for_each_batch(
 
     Raises:
         ConfigError: the model is sharded and the ranks have unequal numbers of batches.
-        EvaluationAbandoned: ``interrupted`` says so.
+        EvaluationAbandoned: ``interrupted`` returned True.
     """
     cursor = Cursor() if cursor is None else cursor
     cursor.ranks = "together" if distributed.is_sharded(model) else "apart" if interrupted is None else "told"
     with evaluation_rules(model, loader, eval_seed=eval_seed):
         cursor.restart()
         cursor.warn(copies_in(loader))
+        cursor.limit_to(None)
+        cursor.attach(loader)
+        if limit is not None:
+            cursor.limit_to(batches_in(limit, cursor.length, "limit_eval_batches"))
         cursor.open(loader)
         left_in_common = math.inf if cursor.lengths is None else cursor.lengths.common
         try:
@@ -165,7 +174,7 @@ def evaluation_rules(model: nn.Module, loader: Any, *, eval_seed: int = 0) -> It
     """Eval mode, no gradients, and random numbers of its own inside the block; training does not notice."""
     rank = distributed.rank()
     seed = mix_seed(eval_seed, rank) if rank else eval_seed  # ranks must not draw the same
-    with forked_rng(seed), _kept_generators(loader), evaluation_mode(model):
+    with forked_rng(seed), kept_generators(loader), evaluation_mode(model):
         yield
 
 
@@ -198,17 +207,3 @@ def _kept_to_itself(replicas: nn.parallel.DistributedDataParallel | None) -> Ite
         yield
     finally:
         replicas.require_forward_param_sync = before
-
-
-@contextlib.contextmanager
-def _kept_generators(loader: Any) -> Iterator[None]:
-    """Puts generators, samplers and data sets of an evaluation loader back, so that its next pass is the same."""
-    states = [(generator, generator.get_state()) for generator in generators_of(loader)]
-    objects = LoaderState(loader)
-    before = objects.collect()
-    try:
-        yield
-    finally:
-        objects.restore(before)
-        for generator, state in states:
-            generator.set_state(state)

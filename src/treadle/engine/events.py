@@ -40,7 +40,7 @@ class Events:
         for hook in self._listening.get(event, hooks):
             try:
                 getattr(hook, event)(engine, *args)
-            except EvaluationAbandoned:  # the other hooks see the event: what they keep is part of what is saved
+            except EvaluationAbandoned:  # the other hooks see the event: their state is saved too
                 self.abandoned = True
 
     def hooks_for(self, hooks: Sequence[BaseHook], event: str) -> list[BaseHook]:

@@ -1,4 +1,4 @@
-"""How a rank fails: it says so at once and by name, and the others say that they are not the cause.
+"""Failure of a rank: it reports at once and by name, and the others report that they are not the cause.
 
 The line is logged before anything is closed, so that nothing which waits for other ranks can keep it back. A process
 that torchrun launched also leaves its error where torchrun's summary looks for it.

@@ -23,14 +23,14 @@ The loop, with every event at its place::
                     otherwise -> lower the fp16 scale (leave) | a hook's refusal_plan goes on without it (leave)
                                  | zero gradients; fresh group | NonFiniteError
                 on_after_step
-                write the requested checkpoints; leave if max_steps or a signal says so
+                write the requested checkpoints; leave at max_steps or after a signal
             epoch complete: evaluate; best rule; scheduler; epoch += 1; append the record
             on_after_epoch
             write epoch checkpoints; user callbacks; then act on early stop
         on_after_train
     finally: on_close(error), hooks in reverse order
 
-On several ranks a signal or a stop that one of them got counts once all have been told: at the end of this step or of
+On several ranks a signal or a stop that one of them got counts once all have received it: at the end of this step or of
 the next one.
 
 `on_log`, `on_log_images`, `on_state_dict` and `on_load_state_dict` fire when asked for.
@@ -101,7 +101,12 @@ class BaseHook:
 
     writes: bool = False
     """Whether the hook writes files or reports to a log or a tracker; ``treadle replay`` leaves such hooks out."""
+    writes_in_workspace_alone: bool = False
+    """Whether a hook that writes does its work in a trainer without a workspace, and writes nothing then."""
     _may_fail_to_write: bool = False
+
+    replays: bool = False
+    """Whether the hook runs a part of a run again; the trainer's own folder is neither read nor written then."""
 
     implicit: bool = False
     """Whether a face added the hook by itself; such a hook is not listed when a run starts."""
@@ -130,7 +135,7 @@ class BaseHook:
         """
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Called after each step, applied or not; ``trainer.step_info`` says what happened."""
+        """Called after each step, applied or not; see ``trainer.step_info``."""
 
     def on_after_epoch(self, trainer: Engine) -> None:
         """Called after an epoch was evaluated and counted."""
@@ -164,34 +169,37 @@ class BaseHook:
         return None
 
     def claim(self, trainer: Engine) -> AbstractContextManager[None]:
-        """Returns what is entered before any event of a run and left after the last: a folder held for this process.
+        """Returns a context that spans all events of a run, such as the lock of a folder.
 
-        What another process holds is refused there, before any hook has touched a file of it.
+        It refuses what another process holds, before any hook has touched a file of it.
         """
         return contextlib.nullcontext()
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
-        """Returns what to do at a signal, or None; asked for when training starts."""
+        """Returns the action at a signal, or None; called when training starts."""
         return None
 
     def notice(self, trainer: Engine) -> Callable[[], float] | None:
-        """Returns what gives a number that ranks tell each other in each step, or None; asked for once.
+        """Returns a function whose number is gathered from all ranks in each step, or None; called once.
 
-        ``trainer.heard_of`` gives the numbers of all ranks; nothing is exchanged for it but what a step exchanges
+        ``trainer.rank_notices`` gives the numbers of all ranks; nothing is exchanged for it but what a step exchanges
         anyway. All ranks must answer alike.
         """
         return None
 
+    def _save_end(self, trainer: Engine) -> None:
+        """Saves the state in which a front end left an epoch, where the hook saves the end of a run."""
+
     def wait_for_writes(self) -> None:
-        """Returns when all that this hook writes in the background lies on the disk; may raise its error."""
+        """Waits until all background writes of this hook are on the disk; may raise their error."""
 
     def refusal_plan(self, trainer: Engine) -> RefusalPlan | None:
-        """Returns what to do with a step whose gradient is not finite, or None; asked for once, before any load."""
+        """Returns the action for a step whose gradient is not finite, or None; called once, before any load."""
         return None
 
 
 def listeners(hooks: Sequence[BaseHook], event: str) -> list[BaseHook]:
-    """Returns the hooks that do something at an event, in order: that are not idle and have it replaced.
+    """Returns the hooks that override an event and are not idle, in order.
 
     Example:
         >>> listeners([BaseHook()], "on_after_step")

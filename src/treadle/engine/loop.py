@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from treadle import distributed
 from treadle.checkpoint.buffers import HostBuffers
+from treadle.data.amount import Amount
 from treadle.data.cursor import Cursor, Group
 from treadle.device import get_device
 from treadle.distributed.gradients import GradientExchange, gradient_exchange
@@ -39,6 +40,7 @@ from treadle.engine.evaluation import evaluate
 from treadle.engine.events import Events
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook, reaches_hooks
+from treadle.engine.limits import Deadline, Limits
 from treadle.engine.observers import announce_running
 from treadle.engine.progress import Progress
 from treadle.engine.rehearsal import check_length_of_schedule, refuse_fsdp_1
@@ -49,10 +51,11 @@ from treadle.engine.state import Driver, RunState
 from treadle.engine.state_options import StateOptions
 from treadle.engine.stopping import Target
 from treadle.engine.voice import speaking
+from treadle.errors import ConfigError
 from treadle.means import RunningMeans
 from treadle.optim.ema import Ema
 from treadle.optim.evaluation_point import at_evaluation_point
-from treadle.optim.gradients import Gradients, clip_, divide_, total_norm
+from treadle.optim.gradients import Gradients, clip_, clip_values_, divide_, total_norm
 from treadle.optim.nonfinite import FiniteGuard, StepLocation
 from treadle.optim.precision import Precision, PrecisionName
 from treadle.task import StepOutput, Task, as_step_output
@@ -70,14 +73,16 @@ class Engine:
         device: None takes CUDA, then MPS, then the CPU.
         precision: None, ``"bf16"`` or ``"fp16"``.
         grad_clip: total 2-norm; None or 0 off.
+        grad_clip_value: largest absolute value of a gradient's element; None or 0 off.
         accumulation_steps: micro-batches per step, >= 1.
         max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None or 0: none.
         hooks: what watches the run, in order.
         eval_seed: seeds the RNG of every evaluation.
         capture: whether the step is replayed as one CUDA graph, see ``treadle.capture``: True, False, or ``"auto"``,
-            which says in a warning why it is not where that is impossible.
+            which warns with the reason where that is impossible.
         logger: by default ``treadle.engine``.
         progress: False shows nothing of a run where no handler of the user's logs it.
+        limits: of time and batches, and short trials; a :class:`Limits` or a mapping of its names.
         face: name of the front end, written into checkpoints.
         config: plain values, written into checkpoints.
         workspace: the folder of the run; None for none.
@@ -140,6 +145,7 @@ class Engine:
         device: torch.device | str | int | None = None,
         precision: PrecisionName | None = None,
         grad_clip: float | None = None,
+        grad_clip_value: float | None = None,
         accumulation_steps: int = 1,
         max_non_finite_grad_retries: int | None = None,
         hooks: Sequence[BaseHook] = (),
@@ -147,6 +153,7 @@ class Engine:
         capture: Capture = False,
         logger: logging.Logger | None = None,
         progress: bool = True,
+        limits: Limits | Mapping[str, Any] | None = None,
         face: str = "engine",
         config: Any = None,
         workspace: Path | str | None = None,
@@ -160,11 +167,13 @@ class Engine:
             scheduler_interval=scheduler_interval,
             device_asked=device,
             grad_clip=grad_clip,
+            grad_clip_value=grad_clip_value,
             accumulation_steps=accumulation_steps,
             max_non_finite_grad_retries=max_non_finite_grad_retries,
             eval_seed=eval_seed,
             capture=capture,
             progress=progress,
+            limits=Limits.of(limits),
         )
         self._configure(settings, precision, logger=logger or logging.getLogger("treadle.engine"))
         self.hooks = list(hooks)
@@ -188,7 +197,8 @@ class Engine:
         self.workspace = None
         self.should_stop = False
         self.target = Target(max_steps=0)
-        self.cursor = Cursor(ranks="together")
+        limits = settings.limits
+        self.cursor = Cursor(ranks="together", limit=limits.train, only=limits.overfit_batches)
         self.eval_cursor = Cursor()
         self.progress = Progress()
         self.attempt = Attempt()
@@ -218,6 +228,7 @@ class Engine:
         epochs: int | None = None,
         score_epoch: Callable[[], float | None] | None = None,
         after_epoch: Callable[[], None] | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         """Trains to an absolute target; see ``treadle.hooks.base`` for the loop with every event at its place.
 
@@ -227,13 +238,17 @@ class Engine:
             epochs: epochs to have completed at the end.
             score_epoch: evaluates a complete epoch and appends its record; returns the value of the best metric.
             after_epoch: writes epoch checkpoints and calls user callbacks, after ``on_after_epoch``.
+            deadline: of a call that runs several times; None begins ``max_time`` now.
 
         Raises:
             ConfigError: not exactly one target is given.
             DataExhaustedError: the loader is empty or cannot be opened again.
             NonFiniteError: a gradient is not finite and the retries are used up.
         """
-        self.target = Target(max_steps, epochs, score_epoch, after_epoch)
+        self._refuse_if_closed()
+        limits = self.settings.limits
+        steps, epochs = limits.target(max_steps, epochs)
+        self.target = Target(steps, epochs, score_epoch, after_epoch, deadline or limits.deadline())
         with failing_by_name(self), speaking(self):
             self.prepare()
             resume_from_hooks(self)
@@ -265,6 +280,14 @@ class Engine:
             self.emit("on_after_train")
             self.events.write_requested()
 
+    def refuse_training(self, reason: str) -> None:
+        """Makes every later call that would train an error; evaluations and saves stay possible."""
+        self.state.closed = reason
+
+    def _refuse_if_closed(self) -> None:
+        if self.state.closed is not None:
+            raise ConfigError(self.state.closed)
+
     def _log_nothing_to_do(self) -> None:
         """Logs that the target is reached, as a warning if this object has trained: its second call trains nothing."""
         level = logging.WARNING if self.state.num_runs else logging.INFO
@@ -288,7 +311,7 @@ class Engine:
                 if loss is not None:
                     self.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
             attempt.record_output(output)
-        attempt.receive(weights.heard)
+        attempt.receive(weights.rank_notices)
         if not weights.any_loss():
             return skip(self, "no micro-batch had a loss")
 
@@ -309,6 +332,8 @@ class Engine:
 
         if self.settings.grad_clip is not None:
             clip_(grads, self.settings.grad_clip, norm)
+        elif self.settings.grad_clip_value is not None:
+            clip_values_(grads, self.settings.grad_clip_value)
         self.guard.apply(self.optimizer, norm, weights.total, locate=self.location)
         return apply_step_effects(self)
 
@@ -322,6 +347,7 @@ class Engine:
         Raises:
             NonFiniteError: the gradient is not finite.
         """
+        self._refuse_if_closed()
         self.prepare()
         self.target = Target(epochs=self.epoch + 1)  # no step is the last one here
         begin_step(self)
@@ -457,6 +483,8 @@ class Engine:
     @grad_clip.setter
     def grad_clip(self, value: float | None) -> None:
         self.settings = dataclasses.replace(self.settings, grad_clip=value)
+        if self.state.training:
+            self.progress.moved_settings["grad_clip"] = self.settings.grad_clip
 
     @property
     def scheduler_interval(self) -> Literal["step", "epoch"]:
@@ -501,7 +529,7 @@ class Engine:
 
     @property
     def is_last_step(self) -> bool:
-        """Whether the present step is the last one of this run, as far as the target says."""
+        """Whether the present step is the last one before the target."""
         return self._stops_here() or self.target.is_last_step(self)
 
     def evaluate(self, loader: Iterable[Any], task: Task | None = None) -> dict[str, Any]:
@@ -521,11 +549,23 @@ class Engine:
                 eval_seed=self.settings.eval_seed,
                 cursor=self.eval_cursor,
                 interrupted=session.interruption(self),
+                limit=self.settings.limits.evaluation,
             )
 
-    def heard_of(self, notice: Callable[[], float]) -> list[float]:
+    @contextlib.contextmanager
+    def evaluations_limited_to(self, limit: Amount | None) -> Iterator[None]:
+        """Evaluates so many batches inside the block, or the part of a loader; None evaluates all."""
+        limits = dataclasses.replace(
+            self.settings.limits, limit_eval_batches=limit, overfit_batches=None, fast_dev_run=False
+        )
+        with self.temporarily(settings=dataclasses.replace(self.settings, limits=limits)):
+            yield
+
+    def rank_notices(self, notice: Callable[[], float]) -> list[float]:
         """Returns the number that each rank sent for a hook in the present step; see ``BaseHook.notice``."""
         return session.messages_of_ranks(self, notice)
+
+    heard_of = rank_notices  # former name
 
     @contextlib.contextmanager
     def temporarily(self, **parts: Any) -> Iterator[None]:
@@ -554,6 +594,8 @@ class Engine:
         self.num_ranks = distributed.world_size()
         if self.declared.complete:
             return
+        if self.settings.limits.fast_dev_run:
+            session.leave_out_writers(self)
         announce_running(self)
         refuse_fsdp_1(self.model)
         self.declared = session.declared_by_hooks(self)

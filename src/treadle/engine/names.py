@@ -15,7 +15,7 @@ FOREIGN = {
     "get_train_dataloader": "build_data_loader", "create_optimizer": "build_optimizer",
     "create_scheduler": "build_lr_scheduler", "configure_callbacks": "build_hooks",
 }  # fmt: skip
-"""Methods that other libraries call, and what is called here in their place."""
+"""Methods of other libraries, and their counterparts here."""
 
 
 def uncalled_methods(kind: type, base: type, *, known: Collection[str], foreign: Mapping[str, str]) -> Iterator[str]:
@@ -27,7 +27,7 @@ def uncalled_methods(kind: type, base: type, *, known: Collection[str], foreign:
         kind: the user's class.
         base: the class that it extends.
         known: methods that may be overridden.
-        foreign: names of other libraries, with what is called here.
+        foreign: names of other libraries, with their counterparts here.
 
     Example:
         >>> class Base: ...

@@ -1,4 +1,4 @@
-"""Observers: told of every engine of this process, for tools that watch runs they did not write.
+"""Observers of every engine of this process, for tools that watch runs they did not write.
 
 ``treadle verify`` runs a user's own script and must see the trainer which that script makes, without a line of the
 script being changed. There are none unless such a tool registers one around the script; to watch a run of your own,
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Is told of an engine at two moments, each once."""
+    """Observer of an engine, called at two moments, each once."""
 
     def before_building(self, engine: Engine) -> None:
         """The settings are known and nothing is built yet; the workspace may be moved. Step face only."""

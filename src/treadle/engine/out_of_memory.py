@@ -1,4 +1,4 @@
-"""What a run does when memory runs out: it saves the last finished step and says what to change."""
+"""Handling of an out-of-memory error: save the last finished step and advise what to change."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Saves(Protocol):
         """Saves it, once per step."""
 
     def wait_for_writes(self) -> None:
-        """Returns when it lies on the disk."""
+        """Returns once it is on the disk."""
 
 
 @contextlib.contextmanager
 def explaining_out_of_memory(engine: Engine) -> Iterator[None]:
     """Turns an error for want of memory into one that names batch, setting and fix, having saved what can be saved.
 
-    The step that failed is undone: its data comes again. What is saved is the state of the last finished step, but for
+    The step that failed is undone: its data comes again. The saved state is that of the last finished step, except for
     the random numbers that the failed step drew and the buffers that its forward pass changed: the run goes on from
     there, not to the bit. Once the gradients were there, or on several ranks, nothing is saved: the weights may be
     half updated, or the state cannot be gathered.
@@ -125,9 +125,9 @@ def _save(engine: Engine) -> str:
     if not writes:
         return "Nothing is saved, as no hook saves"
     if distributed.world_size() > 1:
-        return "A resumed run goes on from the last checkpoint: nothing was saved now, as the ranks do not wait here"
+        return "A resumed run continues from the last checkpoint: nothing was saved now, as the ranks do not wait here"
     if not _undo_step(engine):
-        return "A resumed run goes on from the last checkpoint: the state in memory is none of a finished step"
+        return "A resumed run continues from the last checkpoint: the state in memory is none of a finished step"
     if engine.progress.step == 0:
         return "There was no finished step to save"
     try:
@@ -135,8 +135,8 @@ def _save(engine: Engine) -> str:
             write()
     except Exception as failure:  # noqa: BLE001  (the error of the memory is the one to raise)
         engine.logger.error("step %d could not be saved: %s", engine.progress.step, failure)
-        return "A resumed run goes on from the last checkpoint"
-    return f"Step {engine.progress.step} is saved, and a resumed run goes on from there"
+        return "A resumed run continues from the last checkpoint"
+    return f"Step {engine.progress.step} is saved, and a resumed run continues from there"
 
 
 def _writers(engine: Engine) -> list[Callable[[], Any]]:

@@ -2,51 +2,66 @@
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from treadle.checkpoint.attributes import Attributes, attributes_of, same, unequal
+from treadle.checkpoint.attributes import Attributes, Mark, attributes_of, behind, has_state, is_users
 from treadle.checkpoint.base_fingerprints import fingerprint
+from treadle.checkpoint.module_state import ModuleState
+from treadle.checkpoint.plain_values import unequal
 from treadle.checkpoint.schema import to_plain
-from treadle.data.indexed import has_state
-from treadle.engine.module_state import Version
+from treadle.distributed.state_names import clean_name
+from treadle.engine.hook import BaseHook
 from treadle.engine.state_part import Difference, Notice, Saved, StatePart
 from treadle.errors import CheckpointError
+from treadle.optim.schedules import schedulers_in
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
 _DEEPEST = 4
 _MOST = 256  # items of a container that are looked at
+_OF_MODULES = ("tensors", "attributes")  # what is written of their state beyond the state dict
 _LARGE = 64 * 2**20  # bytes of a frozen module above which its fingerprint is kept and not its weights
 
 
 class OwnObjects:
-    """Objects on the trainer and the task that a checkpoint holds under their paths.
+    """Objects of the user that a checkpoint holds under their paths.
 
-    What was built by treadle or belongs to the engine is left out: model, optimizer, schedule, hooks and loaders have
-    parts of their own.
+    They are found from some roots on: what offers a state dict, and the attributes of plain objects and of functions,
+    also in containers, behind methods and partials. What was built by treadle or belongs to the engine is left out:
+    model, optimizer, schedule, hooks and loaders have parts of their own.
 
     Args:
-        engine: with its task; a subclass of it is a trainer.
+        roots: where to look, by path.
+        known: ids of objects that are left out.
+        whole: paths of roots that are looked into though they have state dicts.
     """
 
-    def __init__(self, engine: Engine):
-        self._known = {id(part) for part in _parts_of(engine)}
+    def __init__(self, roots: Mapping[str, Any], *, known: Collection[int] = (), whole: Collection[str] = ()):
+        self._known = set(known)
+        self._whole = frozenset(whole)
         self.owners: dict[str, Any] = {}
         self._attributes: dict[str, Attributes] = {}
-        self._versions: dict[str, list[Version]] = {}
-        self._last: dict[str, Any] = {}
-        for root, owner in _roots(engine).items():
-            self._walk(root, owner, _DEEPEST)
-        for path, owner in self.owners.items():
-            if isinstance(owner, nn.Module):
-                self._versions[path] = [Version(value) for value in _tensors_of(owner)]
+        self._marks: dict[str, list[Mark]] = {}
+        self._modules: dict[str, ModuleState] = {}
+        for path, owner in roots.items():
+            self.add(path, owner)
+
+    def add(self, path: str, owner: Any) -> None:
+        """Looks into one more root."""
+        found = set(self.owners)
+        self._walk(path, owner, _DEEPEST)
+        for name in self.owners.keys() - found:
+            if isinstance(module := self.owners[name], nn.Module):
+                self._marks[name] = [Mark(value) for value in _tensors_of(module)]
+                self._modules[name] = ModuleState(module)
 
     def _walk(self, path: str, owner: Any, depth: int) -> None:
         if depth == 0 or id(owner) in self._known:
@@ -58,15 +73,29 @@ class OwnObjects:
         elif type(owner) is dict and len(owner) <= _MOST:
             for key, item in owner.items():
                 self._walk(f"{path}.{key}", item, depth - 1)
-        elif has_state(owner) and not _is_a_root(path):
-            if not _is_ours(owner) or isinstance(owner, nn.Module):
+        elif isinstance(owner, (types.MethodType, functools.partial)):
+            for name, item in behind(owner):
+                self._walk(f"{path}.{name}", item, depth)
+        elif isinstance(owner, types.FunctionType):
+            if owner.__closure__ and is_users(owner):
+                self._look_into(path, owner, depth)
+        elif has_state(owner) and path not in self._whole:
+            if not is_ours(owner) or isinstance(owner, nn.Module):
                 self.owners[path] = owner
         elif _is_plain(owner):
-            if not _is_ours(owner):
-                self._attributes[path] = Attributes(owner, leave_out=_OF_TRAINERS, stashes=True)
-            for name, value in attributes_of(owner).items():
-                if name not in _OF_TRAINERS:
-                    self._walk(f"{path}.{name}", value, depth - 1)
+            self._look_into(path, owner, depth)
+
+    def _look_into(self, path: str, owner: Any, depth: int) -> None:
+        left_out = _OF_TRAINERS if path in self._whole else ()
+        if not is_ours(owner):
+            self._attributes[path] = Attributes(owner, deep=True, leave_out=left_out, stashes=True)
+        for name, value in attributes_of(owner).items():
+            if name not in left_out:
+                self._walk(f"{path}.{name}".lstrip("."), value, depth - 1)
+
+    def optimizers(self) -> list[Optimizer]:
+        """Returns the optimizers among them, which the user's own code steps."""
+        return [owner for owner in self.owners.values() if isinstance(owner, Optimizer)]
 
     def collect(self) -> dict[str, Any]:
         """Returns the states by path; of a module nothing where it has not changed and cannot be trained."""
@@ -80,9 +109,12 @@ class OwnObjects:
 
     def _of_module(self, path: str, module: nn.Module) -> dict[str, Any]:
         state = module.state_dict()
-        tensors, built = _tensors_of(module), self._versions[path]
+        other = {key: value for key, value in self._modules[path].collect(module).items() if key in _OF_MODULES}
+        tensors, built = _tensors_of(module), self._marks[path]
         unchanged = len(tensors) == len(built) and all(one.is_of(now) for one, now in zip(built, tensors, strict=True))
         parameters = list(module.parameters())
+        if other:
+            return {path: {"state": state, "modules": other}}
         if not state or (unchanged and not parameters):
             return {}
         is_large = sum(value.numel() * value.element_size() for value in tensors) > _LARGE
@@ -130,6 +162,8 @@ class OwnObjects:
                 raise CheckpointError(
                     f"{path}: {type(owner).__name__}.load_state_dict does not take the state of the checkpoint: {error}"
                 ) from error
+        for path, modules in self._modules.items():
+            modules.restore(self.owners[path], saved.get(path, {}).get("modules", {}), ready=False)
         self.restore_attributes(saved)
 
     def restore_attributes(self, saved: Mapping[str, Any]) -> None:
@@ -155,16 +189,51 @@ class OwnObjects:
     def lost(self) -> Iterator[str]:
         """Yields the names of attributes that changed since this was last asked and that no checkpoint holds."""
         for path, attributes in self._attributes.items():
-            for name, value in {} if attributes.can_be_written else attributes.differing().items():
-                key = f"{path}.{name}"
-                if key in self._last and not same(self._last[key], value):
-                    yield key
-                self._last[key] = value
+            yield from (f"{path}.{name}".lstrip(".") for name in attributes.lost())
+        for path, modules in self._modules.items():
+            yield from (f"{path}.{name}" for name in modules.lost())
+
+
+def objects_of(engine: Engine) -> OwnObjects:
+    """Returns the objects on the trainer and the task, behind the schedule, and behind hooks of the model's modules."""
+    roots = _roots(engine)
+    known = {id(part) for part in _parts_of(engine)}
+    return OwnObjects({**roots, **_callables_of(engine)}, known=known, whole=tuple(roots))
+
+
+def objects_of_hook(engine: Engine, hook: BaseHook) -> OwnObjects | None:
+    """Returns what a user's hook holds, or None where it keeps its state itself."""
+    methods = ("on_state_dict", "on_load_state_dict")
+    keeps = any(getattr(type(hook), name) is not getattr(BaseHook, name) for name in methods)
+    if keeps or is_ours(hook) or has_state(hook):
+        return None
+    known = {id(part) for part in _parts_of(engine)} - {id(hook)} | {id(engine), id(engine.task)}
+    known |= {id(owner) for owner in engine.state.objects.owners.values()}
+    return OwnObjects({"": hook}, known=known)
+
+
+def _callables_of(engine: Engine) -> dict[str, Any]:
+    """Returns what a schedule, the modules and the optimizer call: no state dict of theirs holds its state."""
+    found: dict[str, Any] = {}
+    for path, scheduler in schedulers_in(engine.lr_scheduler):
+        for number, factor in enumerate(getattr(scheduler, "lr_lambdas", ())):
+            found[f"{path}.lr_lambdas[{number}]"] = factor
+        if is_users(scheduler):
+            found |= {f"{path}.{name}": value for name, value in attributes_of(scheduler).items()
+                      if name not in ("optimizer", "lr_lambdas")}  # fmt: skip
+    owners = {f"model.{clean_name(name)}".rstrip("."): module for name, module in engine.model.named_modules()}
+    for path, owner in {**owners, "optimizer": engine.optimizer}.items():
+        for name, value in vars(owner).items():
+            if name.endswith("_hooks") and isinstance(value, Mapping):
+                found |= {f"{path}.{name}[{number}]": hook for number, hook in enumerate(value.values())}
+    return {path: owner for path, owner in found.items() if not is_ours(owner)}
 
 
 def _parts_of(engine: Engine) -> Iterator[Any]:
-    yield from (engine.optimizer, engine.lr_scheduler, engine.precision, engine.precision.scaler, engine.hooks)
+    yield from (engine.optimizer, engine.precision, engine.precision.scaler, engine.hooks)
+    yield from (scheduler for _, scheduler in schedulers_in(engine.lr_scheduler) if scheduler is engine.lr_scheduler)
     yield from (engine.cursor, engine.eval_cursor, engine.progress, engine.state, *engine.hooks, *engine.state.drivers)
+    yield from (engine.cursor.loader, getattr(engine, "data_loader", None))  # whose place the cursor keeps
     yield from engine.model.modules()
 
 
@@ -172,16 +241,18 @@ def _roots(engine: Engine) -> dict[str, Any]:
     task = engine.task
     trainer = getattr(task, "trainer", None)
     found = {"trainer": trainer} if trainer is not None else {}
-    if not _is_ours(engine) and trainer is not engine:
+    if not is_ours(engine) and trainer is not engine:
         found["trainer"] = engine
     return {**found, "task": task}
 
 
-def _is_a_root(path: str) -> bool:
-    return path in ("trainer", "task")
+def is_ours(owner: Any) -> bool:
+    """Returns whether the class of an object is treadle's.
 
-
-def _is_ours(owner: Any) -> bool:
+    Example:
+        >>> is_ours(nn.Linear(1, 1))
+        False
+    """
     return type(owner).__module__.partition(".")[0] == "treadle"
 
 

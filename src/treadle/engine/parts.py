@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections import Counter
@@ -12,16 +13,16 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from treadle import distributed
-from treadle.checkpoint.attributes import unequal
 from treadle.checkpoint.base_fingerprints import without
 from treadle.checkpoint.files import FORMAT_NAME
+from treadle.checkpoint.plain_values import unequal
 from treadle.checkpoint.schema import FORMAT_VERSION, KEYS, OPTIONAL_KEYS, to_plain, versions
 from treadle.distributed import is_dtensor
 from treadle.distributed.shards import placed_like, placed_state
 from treadle.distributed.state_names import check_model_state, load_model_state, model_state, without_wrappers
 from treadle.engine.hook import BaseHook
 from treadle.engine.module_state import ModulesPart
-from treadle.engine.own_objects import ObjectsPart
+from treadle.engine.own_objects import ObjectsPart, is_ours
 from treadle.engine.state_part import Difference, Notice, Saved, StatePart
 from treadle.errors import CheckpointError
 from treadle.optim.ema import Ema
@@ -35,6 +36,7 @@ from treadle.optim.optimizer import (
     overruled_settings,
 )
 from treadle.optim.optimizer_state import by_position
+from treadle.optim.schedules import scheduler_state
 from treadle.seed import RngState, mix_seed
 
 if TYPE_CHECKING:
@@ -136,7 +138,7 @@ class SchedulerPart(StatePart):
     """State of the learning-rate scheduler."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
-        tree["scheduler"] = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
+        tree["scheduler"] = scheduler_state(engine.lr_scheduler) if engine.lr_scheduler is not None else None
 
     def check(self, engine: Engine, saved: Saved) -> None:
         if engine.lr_scheduler is not None and saved.get("scheduler") is not None:
@@ -146,7 +148,8 @@ class SchedulerPart(StatePart):
         scheduler, state = engine.lr_scheduler, saved.get("scheduler")
         if scheduler is not None and state is not None:
             yield from _checkpoint_wins("schedule", overruled_schedule(scheduler, state))
-            yield from _jump_of_the_rate(scheduler, state)
+            if not any(path.startswith("scheduler.lr_lambdas") for path in saved.part("objects")):
+                yield from _jump_of_the_rate(scheduler, state)
         elif scheduler is not None and "progress" in saved.tree:
             yield Notice("no scheduler state is loaded: the scheduler starts fresh and the resume is not exact")
         elif state is not None:
@@ -164,7 +167,7 @@ class SchedulerPart(StatePart):
     def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
         state = saved.get("scheduler")
         if engine.lr_scheduler is not None and state is not None and saved.same_torch:
-            yield from unlike(state, to_plain(engine.lr_scheduler.state_dict(), "scheduler"), "scheduler")
+            yield from unlike(state, to_plain(scheduler_state(engine.lr_scheduler), "scheduler"), "scheduler")
 
 
 class OptimizerPart(StatePart):
@@ -174,6 +177,8 @@ class OptimizerPart(StatePart):
         tree["optimizer"] = optimizer_state(engine.optimizer, engine.model)
         if changed := engine.state.optimizer_attributes.changed():
             tree["optimizer"]["attributes"] = changed
+        for name in engine.state.optimizer_attributes.lost():
+            _warn_of_lost(engine, f"optimizer: {name}", "Give the class state_dict() and load_state_dict()")
 
     def check(self, engine: Engine, saved: Saved) -> None:
         if saved.get("optimizer") is not None:
@@ -197,7 +202,7 @@ class OptimizerPart(StatePart):
             now = optimizer_state(engine.optimizer, engine.model)
             state = {key: value for key, value in saved.part("optimizer").items() if key != "attributes"}
             # A switch that an older torch did not have is in memory alone, with its default.
-            if "param_groups" in now and "param_groups" in state:  # else it has a form of its own
+            if "param_groups" in now and "param_groups" in state:  # else it has its own format
                 now["param_groups"] = [
                     {key: value for key, value in group.items() if key in before}
                     for group, before in zip(now["param_groups"], state["param_groups"], strict=True)
@@ -288,6 +293,7 @@ class ProgressPart(StatePart):
     def load(self, engine: Engine, saved: Saved) -> None:
         step = int(saved.get("global_step") or 0)
         engine.progress.load_state_dict(saved.part("progress"), step=step, device=engine.device)
+        engine.settings = dataclasses.replace(engine.settings, **engine.progress.moved_settings)
 
 
 class DataPart(StatePart):
@@ -303,7 +309,7 @@ class DataPart(StatePart):
 
 
 class HooksPart(StatePart):
-    """State of the hooks, by their keys or under keys of their own."""
+    """State of the hooks, by their keys or under their own."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         tree["hooks"] = {}
@@ -311,30 +317,61 @@ class HooksPart(StatePart):
             before = {key: id(value) for key, value in tree.items()}
             others = dict(tree["hooks"])
             hook.on_state_dict(engine, tree)
+            self._add_attributes(engine, hook.state_key, tree)
             changed = [key for key, identity in before.items() if key not in tree or id(tree[key]) != identity]
             kept = tree.get("hooks") or {}
             changed += [f"hooks.{key}" for key, value in others.items() if kept.get(key) is not value]
             if changed:
                 raise CheckpointError(
-                    f"{type(hook).__name__}.on_state_dict overwrites {changed[0]!r}, which belongs to somebody else; "
+                    f"{type(hook).__name__}.on_state_dict overwrites {changed[0]!r}, which belongs to another part; "
                     'write to state_dict["hooks"][self.state_key]'
                 )
 
+    def _add_attributes(self, engine: Engine, key: str, tree: dict[str, Any]) -> None:
+        """Adds what a hook holds that keeps no state itself."""
+        objects = engine.state.hook_objects.get(key)
+        if objects is None:
+            return
+        if states := objects.collect():
+            tree["hooks"][key] = {"objects": states}
+        for name in objects.lost():
+            advice = "Make it in __init__, as plain values, or give the hook on_state_dict and on_load_state_dict"
+            _warn_of_lost(engine, f"hook {key}: {name}", advice)
+
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
         kept, known = saved.part("hooks"), {hook.state_key for hook in engine.hooks}
-        for key in kept:
-            if key not in known:
-                text = f"the checkpoint's state of hook {key!r} is ignored: this run has no such hook"
-                yield Notice(text, topic="ignored hook state")
-        own_keys = set(saved.tree) - set(KEYS) - set(OPTIONAL_KEYS)  # a hook may keep its state under a key of its own
-        for hook in engine.hooks:
-            keeps_state = type(hook).on_state_dict is not BaseHook.on_state_dict and not hook.implicit
-            if keeps_state and "hooks" in saved.tree and not own_keys and hook.state_key not in kept:
-                yield Notice(f"the checkpoint has no state of hook {hook.state_key!r}: it starts fresh")
+        unknown = [key for key in kept if key not in known]
+        stateful = [
+            hook
+            for hook in engine.hooks
+            if type(hook).on_state_dict is not BaseHook.on_state_dict and not hook.implicit
+        ]
+        without = [hook for hook in stateful if "hooks" in saved.tree and hook.state_key not in kept]
+        # A user's hook may keep its state under a key of its own, beside the hooks' or among them.
+        own_keys = set(saved.tree) - set(KEYS) - set(OPTIONAL_KEYS)
+        if unknown and any(not is_ours(hook) for hook in without):
+            return
+        for key in unknown:
+            text = f"the checkpoint's state of hook {key!r} is ignored: this run has no such hook"
+            yield Notice(text, topic="ignored hook state")
+        for hook in without if not own_keys else ():
+            yield Notice(f"the checkpoint has no state of hook {hook.state_key!r}: it starts fresh")
+
+    def check(self, engine: Engine, saved: Saved) -> None:
+        if engine.state.options.strict:
+            for key, objects in engine.state.hook_objects.items():
+                objects.check(_objects_of(saved, key))
 
     def load(self, engine: Engine, saved: Saved) -> None:
         for hook in engine.hooks:
             hook.on_load_state_dict(engine, saved.tree)
+        for key, objects in engine.state.hook_objects.items():
+            objects.restore(_objects_of(saved, key))
+
+    def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
+        for key, objects in engine.state.hook_objects.items():
+            for path, how in objects.differences(_objects_of(saved, key)):
+                yield f"hooks.{key}.{path}", how
 
 
 class RngPart(StatePart):
@@ -384,6 +421,17 @@ MOVED_BY_STEPS = tuple(
     if isinstance(part, (ModelPart, SchedulerPart, OptimizerPart, ScalerPart, AveragesPart, ObjectsPart, ModulesPart))
 )
 """The parts that a step changes."""
+
+
+def _objects_of(saved: Saved, key: str) -> Mapping[str, Any]:
+    entry = saved.part("hooks").get(key)
+    found = entry.get("objects") if isinstance(entry, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _warn_of_lost(engine: Engine, name: str, advice: str) -> None:
+    text = f"{name} has changed, and no checkpoint holds it: a resume is exact only if nothing depends on it. {advice}"
+    engine.state.warn_once(engine, text)
 
 
 def unlike(saved: Mapping[str, Any], now: Mapping[str, Any], path: str) -> Iterator[Difference]:

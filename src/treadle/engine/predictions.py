@@ -2,62 +2,43 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from treadle.engine.evaluation import for_each_batch
+from treadle.engine.outputs import joined, kept_outputs
+from treadle.engine.session import interruption
+from treadle.optim.evaluation_point import at_evaluation_point
 
-from treadle.errors import ConfigError
-
-
-def kept_outputs(outputs: Any) -> Any:
-    """Returns the tensors of one batch's outputs on the CPU, in plain containers; what is no tensor is left out.
-
-    Example:
-        >>> kept_outputs({"logits": torch.zeros(1), "cache": object()})
-        {'logits': tensor([0.])}
-    """
-    if isinstance(outputs, Tensor):
-        return outputs.detach().cpu()
-    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, Mapping):
-        outputs = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
-    if isinstance(outputs, Mapping):
-        kept = {str(name): kept_outputs(value) for name, value in outputs.items()}
-        return {name: value for name, value in kept.items() if value is not None} or None
-    if isinstance(outputs, (list, tuple)):
-        parts = [kept_outputs(value) for value in outputs]
-        return None if all(part is None for part in parts) else tuple(parts)
-    return None
+if TYPE_CHECKING:
+    from treadle.engine.loop import Engine
 
 
-def joined(outputs: list[Any], name: str = "outputs") -> Any:
-    """Joins what :func:`kept_outputs` returned for each batch along dimension 0; 0-d tensors are stacked.
+@contextlib.contextmanager
+def scored_weights(engine: Engine) -> Iterator[None]:
+    """Puts the weights that evaluations score into the model inside the block: the averaged ones if there are some."""
+    engine.prepare()
+    average = next(iter(engine.averages.values()), None)
+    with at_evaluation_point(engine.optimizer) if average is None else average.swapped_into(engine.model):
+        yield
+
+
+def predicted(engine: Engine, loader: Iterable[Any], forward: Callable[[Any], Any]) -> Any:
+    """Returns the joined outputs of ``forward(batch)`` over a loader, of the scored weights; training does not notice.
 
     Raises:
-        ConfigError: there is nothing to join, or the batches differ in more than dimension 0.
-
-    Example:
-        >>> joined([torch.zeros(2, 3), torch.ones(1, 3)]).shape
-        torch.Size([3, 3])
+        ConfigError: the loader is empty, or the batches' outputs differ in more than dimension 0.
     """
-    first = next((value for value in outputs if value is not None), None)
-    if first is None:
-        raise ConfigError(f"{name}: no batch gave a tensor; is the loader empty?", argument="predict")
-    if isinstance(first, Mapping):
-        return {key: joined([part[key] for part in outputs], f"{name}[{key!r}]") for key in first}
-    if isinstance(first, tuple):
-        columns = list(zip(*outputs, strict=True))
-        return tuple(
-            None if all(value is None for value in column) else joined(list(column), f"{name}[{place}]")
-            for place, column in enumerate(columns)
+    outputs: list[Any] = []
+    with scored_weights(engine):
+        for_each_batch(
+            engine.model,
+            loader,
+            lambda batch: outputs.append(kept_outputs(forward(batch))),
+            precision=engine.precision,
+            eval_seed=engine.eval_seed,
+            cursor=engine.eval_cursor,
+            interrupted=interruption(engine) if engine.num_ranks == 1 else None,  # one rank may predict alone
         )
-    shapes = {tuple(value.shape[1:]) for value in outputs}
-    if len(shapes) > 1:
-        raise ConfigError(
-            f"{name} of the batches have the shapes {sorted(shapes)} behind dimension 0 and cannot be "
-            "joined; pad all batches to one length, or go through the loader yourself",
-            argument="predict",
-        )
-    return torch.cat(outputs) if first.dim() else torch.stack(outputs)
+    return joined(outputs)

@@ -27,6 +27,7 @@ class Progress:
         epoch_applied_steps: applied steps of the running epoch.
         last_lr: learning rates of the epoch's last applied step, by parameter group; of an attempt before there is one.
         epoch_means: weighted means of the running epoch's losses and records, on this rank.
+        moved_settings: settings of the engine that a hook changed while it trained, by name.
 
     Example:
         >>> progress = Progress()
@@ -45,6 +46,7 @@ class Progress:
         self.epoch_applied_steps = 0
         self.last_lr: Sequence[Any] = []
         self.epoch_means = RunningMeans()
+        self.moved_settings: dict[str, Any] = {}
         self._rates = LearningRates()
 
     def begin_step(self) -> None:
@@ -99,6 +101,7 @@ class Progress:
             "epoch_applied_steps": self.epoch_applied_steps,
             "epoch_means": self.epoch_means.state_dict(),
             "lr": self.last_lr,
+            **({"settings": dict(self.moved_settings)} if self.moved_settings else {}),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], *, step: int, device: torch.device) -> None:
@@ -114,6 +117,7 @@ class Progress:
         self.micro_steps = int(saved.get("micro_steps", 0))
         self.epoch_applied_steps = int(saved.get("epoch_applied_steps", 0))
         self.last_lr = list(saved.get("lr", []))
+        self.moved_settings = dict(saved.get("settings") or {})
         self.epoch_means.reset()
         if "epoch_means" in saved:
             self._load_means(saved["epoch_means"], device)

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
+from treadle.checkpoint.attributes import has_state
+from treadle.checkpoint.schema import to_plain
 from treadle.data.cursor import Cursor
-from treadle.data.indexed import has_state
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import evaluation_rules
+from treadle.engine.metrics import EpochMetrics
 from treadle.errors import ConfigError
 from treadle.optim.precision import Precision
+from treadle.optim.schedules import scheduler_state
 from treadle.seed import forked_rng
 from treadle.task import HasMetrics, Task, as_step_output, update_of
 
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def refuse_fsdp_1(model: nn.Module) -> None:
-    """Raises for torch's first FullyShardedDataParallel, whose ranks would each clip by a norm of their own.
+    """Raises for torch's first FullyShardedDataParallel, whose ranks would each clip by their own norm.
 
     Raises:
         ConfigError: a part of the model is wrapped in it.
@@ -60,6 +63,7 @@ def try_schedule(engine: Engine) -> None:
             "is; add them, or use one of torch.optim.lr_scheduler",
             argument="scheduler",
         )
+    to_plain(scheduler_state(scheduler), "scheduler")  # what no checkpoint can hold is named now
     arguments = (1.0,) if isinstance(scheduler, ReduceLROnPlateau) else ()
     try:
         inspect.signature(scheduler.step).bind(*arguments)
@@ -76,6 +80,7 @@ def try_schedule(engine: Engine) -> None:
     trial = None if "step" in vars(scheduler) else _copied(engine)
     if trial is None:
         return
+    before = engine.state.objects.attributes()  # a copy calls the same functions, and what they enclose moves
     try:
         with warnings.catch_warnings(), forked_rng(0):
             warnings.simplefilter("ignore")  # torch's about the order of steps, of which the trial has none
@@ -84,6 +89,8 @@ def try_schedule(engine: Engine) -> None:
         raise ConfigError(
             f"{name}.step() fails when it is tried before step 1: {error}", argument="scheduler"
         ) from error
+    finally:
+        engine.state.objects.restore_attributes(before)
 
 
 def _copied(engine: Engine) -> Any:
@@ -125,7 +132,7 @@ def try_folders(engine: Engine) -> None:
     """Looks whether the folders into which hooks will write can be made.
 
     Raises:
-        ConfigError: a file lies where a folder is to be, or a folder cannot be written to.
+        ConfigError: a file is in the place of a folder, or a folder is not writable.
     """
     for hook in engine.hooks:
         for name, value in vars(hook).items() if hook.writes and not hook._may_fail_to_write else ():
@@ -168,6 +175,8 @@ def try_evaluation(
                 output = as_step_output(task.step(model, batches[0]), training=False)
             if output.outputs is not None:
                 update_of(metrics)(output.outputs)
+                if isinstance(metrics, EpochMetrics):
+                    metrics.try_first_batch()
                 metrics.reset()
         finally:
             cursor.close()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -76,6 +78,19 @@ def declared_by_hooks(engine: Engine) -> Declared:
     return Declared(list(engine.hooks), averages, messages, complete=True)
 
 
+def leave_out_writers(engine: Engine) -> None:
+    """Takes out the hooks that write, and the workspace, of a run that is a short trial."""
+    engine.workspace = None
+    left_out = [hook for hook in engine.hooks if hook.writes and not hook.writes_in_workspace_alone]
+    engine.hooks = [hook for hook in engine.hooks if hook not in left_out]
+    named = [hook.state_key for hook in left_out if not hook.implicit]
+    engine.logger.info(
+        "fast_dev_run=%s: a short trial; nothing is written or resumed%s",
+        engine.settings.limits.fast_dev_run, f", without {', '.join(named)}" if named else "",
+        extra={"topic": "trial"},
+    )  # fmt: skip
+
+
 def refusal_plan(engine: Engine) -> RefusalPlan | None:
     """Returns the plan of the hook that decides about non-finite gradients, or None.
 
@@ -91,7 +106,7 @@ def refusal_plan(engine: Engine) -> RefusalPlan | None:
 
 
 def finite_guard(engine: Engine) -> FiniteGuard:
-    """Returns the guard of the weights: on the device, where nobody must know of a refused step at once."""
+    """Returns the guard of the weights: on the device, unless a refused step must be known at once."""
     plan = refusal_plan(engine)
     must_know_now = bool(engine.max_non_finite_grad_retries) or engine.precision.scaled or plan is not None
     deferred = not must_know_now and skips_on_device(engine.optimizer, engine.device)
@@ -152,10 +167,49 @@ def training_session(engine: Engine) -> Iterator[None]:
             engine.logger.info(end_line(engine, first_step, seconds), extra={"topic": "end"})
 
 
-def into_training_mode(engine: Engine) -> None:
-    """Puts every module into training mode, and warns of layers whose running statistics somebody froze before.
+class BetweenRuns:
+    """Signals noted around several runs of one front end, which holds its folders as in a run.
 
-    A model that is in eval mode as a whole was loaded to be used; nobody asked to freeze a part of it.
+    Args:
+        engine: that runs.
+
+    Example:
+        >>> # with BetweenRuns(engine) as between: ...
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._plans = [plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None]
+        self._held = contextlib.ExitStack()
+
+    def __enter__(self) -> BetweenRuns:
+        with contextlib.ExitStack() as held:
+            for hook in self._engine.hooks:
+                held.enter_context(hook.claim(self._engine))
+            numbers = [number for plan in self._plans for number in plan.signals]
+            held.enter_context(self._engine.signals.listening(numbers))
+            self._held = held.pop_all()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self._held.close()
+
+    @contextlib.contextmanager
+    def acting(self) -> Iterator[None]:
+        """Saves and leaves, at the end of the block, for a signal that arrived so far; evaluations are abandoned."""
+        self._engine.signals.expect(self._plans)
+        try:
+            with contextlib.suppress(EvaluationAbandoned):
+                yield
+            leave_on_signal(self._engine)
+        finally:
+            self._engine.signals.expect([])
+
+
+def into_training_mode(engine: Engine) -> None:
+    """Puts every module into training mode, and warns of layers with frozen running statistics.
+
+    A model that is in eval mode as a whole was loaded for inference; no part of it was frozen on purpose.
     """
     model = engine.model
     frozen = [
@@ -251,8 +305,11 @@ def check_before_training(engine: Engine) -> None:
             argument="optimizer",
         )
     _warn_of_half_sums(engine)
-    engine.stray_parameters = [parameter for _, parameter in uncovered_parameters(engine.model, engine.optimizer)]
-    names = [name for name, _ in uncovered_parameters(engine.model, engine.optimizer)]
+    uncovered = uncovered_parameters(engine.model, engine.optimizer)
+    engine.stray_parameters = [parameter for _, parameter in uncovered]
+    groups = [group for optimizer in engine.state.objects.optimizers() for group in optimizer.param_groups]
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    names = [name for name, parameter in uncovered if id(parameter) not in held]
     if names and len(names) == sum(parameter.requires_grad for parameter in engine.model.parameters()):
         raise ConfigError(
             f"none of the {len(names)} trainable parameters of the model is in it, so nothing would be trained; build "
@@ -308,7 +365,7 @@ def leave_after_step(engine: Engine) -> None:
 
 
 def interruption(engine: Engine) -> Callable[[], bool] | None:
-    """Returns a callable that tells whether an evaluation is to be abandoned for a signal; None if it is not to be.
+    """Returns a callable that is True once a signal should abandon the evaluation; None if none should.
 
     No evaluation is abandoned inside a step: a hook that was cut short there would leave other gradients than it meant
     to, and a step that has begun has no state to be saved.
@@ -334,4 +391,6 @@ def _leave(engine: Engine, received: int) -> None:
     wait = max(plan.wait for plan in plans)
     if wait > 0:
         time.sleep(wait)
+    if received == signal.SIGINT and hasattr(sys, "ps1"):  # a prompt or a notebook, which is to stay
+        raise KeyboardInterrupt
     raise SystemExit(plans[0].exit_code(received))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from treadle.data.cursor import Group
+from treadle.engine.limits import NO_LIMITS, Limits
 from treadle.errors import ConfigError
 from treadle.seed import as_seed
 
@@ -26,12 +27,14 @@ class EngineSettings:
         scheduler_interval: ``"step"`` or ``"epoch"``.
         device_asked: the device as the user gave it.
         grad_clip: total 2-norm; None turns clipping off.
+        grad_clip_value: largest absolute value of a gradient's element; None turns this clipping off.
         accumulation_steps: micro-batches per step, >= 1.
         syncs_each: whether ranks exchange gradients with every micro-batch, not only with the last of a step.
         max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None is 0.
         eval_seed: seeds the random state of every evaluation.
         capture: True, False or ``"auto"``.
         progress: whether a run shows its log where no handler of the user's does; see ``treadle.engine.voice``.
+        limits: of time and batches.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -45,20 +48,31 @@ class EngineSettings:
     scheduler_interval: Literal["step", "epoch"] = "step"
     device_asked: torch.device | str | int | None = None
     grad_clip: float | None = None
+    grad_clip_value: float | None = None
     accumulation_steps: int = 1
     syncs_each: bool = False
     max_non_finite_grad_retries: int | None = 0
     eval_seed: int = 0
     capture: Capture = False
     progress: bool = True
+    limits: Limits = NO_LIMITS
 
     def __post_init__(self) -> None:
-        interval, grad_clip, retries = self.scheduler_interval, self.grad_clip, self.max_non_finite_grad_retries
+        interval, retries = self.scheduler_interval, self.max_non_finite_grad_retries
         if interval not in ("step", "epoch"):
             raise ConfigError("must be 'step' or 'epoch'", argument="scheduler_interval", value=interval)
-        if grad_clip is not None and not (isinstance(grad_clip, (int, float)) and grad_clip >= 0):
+        for name in ("grad_clip", "grad_clip_value"):
+            limit = getattr(self, name)
+            if limit is not None and not (isinstance(limit, (int, float)) and limit >= 0):
+                raise ConfigError(
+                    "must be a number >= 0; use None or 0 to turn clipping off", argument=name, value=limit
+                )
+            object.__setattr__(self, name, limit or None)
+        if self.grad_clip and self.grad_clip_value:
             raise ConfigError(
-                "must be a number >= 0; use None or 0 to turn clipping off", argument="grad_clip", value=grad_clip
+                f"gradients are clipped by their norm already, to {self.grad_clip}; keep one of the two",
+                argument="grad_clip_value",
+                value=self.grad_clip_value,
             )
         check_accumulation(self.accumulation_steps)
         if retries is not None and not (isinstance(retries, int) and retries >= 0):
@@ -66,7 +80,6 @@ class EngineSettings:
         check_capture(self.capture)
         if not isinstance(self.progress, bool):
             raise ConfigError("must be True or False", argument="progress", value=self.progress)
-        object.__setattr__(self, "grad_clip", grad_clip or None)
         object.__setattr__(self, "max_non_finite_grad_retries", retries or 0)
         object.__setattr__(self, "eval_seed", as_seed("eval_seed", self.eval_seed))
 

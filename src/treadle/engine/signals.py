@@ -110,7 +110,13 @@ class SignalListener:
 
     @contextlib.contextmanager
     def listening(self, signals: Sequence[int]) -> Iterator[None]:
-        """Installs the handlers inside the block and restores the earlier ones afterwards."""
+        """Installs the handlers inside the block and restores the earlier ones afterwards.
+
+        Inside another such block it does nothing: what was noted there stays noted.
+        """
+        if self._previous:
+            yield
+            return
         self.received, self._count = None, 0
         if not signals:
             yield
@@ -120,7 +126,7 @@ class SignalListener:
                 "python handles signals in the main thread only; train there, or pass None", argument="exit_signals"
             )
         self._owner = os.getpid()
-        self._phase = _shared_byte()  # workers of an earlier run keep theirs, which says that it is over
+        self._phase = _shared_byte()  # workers of an earlier run keep theirs, which is set to over
         try:
             for number in dict.fromkeys(signals):
                 self._previous[number] = signal.signal(number, self._note)

@@ -1,4 +1,4 @@
-"""What a run says where a batch of one sample meets a BatchNorm layer."""
+"""Warnings and errors for a batch of one sample in a BatchNorm layer."""
 
 from __future__ import annotations
 

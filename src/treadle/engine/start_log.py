@@ -35,7 +35,7 @@ def start_line(engine: Engine) -> str:
     where = f"on {engine.device}, to {engine.target}"
     if not engine.progress.step:
         return f"training starts {where}"
-    source = "" if engine.state.source is None else f" ({_short(engine.state.source)})"
+    source = "" if engine.state.source is None else f" ({short_path(engine.state.source)})"
     return f"training resumes at step {engine.progress.step}, epoch {engine.epoch}{source}, {where}"
 
 
@@ -56,7 +56,7 @@ def end_line(engine: Engine, first_step: int, seconds: float) -> str:
         if rule.best_epoch is not None
     ]
     if engine.state.saved is not None:
-        parts.append(f"saved {_short(engine.state.saved)}")
+        parts.append(f"saved {short_path(engine.state.saved)}")
     return "; ".join(parts)
 
 
@@ -74,6 +74,9 @@ def _why_ended(engine: Engine) -> str:
             return f"stopped early, {rule.count} {what}{'s' if rule.count > 1 else ''} without a better {rule.metric},"
     if engine.target.reached(engine):
         return "done"
+    deadline = engine.target.deadline
+    if deadline is not None and deadline.over:
+        return f"stopped before {engine.target}, as max_time of {_duration(deadline.seconds)} is over,"
     return f"stopped before {engine.target}, as should_stop was set,"
 
 
@@ -84,8 +87,13 @@ def _duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
-def _short(path: str) -> str:
-    """Returns a path relative to the working directory where it lies below it."""
+def short_path(path: str) -> str:
+    """Returns a path relative to the working directory if it is below it.
+
+    Example:
+        >>> short_path("runs/a/last.pt")
+        'runs/a/last.pt'
+    """
     try:
         return str(Path(path).relative_to(Path.cwd()))
     except (ValueError, OSError):

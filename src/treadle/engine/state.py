@@ -15,12 +15,12 @@ from treadle import distributed
 from treadle.checkpoint.attributes import Attributes
 from treadle.checkpoint.base_fingerprints import FrozenBase
 from treadle.checkpoint.buffers import HostBuffers
+from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.order import Reach
 from treadle.checkpoint.schema import KEYS, to_plain
 from treadle.engine.first_save import try_loading
-from treadle.engine.module_state import ModuleState
 from treadle.engine.origin import RunOrigin
-from treadle.engine.own_objects import OwnObjects
+from treadle.engine.own_objects import OwnObjects, objects_of, objects_of_hook
 from treadle.engine.parts import MOVED_BY_STEPS, PARTS
 from treadle.engine.state_options import StateOptions
 from treadle.engine.state_part import Saved, StatePart
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
 
-_OF_OPTIMIZERS = ("_opt_called", "_step_count", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured")
+_OF_OPTIMIZERS = (
+    "_opt_called", "_step_count", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "state",
+    "param_groups", "defaults",
+)  # fmt: skip
 
 
 def is_of_torch(optimizer: Any) -> bool:
@@ -59,30 +62,33 @@ class RunState:
     """State table of an engine, and where its present state came from.
 
     Args:
-        options: what is left out of a state, or may be missing when one is loaded.
+        options: parts left out of a state, or allowed to be missing from a loaded one.
 
     Attributes:
         drivers: objects around the engine that add keys of their own.
         base: fingerprints of frozen weights that checkpoints leave out.
         loaded: whether a state was loaded, by hand or by a hook.
         resumed: whether hooks were asked for a checkpoint to resume from.
+        closed: why nothing may be trained; None where it may.
         searched: whether a front end chose the state among those of all hooks too, so that hooks need not look.
         source: the checkpoint that the run resumed from, for the log.
         saved: the newest checkpoint that this process wrote, for the log; None before one.
         saved_step: the step of its state.
         origin: where the run began.
         scored: the weights that the last evaluation scored, ``"model"`` or ``"ema"``; None before one.
-        num_loads: how often a state was loaded; tensors of the optimizer lie in other memory after each.
+        num_loads: how often a state was loaded; tensors of the optimizer are in other memory after each.
         training: whether a run takes steps.
         num_runs: runs that took steps, of this object.
         modules: state of the model that its state dict does not hold.
         objects: the user's own objects on the trainer and the task.
+        hook_objects: those that hooks without state of their own hold, by the hooks' keys.
         optimizer_attributes: plain attributes of an optimizer that is not torch's, and inherits its state dict.
     """
 
     base: FrozenBase
     modules: ModuleState
     objects: OwnObjects
+    hook_objects: dict[str, OwnObjects]
     optimizer_attributes: Attributes
 
     def __init__(self, options: StateOptions):
@@ -99,6 +105,7 @@ class RunState:
         self.num_loads = 0
         self.training = False
         self.num_runs = 0
+        self.closed: str | None = None
         self._trial: Callable[[], None] | None = None
         self._rehearsed = False
         self._warned: set[str] = set()
@@ -107,9 +114,12 @@ class RunState:
         """Takes fingerprints of the frozen weights, and notes how the user's objects were built."""
         self.base = FrozenBase(engine.model, asked=self.options.ignore_frozen_params)
         self.modules = ModuleState(engine.model)
-        self.objects = OwnObjects(engine)
+        self.objects = objects_of(engine)
+        objects = {hook.state_key: objects_of_hook(engine, hook) for hook in engine.hooks}
+        self.hook_objects = {key: found for key, found in objects.items() if found is not None}
         keeps_none = type(engine.optimizer).state_dict is not Optimizer.state_dict or is_of_torch(engine.optimizer)
-        self.optimizer_attributes = Attributes(None if keeps_none else engine.optimizer, leave_out=_OF_OPTIMIZERS)
+        owner = None if keeps_none else engine.optimizer
+        self.optimizer_attributes = Attributes(owner, deep=True, leave_out=_OF_OPTIMIZERS)
 
     def warn_once(self, engine: Engine, text: str) -> None:
         """Logs a warning about state that is lost, once."""
@@ -122,10 +132,13 @@ class RunState:
         self._trial = trial
 
     def run_trial(self, engine: Engine) -> None:
-        """Runs what is to be tried, and puts back what it changed in the user's objects."""
+        """Runs a trial and restores the user's objects afterwards."""
         trial, self._trial = self._trial, None
-        if trial is None or engine.progress.step or self.loaded:
-            return
+        if trial is not None and not engine.progress.step and not self.loaded:
+            self.isolated(engine, trial)
+
+    def isolated(self, engine: Engine, trial: Callable[[], None]) -> None:
+        """Runs something, and puts back what it changed in buffers and in the user's objects."""
         modules, objects = self.modules.collect(engine.model), self.objects.attributes()
         trial()
         self.modules.restore(engine.model, modules, ready=False)

@@ -20,7 +20,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class StateOptions:
-    """What is left out of a state, what may be missing when one is loaded, and whether files are whole.
+    """Parts left out of a state, parts that may be missing when one is loaded, and whether files are whole.
 
     Attributes:
         full_state_dict: checkpoints of a sharded model are single files.
@@ -40,7 +40,7 @@ class StateOptions:
 def state_options(asked: StateDictOptions | None) -> StateOptions:
     """Returns what torch's options ask for.
 
-    ``cpu_offload`` needs no asking: a state lies on the CPU, and its whole tensors on rank 0.
+    ``cpu_offload`` is implied: a state is on the CPU, and its whole tensors on rank 0.
 
     Raises:
         ConfigError: an option that has no meaning here.

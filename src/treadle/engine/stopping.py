@@ -1,4 +1,4 @@
-"""The target of a run, in steps or in epochs, and what it says about where the run stands."""
+"""The target of a run, in steps or in epochs, and the distance to it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING
 
+from treadle.engine.limits import Deadline
 from treadle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class Target:
         epochs: epochs to have completed at the end.
         score_epoch: evaluates a complete epoch; returns the value of the best metric.
         after_epoch: writes epoch checkpoints and calls user callbacks.
+        deadline: the end of the time that the call may train; None for no end.
 
     Raises:
         ConfigError: not exactly one target is given, or it is no whole number >= 0.
@@ -32,6 +34,7 @@ class Target:
     epochs: int | None = None
     score_epoch: Callable[[], float | None] | None = None
     after_epoch: Callable[[], None] | None = None
+    deadline: Deadline | None = None
 
     def __post_init__(self) -> None:
         if (self.max_steps is None) == (self.epochs is None):
@@ -45,6 +48,11 @@ class Target:
     def __str__(self) -> str:
         return f"step {self.max_steps}" if self.max_steps is not None else f"epoch {self.epochs}"
 
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the time that the call may train is over."""
+        return self.deadline is not None and self.deadline.over
+
     def reached(self, engine: Engine) -> bool:
         """Returns whether nothing is left to do."""
         if self.max_steps is not None:
@@ -53,7 +61,7 @@ class Target:
         return stopped_early or (self.epochs is not None and engine.epoch >= self.epochs)
 
     def completes_epoch(self, engine: Engine) -> bool:
-        """Returns whether the running epoch is complete and to be finished before the run goes on or ends."""
+        """Returns whether the running epoch is complete and must be finished before the run continues or ends."""
         if not engine.cursor.ended or self.reached(engine):
             return False
         return self.epochs is not None or not engine.should_stop

@@ -51,7 +51,7 @@ class Voice(logging.Handler):
     """Handler that shows log records on stderr while a run speaks; there is one in a process.
 
     Attributes:
-        screen: what is redrawn at present, or None.
+        screen: the live display, or None.
         replaces_lines: whether that shows what the lines of a ProgressHook show.
     """
 
@@ -74,7 +74,7 @@ class Voice(logging.Handler):
 
     @contextlib.contextmanager
     def scope(self, logger: logging.Logger, *, wanted: bool) -> Iterator[None]:
-        """Shows the records of a logger and of the library inside the block, if nobody else does.
+        """Shows the records of a logger and of the library inside the block, unless another handler does.
 
         A block inside another one belongs to it: the outermost shows one start and one end.
         """
@@ -138,7 +138,7 @@ class Voice(logging.Handler):
             self._end = text  # shown when the outermost block is left: several runs may make one
             return
         elif topic == "resumed" or (topic == "progress" and self.replaces_lines):
-            return  # the line of the start and what is redrawn tell the same
+            return  # the start line and the live display have the same
         elif topic == "epoch" and not self._has_token():
             return
         self._write(text)

@@ -62,7 +62,7 @@ def export_weights(
         raw: take the raw weights though averaged ones were validated.
         config: for ``"hf"``: a folder with the model's ``config.json``, whose tokenizer is copied too; None: the run's
             ``pretrained`` folder, or the checkpoint's own.
-        force: replace what is there.
+        force: replace an existing file.
 
     Raises:
         ConfigError: there is no such source, ``out`` is there already, or there is no ``config.json``.
@@ -119,7 +119,7 @@ def _refuse_to_overwrite(target: Path, *, is_folder: bool, force: bool) -> None:
 
 
 def _header(found: Source) -> dict[str, str]:
-    """Returns what a safetensors header says; ``format`` is what transformers asks for."""
+    """Returns the metadata of a safetensors header; transformers requires ``format``."""
     known = {
         "format": "pt", "treadle": versions()["treadle"], "weights": found.which, "face": found.face,
         "step": found.step, "epoch": found.epoch,
@@ -147,7 +147,7 @@ def _write_pretrained(
 
 
 def _config_places(asked: Path, found: Source) -> list[Path]:
-    """Returns where the model's configuration may lie; a run's own ``config.json`` is of its settings."""
+    """Returns the possible places of the model's configuration; a run's ``config.json`` holds its settings."""
     if found.kind == "transformers":
         return [found.path]
     if asked.is_dir():

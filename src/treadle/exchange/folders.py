@@ -34,7 +34,7 @@ _REASONS = (
     (r"scheduler(_\d+)?\.(bin|pt)", SCHEDULE),
     (r"scaler(_\d+)?\.pt", SCALER),
     (r"training_args\.bin", "a pickled object, which is not opened: the settings are yours to give"),
-    (r"sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin", "the position in the data: training starts an epoch anew"),
+    (r"sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin", "the position in the data: training starts a new epoch"),
     (r"(model|pytorch_model)_\d+\.(safetensors|bin)", "a second model; the first one is read"),
     (r"optimizer_\d+\.bin", "a second optimizer; the first one is read"),
     (r"custom_checkpoint_\d+\.pkl", "a pickle of an object of your own, which is not opened"),

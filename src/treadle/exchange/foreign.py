@@ -24,11 +24,11 @@ _MODELS = ("model_state_dict", "state_dict", "model", "model_state", "net", "net
 _OPTIMIZERS = ("optimizer_state_dict", "optimizer", "optimizer_state", "optim")
 _STEPS = ("global_step", "step", "iteration")
 
-RANDOM = "the random numbers of the run: training that goes on from here draws others"
+RANDOM = "the random numbers of the run: training continued from here draws others"
 SCHEDULE = "the state of a schedule fits the same schedule only: build yours for the steps that are left"
 SCALER = "a new fp16 scaler finds its scale within a few steps"
 _LIGHTNING = {
-    "loops": "the position inside the epoch: training goes on at the beginning of one",
+    "loops": "the position inside the epoch: training continues at the beginning of one",
     "callbacks": "the state of callbacks, which are Lightning's own",
     "lr_schedulers": SCHEDULE,
     "hyper_parameters": "the model is yours to build with them",
@@ -47,8 +47,8 @@ class ForeignCheckpoint:
             for ``save_pretrained``.
         model: the weights by name, on the CPU, without ``_orig_mod.`` and without ``prefix``.
         optimizer: the state dict of the only optimizer, or None.
-        epoch: epochs trained as the file counts them (Hugging Face counts parts of one), or None where it says nothing.
-        step: optimizer steps, or None where it says nothing.
+        epoch: epochs trained as the file counts them (Hugging Face counts parts of one), or None if it has no count.
+        step: optimizer steps, or None if it has no count.
         not_taken: what could not be taken over, each as ``"name: why"``.
         prefix: what was taken off the beginning of every weight's name.
     """

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from treadle.distributed import unwrap
 from treadle.distributed.state_names import clean_name, load_model_state, model_state, state_mismatches
 from treadle.errors import CheckpointError, ConfigError
+from treadle.exchange.adapters import adapted
 from treadle.exchange.foreign import ForeignCheckpoint
 from treadle.exchange.reading import read_as_named, without_prefix
 from treadle.optim.optimizer import live_order, load_optimizer_state, parameter_names
@@ -56,7 +57,7 @@ def load_foreign(
         >>> load_foreign(nn.Linear(2, 1), "old.pt").prefix
         'module.'
     """
-    found = _named_as_in(model, read_as_named(path), prefix)
+    found = _named_as_in(model, adapted(model, read_as_named(path), optimizer), prefix)
     where = repr(os.fspath(path))
     weights = _with_tied(model, found.model, where)
     wrong = state_mismatches(model, weights)

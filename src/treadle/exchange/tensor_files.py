@@ -17,7 +17,7 @@ from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, write_bytes
 from treadle.errors import CheckpointError, MissingExtraError, PickledCodeError
 
-# What an export says of itself in the header of a safetensors file, beside the names of tied weights.
+# Metadata of an export in the header of a safetensors file, beside the names of tied weights.
 HEADER = ("format", "treadle", "face", "step", "epoch", "weights")
 _ADVICE = "where the file was made, save the weights alone: torch.save(model.state_dict(), 'weights.pt')"
 
@@ -76,7 +76,7 @@ def with_memory_of_their_own(weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def tied_names(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns the first name of each weight that stands there under another name too, by that other name.
+    """Maps every further name of a tied weight to its first name.
 
     Args:
         weights: what :func:`with_memory_of_their_own` returned.
@@ -110,7 +110,7 @@ def write_safetensors(
         weights: what :func:`with_memory_of_their_own` returned.
         path: the target.
         metadata: goes into the header.
-        drop: names that are left out, each with the name under which the same weight stands; named in the header too.
+        drop: names that are left out, each with the name under which the same weight is kept; recorded in the header.
 
     Raises:
         CheckpointError: the file cannot be written, or a tensor is of a kind that safetensors does not know.

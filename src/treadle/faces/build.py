@@ -1,4 +1,4 @@
-"""What every face does with model and optimizer before its engine is made, and the counters that it shows."""
+"""Placement of model and optimizer before a face builds its engine, and the counters of a face."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from treadle.capture.checkpointing import Checkpointing, checkpoint_model
 from treadle.capture.compile import Compile, compile_model
 from treadle.device import get_device
 from treadle.engine import Engine
@@ -31,6 +32,7 @@ def place(
     device: torch.device | str | int | None,
     scheduler: Any = None,
     compile: Compile = False,
+    gradient_checkpointing: Checkpointing = False,
     parallel: ParallelConfig | Mapping[str, Any] | str | None = None,
 ) -> Placed:
     """Moves a model and the state of its optimizer to a device, compiles and spreads the model.
@@ -41,6 +43,7 @@ def place(
         device: None takes CUDA, then MPS, then the CPU.
         scheduler: must be built over the optimizer; None is not checked.
         compile: as :func:`treadle.compile_model` takes it.
+        gradient_checkpointing: as :func:`treadle.checkpoint_model` takes it.
         parallel: as :func:`treadle.parallelize` takes it; None for one process.
 
     Raises:
@@ -55,6 +58,7 @@ def place(
     where = get_device(device)
     moved = model.to(where)
     made = optimizer(moved) if callable(optimizer) else optimizer
+    checkpoint_model(moved, gradient_checkpointing)
     ready = spread(compile_model(moved, compile), parallel, made)
     move_optimizer_state(made)
     check_scheduler(scheduler, made)

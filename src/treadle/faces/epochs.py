@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
-from treadle.engine.evaluation import for_each_batch, refuse_no_batch
-from treadle.engine.predictions import joined, kept_outputs
+from treadle.engine.evaluation import refuse_no_batch
+from treadle.engine.limits import Deadline
+from treadle.engine.predictions import predicted, scored_weights
 from treadle.engine.rehearsal import try_evaluation
-from treadle.engine.session import interruption
-from treadle.optim.evaluation_point import at_evaluation_point, has_modes
+from treadle.optim.evaluation_point import has_modes
 from treadle.optim.schedules import check_plateau
 from treadle.task import Task
 
@@ -48,6 +48,7 @@ class EpochTrainer:
         self.history: list[dict[str, Any]] = []
         self.metrics: dict[str, Any] | None = None
         self.improved = False
+        self.deadline: Deadline | None = None  # of a call that runs the engine several times
         engine.state_parts.append(self)
 
     def fit(
@@ -75,12 +76,13 @@ class EpochTrainer:
         metric, mode = ("the loss", "min") if self.best is None else (self.best.metric, self.best.mode)
         check_plateau(self.engine.lr_scheduler, metric, mode)
         if val_loader is not None:
-            self.engine.state.try_before_step_1(lambda: self._try_evaluation(val_loader))
+            self.engine.state.try_before_step_1(lambda: self._try_before_step_1(val_loader))
         self.engine.run(
             train_loader,
             epochs=epochs,
             score_epoch=lambda: self._score(val_loader),
             after_epoch=None if after_epoch is None else lambda: after_epoch(self.history[-1]),
+            deadline=self.deadline,
         )
         return self.history
 
@@ -120,25 +122,37 @@ class EpochTrainer:
 
     def evaluate_each(self, loaders: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
         """Returns the results over a loader, or over each of a dict with the names before those of the results."""
+        return self._each(loaders, self.evaluate)
+
+    def _each(
+        self, loaders: Iterable[Any] | Mapping[str, Iterable[Any]], evaluate: Callable[[Iterable[Any]], dict[str, Any]]
+    ) -> dict[str, Any]:
         if not isinstance(loaders, Mapping):
-            return self.evaluate(loaders)
-        results = {name: self.evaluate(loader) for name, loader in loaders.items()}
+            return evaluate(loaders)
+        results = {name: evaluate(loader) for name, loader in loaders.items()}
         return {f"{name}_{key}": value for name, values in results.items() for key, value in values.items()}
+
+    def validate(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
+        """Returns the results over a loader, or each of a dict, as an epoch's validation has them."""
+        return self.evaluate_each(loader)
+
+    def test(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
+        """Returns the results over the whole loader, or each of a dict, without ``limit_eval_batches``."""
+        with self.engine.evaluations_limited_to(None):
+            return self.evaluate_each(loader)
 
     def predict(self, loader: Iterable[Any], forward: Callable[[Any], Any]) -> Any:
         """Returns the joined outputs of ``forward(batch)`` over a loader, by the rules of an evaluation."""
-        engine, outputs = self.engine, []
-        with self.scored_weights():
-            for_each_batch(
-                engine.model,
-                loader,
-                lambda batch: outputs.append(kept_outputs(forward(batch))),
-                precision=engine.precision,
-                eval_seed=engine.eval_seed,
-                cursor=engine.eval_cursor,
-                interrupted=interruption(engine) if engine.num_ranks == 1 else None,  # one rank may predict alone
-            )
-        return joined(outputs)
+        return predicted(self.engine, loader, forward)
+
+    def _try_before_step_1(self, val_loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> None:
+        """Evaluates as many batches as ``num_sanity_eval_steps`` says and logs the results, or tries one batch."""
+        if not self.engine.settings.limits.num_sanity_eval_steps:
+            self._try_evaluation(val_loader)
+            return
+        with self.engine.evaluations_limited_to(self.engine.settings.limits.sanity):
+            results = numbers_of(self.evaluate_each(val_loader))
+        self.engine.logger.info("evaluated before step 1: %s", results, extra={"topic": "sanity"})
 
     def _try_evaluation(self, val_loader: Iterable[Any]) -> None:
         """Evaluates one batch before step 1, or only reads it where a subclass evaluates in a way of its own."""
@@ -150,17 +164,9 @@ class EpochTrainer:
         with self.scored_weights():
             try_evaluation(engine.model, val_loader, task, precision=engine.precision, eval_seed=engine.eval_seed)
 
-    @contextlib.contextmanager
-    def scored_weights(self) -> Iterator[None]:
+    def scored_weights(self) -> AbstractContextManager[None]:
         """Puts the weights that evaluations score into the model inside the block."""
-        self.engine.prepare()
-        average = next(iter(self.engine.averages.values()), None)
-        if average is None:
-            with at_evaluation_point(self.engine.optimizer):
-                yield
-        else:
-            with average.swapped_into(self.engine.model):
-                yield
+        return scored_weights(self.engine)
 
     def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a record says about the training of its epoch: ``train_loss``; a face may say more."""

@@ -8,12 +8,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from treadle.checkpoint.order import Reach
+from treadle.checkpoint.files import name_also
+from treadle.checkpoint.order import Reach, is_aside
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks
 from treadle.checkpoint.store import copy_checkpoint, find_latest, save_checkpoint
 from treadle.engine import Engine
 from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks.checkpointing import CheckpointingHook, step_states
+
+_INNER = "checkpoints"
 
 
 def loss_name(loss_fn: Any) -> str:
@@ -67,20 +70,29 @@ class RunFolder:
         self.engine = engine
         self._argument = argument
         self._on_disk: Reach | None = None
+        self._replayed = False
         self.path: Path | None = None
 
     def use(self, path: str | Path | None) -> None:
         """Names the folder, where it is now: a callback may change the working directory. None for none."""
-        self.path = self.engine.workspace = None if path is None else Path(path).absolute()
+        trial = self.engine.settings.limits.fast_dev_run
+        self.path = self.engine.workspace = None if path is None or trial else Path(path).absolute()
         if self.path is not None:
             self.engine.state.origin.watch(self.path, self.states)
 
     def held(self) -> AbstractContextManager[None]:
-        """Holds the folder for this run inside the block; all ranks enter it.
+        """Holds the folder for this run inside the block; all ranks enter it. One that is replayed is let alone.
 
         Raises:
             CheckpointError: another process holds it; on all ranks.
         """
+        if self.path is not None:
+            self.engine.prepare()  # an observer may be about to replay the run
+            self._replayed = any(hook.replays for hook in self.engine.hooks)
+        if self._replayed:
+            if self.engine.workspace == self.path:  # else an observer has moved it
+                self.engine.workspace = None
+            self.path = None
         return contextlib.nullcontext() if self.path is None else held_by_rank_0(self.path)
 
     def candidates(self, folder: Path) -> Iterable[Path]:
@@ -108,6 +120,24 @@ class RunFolder:
         """Records that a file holds the present state."""
         self._on_disk = Reach(self.engine.step, self.engine.epoch)
 
+    def name_state(self, path: Path, *, best: bool) -> None:
+        """Points ``checkpoints/best.pt`` or ``checkpoints/last.pt``, which every face has, to a state; on rank 0.
+
+        Args:
+            path: the state, in the folder.
+            best: which of the two.
+        """
+        folder = self.path
+        if folder is None or folder.name == _INNER or path.parent != folder or is_aside(path):
+            return
+        name_also(path, folder / _INNER / ("best.pt" if best else "last.pt"))
+
+    def name_best_and_last(self, best: Path, last: Path) -> None:
+        """Points both names to states, as far as these are there; on rank 0."""
+        for path, is_best in ((best, True), (last, False)):
+            if path.exists():
+                self.name_state(path, best=is_best)
+
     def write_end(self) -> None:
         """Writes the state that a run ended with if no file holds it; all ranks call it."""
         now = Reach(self.engine.step, self.engine.epoch)
@@ -129,7 +159,7 @@ class RunFolder:
             ConfigError: ``"auto"`` without a folder.
             CheckpointError: files are there and none is intact, or the named one is not.
         """
-        if source is None:
+        if source is None or self._replayed or self.engine.settings.limits.fast_dev_run:
             return None
         if str(source) == "auto":
             if self.path is None:

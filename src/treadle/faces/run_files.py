@@ -88,6 +88,7 @@ def settings_of(trainer: Engine) -> dict[str, Any]:
     model, scheduler = distributed.unwrap(trainer.model), trainer.lr_scheduler
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     found: dict[str, Any] = {
+        "face": trainer.face,
         "target": str(trainer.target),
         "trainer": trainer.config if isinstance(trainer.config, Mapping) else {},
         "data": _data(trainer.cursor.loader, trainer.accumulation_steps),

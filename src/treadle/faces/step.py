@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,16 +12,21 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from treadle.capture.checkpointing import Checkpointing, check_checkpointing, checkpoint_model
 from treadle.capture.compile import Compile, check_compile, compile_model
+from treadle.data.amount import Amount
 from treadle.data.cursor import Cursor
 from treadle.distributed import unwrap
 from treadle.engine import Engine
 from treadle.engine.attempt import Attempt
+from treadle.engine.evaluation import refuse_no_batch
 from treadle.engine.events import Events
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook
+from treadle.engine.limits import Duration, Limits
 from treadle.engine.names import FOREIGN, uncalled_methods
 from treadle.engine.observers import announce_building
+from treadle.engine.predictions import predicted, scored_weights
 from treadle.engine.progress import Progress
 from treadle.engine.session import Declared
 from treadle.engine.settings import Capture, EngineSettings, check_accumulation
@@ -31,6 +36,7 @@ from treadle.engine.state_options import state_options
 from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
 from treadle.faces.default_hooks import with_default_hooks
+from treadle.faces.epoch_face import save_state
 from treadle.hooks.remote import RemoteWorkspaceHook, is_remote, staging_of
 from treadle.hooks.trackers import TrackerChoice, with_trackers
 from treadle.hooks.validate import check_hooks
@@ -64,6 +70,7 @@ class BaseTrainer(Engine):
         max_steps: absolute target, >= 0. An epoch that ends with the last step is completed only when the run goes on,
             so that the checkpoint of the last step is the state that the run ends with.
         grad_clip: total 2-norm; None or 0 off.
+        grad_clip_value: largest absolute value of a gradient's element; None or 0 off. Not together with ``grad_clip``.
         max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None or 0: none.
         mixed_precision: None, ``"bf16"`` or ``"fp16"``.
         gradient_accumulation_steps: micro-batches per step, >= 1; None = 1.
@@ -78,9 +85,17 @@ class BaseTrainer(Engine):
         scheduler_interval: ``"step"`` or ``"epoch"``.
         hooks: come after those of ``build_hooks``.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
+        gradient_checkpointing: True computes activations of the model's blocks again in the backward pass, or names of
+            modules; see :func:`treadle.checkpoint_model`.
         compile: True compiles what ``build_model`` returns, in place; ``"blocks"`` each of its repeated blocks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
+        max_time: how long one call of ``train`` may take: seconds, ``"HH:MM:SS"``, ``"1h30m"`` or a timedelta.
+        limit_train_batches: micro-batches of an epoch, or a float, the part of it.
+        limit_eval_batches: batches of an evaluation while training and of ``validate``, or a float.
+        overfit_batches: batches at the start of the loader that make every epoch, read once.
+        fast_dev_run: True or a number: so many steps and batches of an evaluation; nothing is written or resumed.
+        num_sanity_eval_steps: batches that a ValidationHook evaluates before step 1 of a fresh run; -1 for all.
 
     Raises:
         ConfigError: a value is outside its range, or one of ``state_dict_options`` has no meaning here.
@@ -124,28 +139,35 @@ class BaseTrainer(Engine):
         capture: Capture = False,
         compile: Compile = False,
         progress: bool = True,
+        grad_clip_value: float | None = None,
+        gradient_checkpointing: Checkpointing = False,
+        max_time: Duration | None = None,
+        limit_train_batches: Amount | None = None,
+        limit_eval_batches: Amount | None = None,
+        overfit_batches: Amount | None = None,
+        fast_dev_run: bool | int = False,
+        num_sanity_eval_steps: int = 0,
     ):
         if not isinstance(max_steps, int) or max_steps < 0:
             raise ConfigError("must be a whole number of optimizer steps, >= 0", argument="max_steps", value=max_steps)
         check_precision(mixed_precision, argument="mixed_precision")
         accumulation_steps = 1 if gradient_accumulation_steps is None else gradient_accumulation_steps
         check_accumulation(accumulation_steps, argument="gradient_accumulation_steps")
-        settings = EngineSettings(
-            face="mini",
-            scheduler_interval=scheduler_interval,
-            device_asked=device,
-            grad_clip=grad_clip,
-            accumulation_steps=accumulation_steps,
-            syncs_each=not no_sync_accumulate,
-            max_non_finite_grad_retries=max_non_finite_grad_retries,
-            capture=capture,
-            progress=progress,
+        limits = Limits(
+            max_time, limit_train_batches, limit_eval_batches, overfit_batches, fast_dev_run, num_sanity_eval_steps
         )
+        settings = EngineSettings(
+            face="mini", scheduler_interval=scheduler_interval, device_asked=device, grad_clip=grad_clip,
+            grad_clip_value=grad_clip_value,
+            accumulation_steps=accumulation_steps, syncs_each=not no_sync_accumulate,
+            max_non_finite_grad_retries=max_non_finite_grad_retries, capture=capture, progress=progress, limits=limits,
+        )  # fmt: skip
         logger, options = logger or logging.getLogger("treadle.trainer"), state_options(state_dict_options)
         self._configure(settings, mixed_precision, logger=logger, state_options=options)
         self.max_steps = max_steps
         self.trackers = trackers
         self.compile_setting = check_compile(compile)
+        self.checkpointing_setting = check_checkpointing(gradient_checkpointing)
         self._given_hooks = check_hooks(hooks)
         with_trackers([], trackers)  # a wrong name is told here
         # Absolute, so that a hook given `trainer.workspace / "checkpoints"` does not put it below itself once more.
@@ -161,6 +183,8 @@ class BaseTrainer(Engine):
             "max_steps": max_steps, "grad_clip": grad_clip, "max_non_finite_grad_retries": max_non_finite_grad_retries,
             "mixed_precision": mixed_precision, "gradient_accumulation_steps": accumulation_steps,
             "scheduler_interval": scheduler_interval, "capture": capture, "compile": compile,
+            "grad_clip_value": grad_clip_value, "gradient_checkpointing": gradient_checkpointing,
+            **limits.given(),
         }  # fmt: skip
 
     def train(self) -> None:
@@ -175,12 +199,74 @@ class BaseTrainer(Engine):
         Raises:
             ConfigError: nothing is built yet.
         """
+        self._refuse_unbuilt("evaluate")
+        return super().evaluate(loader, task)
+
+    def _refuse_unbuilt(self, method: str) -> None:
         if self.hooks is None:
             raise ConfigError(
-                "evaluate() came before train(): there is no model yet; call train(), which only loads what a finished "
-                "run left, or prepare() to evaluate fresh weights"
+                f"{method}() came before train(): there is no model yet; call train(), which only loads what a "
+                f"finished run left, or prepare() to {method} with fresh weights"
             )
-        return super().evaluate(loader, task)
+
+    def validate(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
+        """Returns the results over a loader, of the averaged weights if there is an average; training does not notice.
+
+        Args:
+            loader: batches, of which ``limit_eval_batches`` counts; of a dict each loader, with its name before those
+                of its results.
+
+        Raises:
+            ConfigError: nothing is built yet, or a loader is empty.
+        """
+        self._refuse_unbuilt("validate")
+        if isinstance(loader, Mapping):
+            results = {name: self.validate(one) for name, one in loader.items()}
+            return {f"{name}_{key}": value for name, values in results.items() for key, value in values.items()}
+        with scored_weights(self):
+            values = self.evaluate(loader)
+        refuse_no_batch(self.eval_cursor.position, "loader: it")
+        return values
+
+    def test(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
+        """Returns the results over the whole loader, as :meth:`validate` does without a limit.
+
+        Raises:
+            ConfigError: nothing is built yet, or a loader is empty.
+        """
+        with self.evaluations_limited_to(None):
+            return BaseTrainer.validate(self, loader)
+
+    def predict(self, loader: Iterable[Any]) -> Any:
+        """Returns what ``predict_step(input)`` of the subclass gives for a loader, in eval mode, in its order.
+
+        Returns:
+            The outputs of all batches joined along dimension 0 on the CPU, of the averaged weights if there is an
+            average: a tensor (N, ...), or tuples and dicts of such.
+
+        Raises:
+            ConfigError: nothing is built yet, the trainer has no ``predict_step``, or the loader is empty.
+        """
+        self._refuse_unbuilt("predict")
+        step = getattr(self, "predict_step", None)
+        if step is None:
+            raise ConfigError(
+                f"{type(self).__name__} has no predict_step(input), which says what is predicted for a batch; add it, "
+                "such as: return self.model(input[0].to(self.device))",
+                argument="predict",
+            )
+        return predicted(self, loader, step)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes a checkpoint of everything that a run needs to resume exactly; all ranks take part.
+
+        Returns:
+            The file; another name beside it where the weights are not finite.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        return save_state(self, path)
 
     # -- to implement ---------------------------------------------------------------------------------------------
 
@@ -243,7 +329,8 @@ class BaseTrainer(Engine):
                 self.logger.warning("%s", warning)
             announce_building(self)
             self.data_loader = self._built("build_data_loader")
-            self.model = compile_model(self._built("build_model"), self.compile_setting)
+            self.model = checkpoint_model(self._built("build_model"), self.checkpointing_setting)
+            compile_model(self.model, self.compile_setting)
             self.optimizer = self._built("build_optimizer")
             self.lr_scheduler = self.build_lr_scheduler()
             self.grad_scaler = self.build_grad_scaler()

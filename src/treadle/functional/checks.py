@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
@@ -11,17 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from treadle.data.amount import batches_in
 from treadle.data.sources import refuse_dataset
 from treadle.engine.best import BestRule, EarlyStopping, Mode
 from treadle.engine.hook import BaseHook
+from treadle.engine.limits import Limits
 from treadle.engine.names import overridden_on_instance, uncalled_methods
 from treadle.errors import ConfigError
 from treadle.functional.driver import PREFIX, FaceEpochs, MetricRule
 from treadle.functional.settings import TrainingSettings
 from treadle.optim.optimizer import can_be_fused, decay_groups, move_optimizer_state
+from treadle.optim.schedules import follow_shape
 
 _log = logging.getLogger("treadle.functional")
 # What `train` calls the arguments of a best rule.
@@ -81,6 +85,63 @@ def warn_of_idle_interval(scheduler: Any, settings: TrainingSettings) -> None:
             "config.training.scheduler_step_per_batch=True: %s",
             "a ReduceLROnPlateau moves with each new value of the best metric" if plateau else "there is no scheduler",
         )
+
+
+def scheduler_for(optimizer: Optimizer, scheduler: Any, settings: TrainingSettings) -> Any:
+    """Returns the scheduler as given, or that which the settings name, whose length is set when training starts.
+
+    Raises:
+        ConfigError: there are both.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        >>> scheduler_for(optimizer, None, TrainingSettings(lr_scheduler="linear", warmup_steps=4)).get_last_lr()
+        [0.25]
+    """
+    if settings.schedule is None:
+        return scheduler
+    if scheduler is not None:
+        raise ConfigError(
+            f"a {type(scheduler).__name__} is given as scheduler= too; keep one of the two",
+            argument="lr_scheduler",
+            value=settings.lr_scheduler,
+        )
+    return LambdaLR(optimizer, settings.schedule.factor(total_steps=1))
+
+
+def set_length(scheduler: Any, loader: Iterable[Any], num_epochs: int, *, settings: TrainingSettings) -> None:
+    """Sets the length of a schedule that the settings name: the steps of all epochs, which limits may shorten.
+
+    Args:
+        scheduler: of :func:`scheduler_for`.
+        loader: gives the micro-batches of an epoch.
+        num_epochs: of the whole run.
+        settings: name the schedule, count the micro-batches of a step, and limit those of an epoch.
+
+    Raises:
+        ConfigError: the loader has no length.
+
+    Example:
+        >>> set_length(None, [], 1, settings=TrainingSettings())
+    """
+    limits = Limits.among(vars(settings))
+    epochs = limits.target(None, num_epochs)[1]
+    if settings.schedule is None or not epochs:
+        return
+    try:
+        batches = len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(
+            "the loader has no length, so the steps of the run are not known; pass "
+            "scheduler=treadle.build_schedule(optimizer, name, total_steps=...) and scheduler_step_per_batch=True",
+            argument="lr_scheduler",
+            value=settings.lr_scheduler,
+        ) from None
+    for name, amount in (("limit_train_batches", limits.train), ("overfit_batches", limits.overfit_batches)):
+        if amount is not None and batches:
+            batches = min(batches, batches_in(amount, batches, name))
+    if steps := epochs * math.ceil(batches / settings.gradient_accumulation_steps):
+        follow_shape(scheduler, settings.schedule, steps)
 
 
 def check_loss_fn(loss_fn: Any, *, own_loss: bool, optimizer: Optimizer | None = None) -> None:
@@ -300,7 +361,7 @@ _METHODS = (
 _LOOKED_UP_ON_THE_CLASS = ("train_step", "train_epoch", "eval_step", "evaluate")
 _FOREIGN = {
     "training_step": "train_step or _compute_loss", "_train_step": "train_step", "compute_loss": "_compute_loss",
-    "validation_step": "eval_step", "validate": "evaluate", "_run_step": "train_step", "_evaluate": "evaluate",
+    "validation_step": "eval_step", "_run_step": "train_step", "_evaluate": "evaluate",
     "_train_epoch": "train_epoch", "forward": "_forward_pass", "prediction_step": "_forward_pass",
 }  # fmt: skip
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from treadle import distributed
+from treadle.data.amount import FirstBatches
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules, refuse_no_batch
-from treadle.engine.session import ranks_stop, resume_from_hooks
+from treadle.engine.session import BetweenRuns, ranks_stop, resume_from_hooks
 from treadle.errors import ConfigError
 from treadle.faces.selection import SelectingEpochs
 from treadle.functional.task import EvalTask, numbers_from
@@ -55,6 +56,7 @@ class FaceEpochs(SelectingEpochs):
         self._evaluating = False
         self._epochs_run = 0
         self._through = False  # epochs go through the trainer's own train_epoch
+        self._incomplete = False  # which adds to the record of the running epoch
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -74,7 +76,7 @@ class FaceEpochs(SelectingEpochs):
     @property
     def record_complete(self) -> bool:
         """Whether the latest record has all that it will have; an overridden ``train_epoch`` adds to it later."""
-        return not self._through
+        return not self._incomplete
 
     def fit_through(
         self,
@@ -93,13 +95,28 @@ class FaceEpochs(SelectingEpochs):
         engine.prepare()
         resume_from_hooks(engine)
         engine.should_stop, self._through = False, True
+        self.deadline = engine.settings.limits.deadline()
         try:
-            while engine.epoch < epochs and not (self.finished or ranks_stop(engine)):
-                self._one_through(train_epoch, after_epoch)
+            with BetweenRuns(engine) as between:
+                while engine.epoch < epochs and not (self.finished or ranks_stop(engine)):
+                    record = self._one_through(train_epoch)
+                    with between.acting():
+                        if record is not None:
+                            self._record_completed()
+                            after_epoch(record)
         finally:
-            self._through = False
+            self._through = self._incomplete = False
+            self.deadline = None
 
-    def _one_through(self, train_epoch: Callable[[int], Any], after_epoch: Callable[[dict[str, Any]], None]) -> None:
+    def _record_completed(self) -> None:
+        """Lets hooks save the end of an epoch, whose record had not all that it has now when its run ended."""
+        self._incomplete = False
+        for hook in self.engine.hooks:
+            hook._save_end(self.engine)
+
+    def _one_through(self, train_epoch: Callable[[int], Any]) -> dict[str, Any] | None:
+        """Trains one epoch; returns its record, or None if it was stopped inside."""
+        self._incomplete = True
         before, self._epochs_run = self.engine.epoch, 0
         result = train_epoch(before)
         if self._epochs_run != 1 or not isinstance(result, Mapping):
@@ -108,10 +125,11 @@ class FaceEpochs(SelectingEpochs):
                 f"{type(result).__name__}; it must call it once and return a dict of numbers",
                 argument="train_epoch",
             )
-        if self.engine.epoch > before:  # not stopped inside
-            record = self.history[-1]
-            record.update(_as_record({key: value for key, value in result.items() if key not in record}, prefix=""))
-            after_epoch(record)
+        if self.engine.epoch == before:  # stopped inside
+            return None
+        record = self.history[-1]
+        record.update(_as_record({key: value for key, value in result.items() if key not in record}, prefix=""))
+        return record
 
     def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
         """Returns ``train_loss``, and ``train_<name>`` of what an overridden ``train_step`` adds."""
@@ -124,8 +142,10 @@ class FaceEpochs(SelectingEpochs):
         """Returns the results of the evaluation in force, without the prefix, as plain numbers."""
         if self._own_evaluate is None:
             return self.measure(loader)
+        limit = self.engine.settings.limits.evaluation
         with self.scored_weights(), self._inside_the_rules(loader), self._busy():
-            values = numbers_from("evaluate", self._own_evaluate(loader))
+            first = loader if limit is None else FirstBatches(loader, limit, "limit_eval_batches")
+            values = numbers_from("evaluate", self._own_evaluate(first))
         return _as_record(values)
 
     def _try_evaluation(self, val_loader: Iterable[Any]) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from treadle import distributed
 from treadle.checkpoint.order import is_aside
 from treadle.checkpoint.ranks import on_all_ranks, on_rank_0
+from treadle.checkpoint.retention import Retention
 from treadle.checkpoint.store import copy_checkpoint, save_checkpoint
 from treadle.engine import Engine
+from treadle.engine.start_log import short_path
 from treadle.exchange.pretrained import has_save_pretrained, write_pretrained
 from treadle.faces.folder import RunFolder
 from treadle.functional.files import BEST, LAST, HistoryFile, checkpoints_in, epoch_file
 
+_NUMBERED = r"checkpoint_epoch_(\d+)\.pt"
 Save = Callable[[Path, int, float | None], None]
 
 
@@ -25,6 +30,8 @@ class NumberedFolder(RunFolder):
         engine: whose state they hold.
         save: the trainer's ``_save_checkpoint``, through which every checkpoint goes.
         history: writes the history into the folder.
+        retention: which numbered checkpoints stay.
+        best_epochs: returns the epochs whose numbered checkpoints stay as well.
 
     Example:
         >>> # folder = NumberedFolder(engine, trainer._save_checkpoint, HistoryFile(lambda: []))
@@ -32,8 +39,18 @@ class NumberedFolder(RunFolder):
 
     loss_settings = ("loss",)
 
-    def __init__(self, engine: Engine, save: Save, history: HistoryFile):
+    def __init__(
+        self,
+        engine: Engine,
+        save: Save,
+        history: HistoryFile,
+        *,
+        retention: Retention | None = None,
+        best_epochs: Callable[[Callable[[int], bool]], list[int]] = lambda has_file: [],
+    ):
         super().__init__(engine, "save_dir")
+        self._retention = retention or Retention()
+        self._best_epochs = best_epochs
         self._history = history
         self._save = save
         self._save_freq = 0
@@ -44,6 +61,12 @@ class NumberedFolder(RunFolder):
         super().use(path)
         self._history.folder = self.path
         self._save_freq = save_freq or 0
+
+    def held(self) -> AbstractContextManager[None]:
+        """Holds the folder for this run inside the block; one that is replayed gets no history either."""
+        held = super().held()
+        self._history.folder = self.path
+        return held
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -100,6 +123,20 @@ class NumberedFolder(RunFolder):
                 self.record_written()
         finally:
             self._written = None
+        on_rank_0(self._prune)
+
+    def _prune(self) -> None:
+        """Deletes the numbered checkpoints that no rule keeps; none that is further than the present epoch."""
+        folder, state = self.path, self.engine.state
+        if folder is None or self._retention.keep_previous is None:
+            return
+        numbers = [int(found[1]) for path in folder.iterdir() if (found := re.fullmatch(_NUMBERED, path.name))]
+        kept = {number for number in numbers if number >= self.engine.epoch}
+        kept.update(self._best_epochs(lambda epoch: epoch in numbers))
+        protected = [epoch_file(folder, number) for number in kept]
+        if state.source is not None and not state.searched:  # a file that the user named
+            protected.append(Path(state.source))
+        self._retention.prune(folder, _NUMBERED, protected)
 
     def write_last(self) -> None:
         """Writes the present state under the number of its epoch, or as the last one inside an epoch."""
@@ -108,6 +145,16 @@ class NumberedFolder(RunFolder):
         epoch = self.engine.epoch
         numbered = self._save_freq and self.engine.cursor.position == 0
         self._save(epoch_file(self.path, epoch) if numbered else self.path / LAST, epoch, None)
+        on_rank_0(self._prune)
+
+    def save_and_log(self) -> None:
+        """Writes the state at which a signal ends the run, and logs how to resume it; all ranks take part."""
+        self._history.write()
+        self.write_end()
+        if self.engine.state.saved is not None and distributed.rank() == 0:
+            text = "saved %s at step %d, epoch %d; run it again with resume_from='auto' to train on from there"
+            path = short_path(self.engine.state.saved)
+            self.engine.logger.info(text, path, self.engine.step, self.engine.epoch)
 
     def _write_pretrained(self, path: Path, scored_weights: Callable[[], AbstractContextManager[None]]) -> None:
         model = self.engine.model
@@ -120,11 +167,20 @@ class NumberedFolder(RunFolder):
         first = self._written[0] if self._written else None
         if first is not None and not is_aside(first):
             on_rank_0(lambda: copy_checkpoint(first, path) if first.exists() else None)
+            on_rank_0(lambda: self._name(path))
             return
         tree = self.engine.state_dict()
         if metric_value is not None:
             tree["best_metric"] = float(metric_value)
         written = on_rank_0(lambda: save_checkpoint(tree, path))
         self.engine.state.record_saved(written, self.engine.step)
+        on_rank_0(lambda: self._name(written))
         if self._written is not None:
             self._written.append(written)
+
+    def _name(self, path: Path) -> None:
+        """Gives a state of the run the name that it has in every face."""
+        if path.exists() and path in checkpoints_in(path.parent):
+            if path.name == BEST:
+                self.name_state(path, best=True)
+            self.name_state(path, best=False)

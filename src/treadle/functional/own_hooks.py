@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from treadle.engine.hook import BaseHook
+from treadle.engine.signals import ExitPlan
 from treadle.functional.settings import TrainingSettings
 from treadle.hooks.bar import ProgressBarHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.progress import ProgressHook
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class SaveAtSignals(BaseHook):
+    """Saves and leaves at Ctrl-C and SIGTERM, by default, where a run has a folder.
+
+    It stands back for a hook of the user's that waits for signals, for handlers of the user's, and outside of the main
+    thread, where Python handles none.
+
+    Args:
+        write: saves the state.
+
+    Example:
+        >>> hook = SaveAtSignals(lambda: None)
+    """
+
+    writes = True
+    implicit = True
+
+    def __init__(self, write: Callable[[], Any]):
+        self._write = write
+
+    def exit_plan(self, trainer: Engine) -> ExitPlan | None:
+        """Returns the plan, or None where there is nothing to save to or another one is in charge."""
+        if trainer.workspace is None or threading.current_thread() is not threading.main_thread():
+            return None
+        if any(hook is not self and hook.exit_plan(trainer) is not None for hook in trainer.hooks):
+            return None
+        free = [number for number in _SIGNALS if signal.getsignal(number) in _DEFAULT]
+        return ExitPlan(tuple(free), self._write) if free else None
+
+
+_DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
 
 
 def own_hooks(settings: TrainingSettings, history: BaseHook, *, given: Sequence[BaseHook]) -> list[BaseHook]:

@@ -11,11 +11,20 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, get_args
 
+from treadle.capture.checkpointing import Checkpointing, check_checkpointing
+from treadle.checkpoint.retention import Retention
+from treadle.data.amount import Amount
+from treadle.engine.limits import Duration, Limits
 from treadle.errors import ConfigError, nearest, refuse_unknown
 from treadle.optim.precision import PrecisionName
+from treadle.optim.schedules import ScheduleShape
 
 _log = logging.getLogger("treadle.functional")
 _WHERE = "config.training"
+_FIRST = (
+    "max_grad_norm", "scheduler_step_per_batch", "weight_decay", "learning_rate", "gradient_accumulation_steps",
+    "mixed_precision", "max_non_finite_grad_retries", "log_interval", "min_delta", "ema_decay",
+)  # fmt: skip
 _UNUSED = ("batch_size", "num_epochs", "seed")
 
 
@@ -51,13 +60,50 @@ class TrainingSettings:
     """Smallest improvement that counts, for the best epoch and early stopping."""
     ema_decay: float | None = None
     """Decay of an averaged copy of the weights, which evaluations then score; None keeps none."""
+    max_time: Duration | None = None
+    """How long one call of ``train`` may take: seconds, ``"HH:MM:SS"``, ``"1h30m"`` or a timedelta."""
+    limit_train_batches: Amount | None = None
+    """Micro-batches of an epoch, or a float, the part of it."""
+    limit_eval_batches: Amount | None = None
+    """Batches of an evaluation while training and of ``validate``, or a float, the part of the loader."""
+    overfit_batches: Amount | None = None
+    """Batches at the start of the loader that make every epoch, read once."""
+    fast_dev_run: bool | int = False
+    """True or a number: so many steps and batches of an evaluation, once; nothing is written or resumed."""
+    num_sanity_eval_steps: int = 0
+    """Batches to evaluate before step 1 of a fresh run; -1 for all."""
+    save_total_limit: int | None = None
+    """Numbered checkpoints in ``save_dir`` that stay, the newest ones; None keeps all."""
+    save_top_k: int | None = None
+    """Numbered checkpoints that stay as well, those of the best epochs; alone, the newest one stays beside them."""
+    save_on_signal: bool = True
+    """Save and leave at Ctrl-C and SIGTERM where there is a ``save_dir``, with 128 + the signal as exit code."""
+    grad_clip_value: float | None = None
+    """Largest absolute value of a gradient's element; None or 0 off. Not together with ``max_grad_norm``."""
+    gradient_checkpointing: Checkpointing = False
+    """True computes activations again in the backward pass: by the model's own method where it has one, else in each
+    item of its ModuleLists; or names of modules, such as ``["layers.*"]``."""
+    lr_scheduler: str | None = None
+    """A schedule by name, over all steps of ``train``: ``"cosine"``, ``"linear"``, ``"wsd"``, ``"inverse_sqrt"`` or
+    ``"constant"``."""
+    warmup_steps: int | None = None
+    """Updates of linear warm-up of ``lr_scheduler``."""
+    warmup_ratio: float | None = None
+    """The warm-up as a part of all steps, in place of ``warmup_steps``."""
+    min_lr_scale: float = 0.0
+    """The last factor of the rate in ``lr_scheduler``."""
 
     def __post_init__(self) -> None:
-        for name in ("max_grad_norm", "weight_decay", "learning_rate", "ema_decay", "min_delta"):
+        try:
+            Limits.among(vars(self))  # refuses bad values now
+        except ConfigError as error:
+            raise error.renamed(f"{_WHERE}.{error.argument}") from None
+        for name in ("max_grad_norm", "grad_clip_value", "weight_decay", "learning_rate", "ema_decay", "min_delta"):
             self._check(name, Real, 0, math_name="a number")
         for name in ("max_non_finite_grad_retries", "log_interval"):
             self._check(name, Integral, 0, math_name="a whole number")
-        self._check("gradient_accumulation_steps", Integral, 1, math_name="a whole number")
+        for name in ("gradient_accumulation_steps", "save_total_limit", "save_top_k"):
+            self._check(name, Integral, 1, math_name="a whole number")
         if self.ema_decay is not None and self.ema_decay > 1:
             raise ConfigError("must lie in [0, 1], or be None", argument=f"{_WHERE}.ema_decay", value=self.ema_decay)
         if not (isinstance(self.mixed_precision, bool) or self.mixed_precision in (None, *get_args(PrecisionName))):
@@ -66,12 +112,27 @@ class TrainingSettings:
                 argument=f"{_WHERE}.mixed_precision",
                 value=self.mixed_precision,
             )
-        if not isinstance(self.scheduler_step_per_batch, bool):
-            raise ConfigError(
-                "must be True or False",
-                argument=f"{_WHERE}.scheduler_step_per_batch",
-                value=self.scheduler_step_per_batch,
-            )
+        check_checkpointing(self.gradient_checkpointing, name=f"{_WHERE}.gradient_checkpointing")
+        for name in ("scheduler_step_per_batch", "save_on_signal"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError("must be True or False", argument=f"{_WHERE}.{name}", value=getattr(self, name))
+
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        for name in ("warmup_steps", "warmup_ratio"):
+            if self.lr_scheduler is None and getattr(self, name) is not None:
+                raise ConfigError(
+                    "belongs to a schedule by name; set lr_scheduler too, such as 'cosine'",
+                    argument=f"{_WHERE}.{name}",
+                    value=getattr(self, name),
+                )
+        try:
+            _ = self.schedule
+        except ConfigError as error:
+            names = {"min_scale": "min_lr_scale"}
+            name = str(error.argument)
+            raise error.renamed(f"{_WHERE}.{names.get(name, name)}") from None
 
     def _check(self, name: str, kind: type, least: Any, *, math_name: str) -> None:
         value: Any = getattr(self, name)
@@ -80,15 +141,37 @@ class TrainingSettings:
         if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
             raise ConfigError(f"must be {math_name} >= {least}, or None", argument=f"{_WHERE}.{name}", value=value)
 
+    def described(self) -> dict[str, Any]:
+        """Returns plain values for checkpoints: the older settings, and of the newer ones those that are set."""
+        limits = Limits.among(vars(self)).given()
+        default = TrainingSettings()
+        changed = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+        first = {name: getattr(self, name) for name in _FIRST}
+        return {**first, **{name: value for name, value in changed.items() if name not in limits}, **limits}
+
+    def retention(self) -> Retention:
+        """Returns the rule by which numbered checkpoints are deleted; the best ones come on top."""
+        alone = self.save_total_limit is None and self.save_top_k is not None
+        return Retention(1 if alone else self.save_total_limit)
+
     def engine_arguments(self) -> dict[str, Any]:
         """Returns what the engine takes of them, by its own names."""
         return {
-            "scheduler_interval": "step" if self.scheduler_step_per_batch else "epoch",
+            "scheduler_interval": "step" if self.scheduler_step_per_batch or self.lr_scheduler else "epoch",
             "precision": self.precision,
             "grad_clip": self.max_grad_norm,
+            "grad_clip_value": self.grad_clip_value,
             "accumulation_steps": self.gradient_accumulation_steps,
             "max_non_finite_grad_retries": self.max_non_finite_grad_retries,
+            "limits": Limits.among(vars(self)),
         }
+
+    @property
+    def schedule(self) -> ScheduleShape | None:
+        """The shape of the schedule that is asked for by name, or None."""
+        if self.lr_scheduler is None:
+            return None
+        return ScheduleShape(self.lr_scheduler, self.warmup_steps, self.warmup_ratio, self.min_lr_scale)
 
     @property
     def precision(self) -> PrecisionName | None:

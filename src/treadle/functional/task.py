@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from treadle.engine.metrics import EpochMetrics
 from treadle.errors import ConfigError
 from treadle.functional.batches import num_samples, split_batch
 from treadle.functional.losses import counted_labels, model_loss, num_counted
-from treadle.functional.metrics import EpochMetrics
 from treadle.functional.row_counts import RowCounts
 from treadle.means import Total, Weighted
 from treadle.nested import map_nested_tensor
@@ -56,6 +56,15 @@ class TrainerTask:
         if _adds_up(trainer, outputs):
             return StepOutput(loss, reduction="sum", outputs=kept, num_samples=samples)
         return StepOutput(without_empty(loss, weight), weight=weight, outputs=kept, num_samples=samples)
+
+    @property
+    def loss_fn(self) -> Any:
+        """The trainer's loss function, or None."""
+        return self.trainer.loss_fn
+
+    def with_metrics(self, metrics: EpochMetrics) -> EvalTask:
+        """Returns the task of an evaluation that feeds metrics with outputs and targets."""
+        return type(self.trainer._eval_task)(self.trainer, metrics)
 
     def count(self, outputs: Any, targets: Any, weight: float | Tensor) -> None:
         """Notes what numbers beside the loss are a mean over, unless the trainer weighs losses in its own way."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -20,10 +19,12 @@ from treadle.device import to_device
 from treadle.engine import Engine
 from treadle.engine.best import Mode
 from treadle.engine.hook import BaseHook
+from treadle.engine.metrics import EpochMetrics
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
-from treadle.faces.build import EngineCounters, place
+from treadle.faces.build import place
 from treadle.faces.default_hooks import with_default_hooks
+from treadle.faces.epoch_face import EpochFace
 from treadle.faces.folder import loss_name
 from treadle.faces.parallel import ParallelConfig
 from treadle.functional.batches import split_batch
@@ -35,6 +36,8 @@ from treadle.functional.checks import (
     optimizer_for,
     rule_for,
     say_if_finished,
+    scheduler_for,
+    set_length,
     unused_names,
     warn_of_idle_interval,
 )
@@ -42,8 +45,7 @@ from treadle.functional.driver import FaceEpochs
 from treadle.functional.files import HistoryFile, as_columns, in_order, log_epoch
 from treadle.functional.folder import NumberedFolder
 from treadle.functional.losses import loss_weight, missing_loss, model_loss
-from treadle.functional.metrics import EpochMetrics
-from treadle.functional.own_hooks import own_hooks
+from treadle.functional.own_hooks import SaveAtSignals, own_hooks
 from treadle.functional.own_step import OwnStepEngine, numbers_of
 from treadle.functional.settings import read_settings
 from treadle.functional.task import EvalTask, OverriddenEvalTask, TrainerTask
@@ -54,7 +56,7 @@ _log = logging.getLogger("treadle.functional")
 Callback = Callable[[Any, int, dict[str, Any]], object]
 
 
-class Trainer(EngineCounters):
+class Trainer(EpochFace):
     """Trains a model with an optimizer and a loss function; the loop is that of ``treadle.hooks.base``.
 
     Args:
@@ -64,13 +66,15 @@ class Trainer(EngineCounters):
         loss_fn: ``loss_fn(outputs, targets)``; None where the model returns its loss.
         config: None, a mapping or an object with a ``training`` part, see :class:`TrainingSettings`; not changed.
         device: None takes CUDA, then MPS, then the CPU.
-        scheduler: stepped per epoch, or per applied step with ``training.scheduler_step_per_batch``.
+        scheduler: stepped per epoch, or per applied step with ``training.scheduler_step_per_batch``. The setting
+            ``lr_scheduler="cosine"`` builds one by name, with ``warmup_steps`` or ``warmup_ratio``.
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         settings: any of :class:`TrainingSettings` by its name, such as ``max_grad_norm=1.0``; they win over ``config``.
         progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
         eval_seed: seeds the random numbers of every evaluation.
-        metrics: torchmetrics objects, a collection or a dict of them; reported as ``eval_<name>``.
+        metrics: names such as ``["accuracy", "f1"]``, functions ``fn(outputs, targets)`` of the whole set, torchmetrics
+            objects, or a dict of these by name; reported as ``eval_<name>``.
         parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
         compile: True compiles the model in place, ``"blocks"`` each of its repeated blocks; see ``compile_model``.
@@ -86,6 +90,9 @@ class Trainer(EngineCounters):
         >>> history["epoch"], trainer.step
         ([1, 2], 6)
     """
+
+    _epochs: FaceEpochs
+    _folder: NumberedFolder
 
     def __init__(
         self,
@@ -111,18 +118,22 @@ class Trainer(EngineCounters):
         self.model, self.optimizer, self.device = place(
             model, partial(optimizer_for, optimizer=optimizer, settings=self.settings), device=device,
             scheduler=scheduler, compile=compile, parallel=parallel,
+            gradient_checkpointing=self.settings.gradient_checkpointing,
         )  # fmt: skip
         self.loss_fn = loss_fn.to(self.device) if isinstance(loss_fn, nn.Module) else loss_fn
-        self.scheduler = scheduler
+        self.scheduler = scheduler_for(self.optimizer, scheduler, self.settings)
         warn_of_idle_interval(scheduler, self.settings)
         check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"), optimizer=self.optimizer)
         self._warned_of_length = False
         self._counts_on_host = not (self._overrides("_prepare_batch") or self._overrides("_loss_weight"))
         own_eval = OverriddenEvalTask if self._overrides("eval_step") else EvalTask
-        self._eval_task = own_eval(self, EpochMetrics(metrics, self.device))
+        self._eval_task = own_eval(self, EpochMetrics(metrics, self.device, loss_fn=loss_fn))
         self._history_file = HistoryFile(lambda: self._epochs.history)
         self._engine = self._build_engine(device, with_trackers(hooks, trackers), eval_seed, capture, progress)
-        self._folder = NumberedFolder(self._engine, self._save_checkpoint, self._history_file)
+        self._folder = NumberedFolder(
+            self._engine, self._save_checkpoint, self._history_file,
+            retention=self.settings.retention(), best_epochs=self._best_epochs,
+        )  # fmt: skip
         self._epochs = FaceEpochs(
             self._engine, self._eval_task, evaluate=self.evaluate if self._overrides("evaluate") else None
         )
@@ -134,6 +145,8 @@ class Trainer(EngineCounters):
         make: Callable[..., Engine] = Engine
         task = TrainerTask(self)
         every = [*own_hooks(settings, self._history_file, given=hooks), *hooks]
+        if settings.save_on_signal:
+            every.append(SaveAtSignals(lambda: self._folder.save_and_log()))
         if self._overrides("train_step"):
             make = partial(OwnStepEngine, own_step=self.train_step, weighted=task.weighted)
         return make(
@@ -148,7 +161,7 @@ class Trainer(EngineCounters):
             logger=_log,
             progress=progress,
             face="functional",
-            config={**dataclasses.asdict(settings), "loss": loss_name(self.loss_fn)},
+            config={**settings.described(), "loss": loss_name(self.loss_fn)},
             **settings.engine_arguments(),
         )
 
@@ -306,6 +319,7 @@ class Trainer(EngineCounters):
             best_model_metric, best_mode, patience=early_stopping_patience, min_delta=self.settings.min_delta,
             known=known_keys(self._overrides, losses=losses, has_metrics=bool(self._eval_task.metrics)),
         )  # fmt: skip
+        set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
         self._folder.use(save_dir, save_freq)
         after_epoch = partial(self._end_epoch, callbacks or ())
         with speaking(self._engine), self._folder.held():
@@ -327,6 +341,13 @@ class Trainer(EngineCounters):
             self._epochs.fit_through(partial(self.train_epoch, train_loader, eval_loader), num_epochs, after_epoch)
         else:
             self._epochs.fit(train_loader, eval_loader, num_epochs, after_epoch=after_epoch)
+
+    def _best_epochs(self, has_file: Callable[[int], bool]) -> list[int]:
+        """Returns the ``save_top_k`` best epochs of those that have a numbered checkpoint, the best first."""
+        rule, count = self._epochs.best, self.settings.save_top_k
+        if rule is None or count is None:
+            return []
+        return rule.ranked(record for record in self._epochs.history if has_file(record["epoch"]))[:count]
 
     def _end_epoch(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
         improved = None if self._epochs.best is None else self._epochs.improved

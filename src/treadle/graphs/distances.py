@@ -15,7 +15,7 @@ from torch import Tensor
 from treadle.graphs import GraphDataset, hop_distances
 from treadle.runs.figures import MUTED, ORANGE, PALE, label_axes, new_figure, save_figure, style_axes
 
-_FEWEST = 10  # answers that a distance must have: a mean of fewer says nothing
+_FEWEST = 10  # answers that a distance must have: a mean of fewer is noise
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ def cached_encodings(
 ) -> EncodedGraphs:
     """Returns the encodings of many graphs: from a file if there is one for exactly these, else computed and written.
 
-    A file that is damaged or does not hold what its name says is named in a warning and written anew; where nothing
-    can be written, a warning says so and the encodings are returned all the same.
+    A file that is damaged or does not fit its name is named in a warning and rewritten; where nothing
+    can be written, a warning is logged and the encodings are returned all the same.
 
     Args:
         graphs: ``(edge_index, num_nodes)`` of each.

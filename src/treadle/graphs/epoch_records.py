@@ -1,4 +1,4 @@
-"""What the graph face writes down about an epoch: its record, the history, what the log hooks are told."""
+"""Records of an epoch of the graph face: the record itself, the history, the arguments of log hooks."""
 
 from __future__ import annotations
 
@@ -119,6 +119,12 @@ class GraphEpochs(SelectingEpochs):
         with self._task.counting_once(loader, mask=mask):
             return super().evaluate(loader)
 
+    def evaluate_each(
+        self, loaders: Iterable[Any] | Mapping[str, Iterable[Any]], *, mask: str = "val_mask"
+    ) -> dict[str, Any]:
+        """Returns the results over a loader, or over each of a dict, by the rows of a mask where there are masks."""
+        return self._each(loaders, lambda loader: self.evaluate(loader, mask=mask))
+
 
 def keys_of(record: Mapping[str, Any], prefix: str) -> list[str]:
     """Returns the keys that the training or validation part of an epoch's record can be selected by.
@@ -199,7 +205,7 @@ def dump_history(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 class LogHooks(IntervalHook):
-    """Calls functions ``hook(metrics, step, prefix)``: with step means every ``log_every`` steps, and as it is told.
+    """Calls ``hook(metrics, step, prefix)`` with step means every ``log_every`` steps, and with each epoch's record.
 
     On several ranks only the first one calls them.
 
@@ -232,8 +238,8 @@ class LogHooks(IntervalHook):
 
     def report(self, trainer: Engine, means: dict[str, Any]) -> None:
         """Tells the hooks ``loss``, ``lr`` and ``grad_norm``."""
-        told = {key: value for key, value in means.items() if key in ("loss", "grad_norm")}
-        self.tell({**told, "lr": means["lr"][0]}, trainer.step, "step")
+        shown = {key: value for key, value in means.items() if key in ("loss", "grad_norm")}
+        self.tell({**shown, "lr": means["lr"][0]}, trainer.step, "step")
 
     def tell(self, metrics: Mapping[str, Any], step: int, prefix: str) -> None:
         """Calls every hook with the numbers of a report, on the first rank."""

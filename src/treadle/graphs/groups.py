@@ -47,7 +47,7 @@ def _options(folder: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _read(path: str) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the list ``defaults`` of a file, with the file itself last unless it says otherwise, and its settings."""
+    """Returns the list ``defaults`` of a file, with the file itself last by default, and its settings."""
     with as_file(files(CONF).joinpath(*f"{path}.yaml".split("/"))) as file:
         values = load_config(file)
     defaults = values.pop("defaults", [])

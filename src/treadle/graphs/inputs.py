@@ -47,7 +47,7 @@ def graphs_of(batch: Any) -> tuple[Tensor, int]:
 class FeatureEncoder(nn.Module):
     """Integer types through a table, float columns through a linear map, with one and the same weight.
 
-    A table is the linear map of one-hot columns, so the model need not be told which of the two a data set has, and no
+    A table is the linear map of one-hot columns, so the model need not know which of the two a data set has, and no
     parameter is left unused. Initialised as ``nn.Linear(num_features, hidden_dim)``.
 
     Args:
@@ -55,7 +55,7 @@ class FeatureEncoder(nn.Module):
         hidden_dim: D.
         what: names the features in messages, as in ``"x"``.
         argument: the argument that set ``num_features``, for messages.
-        takes_fewer: whether float features may have fewer columns, since nobody said how many there are.
+        takes_fewer: whether float features may have fewer columns, since their number is not given.
 
     Example:
         >>> encode = FeatureEncoder(3, 8, what="x", argument="num_features")

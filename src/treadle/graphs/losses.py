@@ -48,7 +48,7 @@ class GraphLoss:
         """Returns the mean over the counted entries, a 0-d float32 tensor; 0, attached to the graph, if there are none.
 
         Args:
-            pred: (G, T), (G, C), (G, 1) or (G,), as the task says.
+            pred: (G, T), (G, C), (G, 1) or (G,), by the task.
             target: (G, T), (G, 1) or (G,); NaN is unknown and does not count.
             mask: bool, True = counted, of the target's shape or (G,).
 
@@ -130,7 +130,7 @@ def get_loss_fn(
     num_classes: int | None = None,
     class_weights: Sequence[float] | Tensor | None = None,
 ) -> GraphLoss:
-    """Returns the loss of a task, a mean over the entries that count; `GraphLoss` says how it is called.
+    """Returns the loss of a task, a mean over the entries that count; see `GraphLoss` for its call.
 
     Args:
         task_type: ``"regression"``, ``"classification"``, ``"multilabel"`` or ``"edge_prediction"``.

@@ -44,7 +44,7 @@ class GraphMetrics:
         self.k = k
         self.names = self._names()
         if "roc_auc" in self.names:
-            _curves()  # a missing package is said now, not after an epoch
+            _curves()  # a missing package is reported now, not after an epoch
         self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
         self._num_kept = 0
         self._sums: list[float | Tensor] = [0.0, 0.0, 0.0]  # count, squared and absolute errors

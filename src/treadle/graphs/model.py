@@ -210,7 +210,7 @@ def get_model(
     statistics: GraphStatistics | bool | None = None,
     **unknown: Any,
 ) -> GraphTransformer:
-    """Builds a graph model by name; `ModelOptions` says what each option means. Every option is used or refused.
+    """Builds a graph model by name; see `ModelOptions` for the options. Every option is used or refused.
 
     ``statistics=graph_statistics(training_graphs)`` standardises the encodings and makes ``"mean_add"`` the readout:
     the recipe of ``treadle train graphs``. Without it, checkpoints of earlier releases fit.

@@ -68,7 +68,7 @@ class Padding:
 
     Args:
         pad_to: buckets, or how many to choose from the data; None leaves batches as the loader makes them.
-        level: what a row of the targets belongs to, ``"graph"``, ``"node"`` or ``"edge"``; None is told from a batch.
+        level: what a row of the targets belongs to, ``"graph"``, ``"node"`` or ``"edge"``; None infers it from a batch.
         loss_fn: must be able to leave padding out.
 
     Attributes:
@@ -121,7 +121,7 @@ class Padding:
         return batch
 
     def forget(self) -> None:
-        """Counts anew."""
+        """Resets the counts."""
         self._used = {kind: [0, 0] for kind in _KINDS}
 
     def used(self) -> dict[str, list[int]]:
@@ -138,7 +138,7 @@ class Padding:
 
 
 def level_of(batch: Any) -> str:
-    """Returns what a row of a batch's targets belongs to, as its number of rows says.
+    """Returns what a row of a batch's targets belongs to, by its number of rows.
 
     Example:
         >>> from types import SimpleNamespace
@@ -181,7 +181,7 @@ def share_of_padding(used: Mapping[str, Sequence[int]]) -> dict[str, float]:
 
 
 class PaddingHook(BaseHook):
-    """Keeps the count of padding over a resume, and says after the first epoch how much there was.
+    """Keeps the count of padding over a resume, and logs it after the first epoch.
 
     Args:
         padding: what counts.
@@ -195,7 +195,7 @@ class PaddingHook(BaseHook):
         self._said = False
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Says it once, and counts anew."""
+        """Logs it once, and resets the count."""
         shares = share_of_padding(self._padding.used())
         if shares and not self._said:
             self._said = True

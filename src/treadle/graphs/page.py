@@ -85,7 +85,7 @@ def _encodings(config: GraphsConfig, data: GraphDataset, folder: Path) -> list[P
         return []
     path = plot_encodings(graph, pe, folder / "encodings.png")
     caption = (
-        "What the model is told of each atom of one test molecule, drawn as colours: columns of the encodings of nodes"
+        "Encodings of each atom of one test molecule, drawn as colours: columns of the encodings of nodes"
         f"{', and the encoding of the pairs with one atom' if pe.relative is not None else ''}. The molecule is the "
         "one with most rings among those of a size that can be read."
     )

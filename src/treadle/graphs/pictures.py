@@ -167,7 +167,7 @@ def plot_encodings(graph: Any, config: PEConfig, path: Path) -> Path:
         bar = figure.colorbar(dots, ax=axes, shrink=0.7, pad=0.01, aspect=18, ticks=MaxNLocator(4))
         bar.ax.tick_params(labelsize=8, color=MUTED, labelcolor=INK, length=2)
         bar.outline.set_visible(False)
-    figure.suptitle(f"What the model is told of the atoms of {graph.smiles}", fontsize=10, color=MUTED)
+    figure.suptitle(f"Encodings of the atoms of {graph.smiles}", fontsize=10, color=MUTED)
     return save_figure(figure, path)
 
 
@@ -187,7 +187,7 @@ def _node_columns(node_pe: torch.Tensor, config: NodePEConfig, limit: int) -> li
         found = [(name, row) for name, row in zip(names[block], values, strict=True) if np.ptp(row) > 1e-6]
         blocks.append(found)
         start += width
-    while sum(map(len, blocks)) > limit:  # of the encoding that has most columns the one that tells atoms apart least
+    while sum(map(len, blocks)) > limit:  # of the encoding that has most columns the one that separates atoms least
         fullest = max(reversed(blocks), key=len)
         fullest.pop(min(reversed(range(len(fullest))), key=lambda place: _spread(fullest[place])))
     return [column for block in blocks for column in block]
@@ -199,7 +199,7 @@ def _spread(column: tuple[str, _Numbers]) -> float:
 
 
 def _relative_column(graph: Any, config: RelativePEConfig) -> tuple[str, _Numbers]:
-    """Returns one number for every pair with the first atom: the distance that a bucket stands for, else a column."""
+    """Returns one number for every pair with the first atom: the distance of a bucket, else a column."""
     mine = graph.edge_pe_index[0] == 0
     rows = graph.edge_pe[mine]
     by_hops = config.type in ("spd", "bfs")

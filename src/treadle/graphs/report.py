@@ -18,8 +18,8 @@ from treadle.graphs.page import draw
 from treadle.graphs.run_build import loader
 from treadle.graphs.run_config import GraphsConfig
 from treadle.hooks.files import to_json
-from treadle.runs.pack import Results
 from treadle.runs.report import Report, Table
+from treadle.runs.results import Results
 
 _ELEMENTS = sum(name.startswith("element ") for name in ATOM_COLUMNS)
 
@@ -111,7 +111,7 @@ def _baselines(data: GraphDataset) -> dict[str, dict[str, float]]:
     """Errors on the test set of what needs no graphs: the mean, and ridges on the node features summed up.
 
     Targets of nodes and pairs have the mean alone. Molecules have two ridges: on the counts of their atoms by element,
-    and on all that is said of the atoms, such as hybridisation and hydrogens.
+    and on all features of the atoms, such as hybridisation and hydrogens.
     """
     if data.level != "graph":
         train, test = (torch.cat([graph.y.flatten() for graph in part])[:, None] for part in (data.train, data.test))

@@ -70,7 +70,7 @@ _OPEN = ("dataset.graph_params", "dataset.task_params")  # their keys are for th
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The section ``training``; `train/default.yaml` says what each key means."""
+    """The section ``training``; `train/default.yaml` documents each key."""
 
     epochs: int
     batch_size: int
@@ -285,7 +285,7 @@ def with_assignments(values: dict[str, Any], assignments: Iterable[Assignment]) 
         is_open = assignment.key.startswith(_OPEN)
         if not is_open:
             refuse_unknown_setting(assignment.key.partition("[")[0], flat(values))
-        # A key of an open section may be new, with or without the sign that says so.
+        # A key of an open section may be new, with or without the sign ``+``.
         added = is_open and assignment.sign == "=" and assignment.key not in _OPEN
         apply(values, [dataclasses.replace(assignment, new=added or assignment.new)], fit=fit)
     return values

@@ -257,7 +257,7 @@ def _as_started(run: Run[GraphsConfig]) -> GraphsConfig:
 
 def _graphs_of(data: GraphDataset, split: str) -> Sequence[Any]:
     graphs = copy.copy(part_of(data, split))
-    graphs.transform = None  # of the training set: signs drawn anew, which are for training only
+    graphs.transform = None  # of the training set: random signs are for training only
     return graphs  # type: ignore[no-any-return]
 
 

@@ -274,7 +274,7 @@ class GraphTask:
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    """Moves a batch, and tells the model how many nodes each graph has, which the host can count only before."""
+    """Moves a batch, and gives the model the number of nodes of each graph, counted on the host before."""
     if not _waits_for(device) or isinstance(batch, PaddedGraphBatch):  # whose shapes are known
         return to_device(batch, device)
     sizes = count_sizes(batch)  # before it is moved, which may happen in place
@@ -295,7 +295,7 @@ def _waits_for(device: torch.device) -> bool:
 
 
 def raw_outputs(model: nn.Module, device: torch.device, batch: Any) -> Any:
-    """Returns what a model says to a batch, floating tensors in float32 and without the rows that are padding."""
+    """Returns the outputs of a model for a batch, floating tensors in float32 and without the rows that are padding."""
     batch = _moved(batch, device)
     without_padding = getattr(batch, "real", None)
 

@@ -29,7 +29,7 @@ def check_task_type(task_type: str) -> None:
 
 
 def outputs_of(task_type: str, num_classes: int | None) -> int | None:
-    """Returns how many outputs a task needs: 2 for classification unless told, 1 for pairs, else as told.
+    """Returns how many outputs a task needs: 2 for classification by default, 1 for pairs, else as given.
 
     Raises:
         ConfigError: the number is no whole number >= 1, or the task cannot have it.

@@ -20,10 +20,12 @@ from treadle.checkpoint.store import copy_checkpoint, load_checkpoint, save_chec
 from treadle.distributed import unwrap
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
+from treadle.engine.limits import Limits
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
-from treadle.faces.build import EngineCounters, place
+from treadle.faces.build import place
 from treadle.faces.default_hooks import with_default_hooks
+from treadle.faces.epoch_face import EpochFace
 from treadle.faces.folder import RunFolder, loss_name, write_best_and_last
 from treadle.faces.parallel import ParallelConfig
 from treadle.graphs.checks import (
@@ -56,7 +58,7 @@ _log = logging.getLogger("treadle.graphs")
 _epoch_log = logging.getLogger("treadle.graphs.epochs")  # of its own, for those who show epochs in another way
 
 
-class GraphTrainer(EngineCounters):
+class GraphTrainer(EpochFace):
     """Trains a model that takes a whole batch of graphs; the loop is that of ``treadle.hooks.base``.
 
     Args:
@@ -79,6 +81,7 @@ class GraphTrainer(EngineCounters):
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
+        limits: of time and batches, and short trials: a :class:`treadle.Limits` or a mapping of its names.
         eval_seed: seeds the random numbers of every evaluation.
         parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
         capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
@@ -108,6 +111,9 @@ class GraphTrainer(EngineCounters):
 
     config: dict[str, Any]
 
+    _epochs: GraphEpochs
+    _folder: BestAndLast
+
     def __init__(
         self,
         model: nn.Module,
@@ -135,6 +141,7 @@ class GraphTrainer(EngineCounters):
         pad_to: PadTo = None,
         compile: Compile = False,
         progress: bool = True,
+        limits: Limits | Mapping[str, Any] | None = None,
     ):
         self.model, self.optimizer, self.device = place(
             model, optimizer, device=device, scheduler=scheduler, compile=compile, parallel=parallel
@@ -160,7 +167,7 @@ class GraphTrainer(EngineCounters):
             precision=precision_named(mixed_precision), grad_clip=grad_clip, accumulation_steps=accumulation_steps,
             max_non_finite_grad_retries=max_non_finite_grad_retries, eval_seed=eval_seed, capture=capture, logger=_log,
             hooks=with_default_hooks(every, given=hooks, progress=progress), progress=progress, face="graphs",
-            config=self.config,
+            config=self.config, limits=limits,
         )  # fmt: skip
         self._epochs = GraphEpochs(self._engine, task, self._outputs)
         self._folder = BestAndLast(self._engine, "checkpoint_dir")
@@ -280,6 +287,15 @@ class GraphTrainer(EngineCounters):
         check_mask_name(mask)
         return self._epochs.evaluate(val_loader, mask=mask)
 
+    def test(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
+        """Returns ``loss`` and the metrics over the whole loader; of batches with masks, the rows of ``test_mask``.
+
+        Raises:
+            ConfigError: a loader is empty, or its batches have masks and not this one.
+        """
+        with self._engine.evaluations_limited_to(None):
+            return self._epochs.evaluate_each(loader, mask="test_mask")
+
     def predict(self, loader: Iterable[Any]) -> Any:
         """Returns the model's raw outputs (logits) for a loader, in eval mode, in the loader's order.
 
@@ -361,6 +377,7 @@ class BestAndLast(RunFolder):
         self.before_write()
         tree = self.engine.state_dict()
         on_rank_0(lambda: write_best_and_last(tree, folder, is_best=improved))
+        on_rank_0(lambda: self.name_best_and_last(folder / "best.pt", folder / "last.pt"))
         self.engine.state.record_saved(folder / "last.pt", self.engine.step)
         self.record_written()
 

@@ -47,7 +47,7 @@ class GradientAccumulator:
         return loss / self.accumulation_steps
 
     def reset(self) -> None:
-        """Starts counting anew."""
+        """Resets the count."""
         self._seen = 0
 
 
@@ -67,7 +67,7 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
 
 
 def log_model_info(model: nn.Module) -> dict[str, int]:
-    """Logs what `count_parameters` says of a model and returns it.
+    """Logs the result of `count_parameters` and returns it.
 
     Returns:
         ``{"total", "trainable", "frozen"}``.

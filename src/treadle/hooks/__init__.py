@@ -5,6 +5,7 @@ from __future__ import annotations
 from treadle.engine.hook import EVENTS, BaseHook
 from treadle.hooks.bar import ProgressBarHook
 from treadle.hooks.checkpointing import CheckpointingHook
+from treadle.hooks.csv import CsvHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.equal_ranks import EqualRanksHook
 from treadle.hooks.history import HistoryHook
@@ -14,6 +15,7 @@ from treadle.hooks.logging import LoggingHook
 from treadle.hooks.memory import CudaMaxMemoryHook
 from treadle.hooks.mlflow import MlflowHook
 from treadle.hooks.nonfinite import NonFiniteHook
+from treadle.hooks.optuna import OptunaPruningHook
 from treadle.hooks.own_tracker import Tracker
 from treadle.hooks.profiler import ProfilerHook
 from treadle.hooks.progress import ProgressHook
@@ -21,6 +23,7 @@ from treadle.hooks.remote import RemoteWorkspaceHook
 from treadle.hooks.sessionlog import SessionLogHook
 from treadle.hooks.signals import SignalHook
 from treadle.hooks.steplog import StepLogHook
+from treadle.hooks.swa import SwaHook
 from treadle.hooks.tensorboard import TensorBoardHook
 from treadle.hooks.throughput import ThroughputHook
 from treadle.hooks.trackio import TrackioHook
@@ -32,6 +35,7 @@ __all__ = [
     "EVENTS",
     "BaseHook",
     "CheckpointingHook",
+    "CsvHook",
     "CudaMaxMemoryHook",
     "EmaHook",
     "EqualRanksHook",
@@ -41,6 +45,7 @@ __all__ = [
     "LoggingHook",
     "MlflowHook",
     "NonFiniteHook",
+    "OptunaPruningHook",
     "ProfilerHook",
     "ProgressBarHook",
     "ProgressHook",
@@ -49,6 +54,7 @@ __all__ = [
     "SignalHook",
     "StepLogHook",
     "StuckRankHook",
+    "SwaHook",
     "TensorBoardHook",
     "ThroughputHook",
     "Tracker",

@@ -29,7 +29,7 @@ class BackgroundErrorHook(BaseHook):
 
     def on_after_step(self, trainer: Engine) -> None:
         """Asks for the error, if a write has ended."""
-        if self._writer.ended(trainer.heard_of(self._writer.notice)):
+        if self._writer.ended(trainer.rank_notices(self._writer.notice)):
             trainer.request_write(self._writer.wait)
 
     def notice(self, trainer: Engine) -> Callable[[], float]:
@@ -37,5 +37,5 @@ class BackgroundErrorHook(BaseHook):
         return self._writer.notice
 
     def wait_for_writes(self) -> None:
-        """Waits for what is being written."""
+        """Waits for the background write."""
         self._writer.wait()

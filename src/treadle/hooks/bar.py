@@ -56,6 +56,7 @@ class ProgressBarHook(BaseHook):
     """
 
     writes = True
+    writes_in_workspace_alone = True
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class ProgressBarHook(BaseHook):
         except ImportError as error:
             raise MissingExtraError(f"ProgressBarHook needs rich ({error}): pip install 'treadle[cli]'") from error
         if self.console is None:
-            # rich takes FORCE_COLOR for a terminal, and a bar in a log file is of no use to anybody.
+            # rich takes FORCE_COLOR for a terminal, and a bar is of no use in a log file.
             console = Console(stderr=True, force_terminal=None if is_terminal(sys.stderr) else False)
         else:
             console = self.console
@@ -118,7 +119,7 @@ class ProgressBarHook(BaseHook):
             return
         self._bar = BarColumn(bar_width=_BAR_WIDTH, style="bright_black", complete_style="cyan", finished_style="green")
         text = TextColumn("{task.description}", markup=False)
-        # Drawn by the updates alone: a thread of its own would take time from the training threads.
+        # Drawn by the updates alone: another thread would take time from the training threads.
         self._progress = Progress(self._bar, text, console=console, auto_refresh=False)
         self._task = self._progress.add_task(f"starting at step {trainer.step:,}", total=None)
         self._progress.start()
@@ -169,13 +170,13 @@ class ProgressBarHook(BaseHook):
         return self._progress is not None or self._line is not None
 
     def print_above(self, text: str) -> None:
-        """Prints a line of the log above what is redrawn."""
+        """Prints a line of the log above the live display."""
         if self._progress is not None:
             self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._line is not None:
             self._line.print_above(text)
 
-    # -- what is shown --------------------------------------------------------------------------------------------
+    # -- display ------------------------------------------------------------------------------------------------------
 
     @forked_rng()
     def _show(self, trainer: Engine, *, epoch: int | None = None) -> None:
@@ -313,7 +314,7 @@ class RunProgress(ProgressBarHook):
         super().on_close(trainer, error)
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Shows the end of the run; without a terminal the line of the last epoch has told it."""
+        """Shows the end of the run; without a terminal the line of the last epoch already did."""
         if self._redraws or not epoch_records(trainer):
             super().on_after_train(trainer)
 
@@ -373,7 +374,7 @@ class _RedrawnLine:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Returns whether a stream says that it is a terminal; one that does not know, or none at all, is not.
+    """Returns whether a stream is a terminal; False without a stream or without ``isatty``.
 
     Example:
         >>> import io

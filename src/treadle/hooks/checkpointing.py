@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
-from treadle.checkpoint.files import remove_link
+from treadle.checkpoint.files import name_also, remove_link
 from treadle.checkpoint.lock import check_free, run_lock
 from treadle.checkpoint.rank_writer import RankWriter
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks, writers_group
@@ -67,13 +67,13 @@ class CheckpointingHook(BaseHook):
         interval: steps between checkpoints, >= 1.
         keep_previous: how many of the newest to keep, the newest included; None keeps all.
         keep_interval: also save, and never delete, steps divisible by this; None or 0: off.
-        path: folder; a relative one lies in the trainer's workspace.
+        path: folder; relative to the trainer's workspace.
         load: ``"latest"``, the furthest intact state of the folder, whatever its write time; a path (a bare name is
             looked up inside ``path``); or None.
         exit_signals: a signal or several that save and leave; None installs no handler.
         exit_code: ``"128+signal"`` or a number.
         exit_wait: seconds or a timedelta to sleep between saving and leaving.
-        background: copy the state and write it while training goes on. One write at a time: a save that comes while
+        background: copy the state and write it during training. One write at a time: a save that comes while
             another is written waits for it, as the end of the run and a signal do. A write that failed raises at the
             next step. Costs host memory for one copy of the state during the run, of a folder for each rank's part.
         sharded: True writes folders, False single files, also of a sharded model, whose weights then pass through
@@ -173,7 +173,7 @@ class CheckpointingHook(BaseHook):
         return str(self.load) == "latest"
 
     def _readied(self, folder: Path) -> list[Path]:
-        """Checks that the folder is free, removes what is unfinished and lists the rest.
+        """Checks that the folder is free, removes unfinished files and lists the rest.
 
         Before any event, so that no hook touches the files of another run.
         """
@@ -199,7 +199,7 @@ class CheckpointingHook(BaseHook):
 
     def on_after_step(self, trainer: Engine) -> None:
         """Asks for a checkpoint when one is due; it is written once every hook has seen the step."""
-        if self._writer.in_flight and self._writer.ended(trainer.heard_of(self._writer.notice)):
+        if self._writer.in_flight and self._writer.ended(trainer.rank_notices(self._writer.notice)):
             trainer.request_write(self.wait_for_writes)
         due = trainer.step % self.interval == 0 or trainer.is_last_step
         if due or (self.keep_interval and trainer.step % self.keep_interval == 0):
@@ -210,13 +210,16 @@ class CheckpointingHook(BaseHook):
         return self._writer.notice
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Saves the state that the run ended with, its last epoch included, and waits for what is being written."""
+        """Saves the state that the run ended with, its last epoch included, and waits for the background write."""
+        trainer.request_write(lambda: self._save_end(trainer))
+
+    def _save_end(self, trainer: Engine) -> None:
         if all(getattr(driver, "record_complete", True) for driver in trainer.state.drivers):
-            trainer.request_write(lambda: self.save(trainer))
-        trainer.request_write(self.wait_for_writes)
+            self.save(trainer)
+        self.wait_for_writes()
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Waits for what is being written; after a gradient that was not finite, names what can be gone back to."""
+        """Waits for the background write; after a gradient that was not finite, names the checkpoints to go back to."""
         self._writer.close(error)
         if isinstance(error, NonFiniteError) and distributed.rank() == 0:
             folder = self.folder(trainer)
@@ -247,7 +250,7 @@ class CheckpointingHook(BaseHook):
         self._save(trainer, background=False)
 
     def wait_for_writes(self) -> None:
-        """Waits for what is being written.
+        """Waits for the background write.
 
         Raises:
             CheckpointError: it could not be written.
@@ -313,6 +316,8 @@ class CheckpointingHook(BaseHook):
             point_to(target, f"{_LATEST}{target.suffix}")
             for other in {f"{_LATEST}.pt", _LATEST} - {f"{_LATEST}{target.suffix}"}:
                 remove_link(target.with_name(other))  # of a run that wrote the other kind
+            if target.parent.name == "checkpoints" and target.is_file():
+                name_also(target, target.with_name("last.pt"))  # as it is called in every face
             retention.prune(target.parent, _PATTERN, [target, *protect])
             state.record_saved(target, step)
 

@@ -1,4 +1,4 @@
-"""What hooks that write files share: where a path lies, a free name for an older file, values as JSON."""
+"""Helpers of hooks that write files: resolving a path, a free name for an older file, values as JSON."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ def to_json(value: Any) -> Any:
 
 
 class RunNotes:
-    """What a tracker keeps in the workspace to go on with its run: the run's id, and the last step that it was sent.
+    """State of a tracker in the workspace, to continue its run: the run's id and the last step sent.
 
     Args:
-        workspace: where the files lie; None keeps nothing.
+        workspace: folder of the files; None keeps nothing.
         name: of the tracker; the files are ``<name>_run_id`` and ``<name>_last_step``.
 
     Example:

@@ -208,7 +208,7 @@ def find_non_finite(engine: Engine, attempt: AttemptStart) -> Finding:
         attempt.restore_buffers()
         with _watched(engine.model, finding), uncompiled(engine.model):
             _run_again(engine, finding)
-    except Exception as error:  # noqa: BLE001  (out of memory, say: what is known already is still worth having)
+    except Exception as error:  # noqa: BLE001  (such as out of memory: partial results are still useful)
         finding.error = f"the second run failed: {type(error).__name__}: {error}"
     finally:
         attempt.restore_buffers()

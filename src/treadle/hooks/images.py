@@ -27,7 +27,7 @@ class ImageFileLoggerHook(BaseHook):
 
     Args:
         interval: only steps divisible by this are written, >= 1.
-        path: folder; a relative one lies in the trainer's workspace.
+        path: folder; relative to the trainer's workspace.
         max_images: the most images of one call; None writes all.
 
     Raises:

@@ -20,7 +20,7 @@ class JsonlHook(TrackerHook):
     nothing renames the file it finds to ``<stem>.1.jsonl`` (next free number).
 
     Args:
-        path: the file; a relative one lies in the trainer's workspace.
+        path: the file; relative to the trainer's workspace.
 
     Example:
         >>> hook = JsonlHook("metrics.jsonl")

@@ -26,12 +26,12 @@ class MlflowHook(TrackerHook):
 
     The run's id is kept in ``<workspace>/mlflow_run_id`` and the run is continued from there; ``MLFLOW_RUN_ID`` in
     the environment wins over the file. After a resume, points that the run has already are not sent again. The hook
-    talks to the store through a client of its own: the process's active MLflow run is not touched.
+    uses its own client: the process's active MLflow run is not touched.
 
     Args:
         experiment: name of the experiment, created if there is none; None takes ``MLFLOW_EXPERIMENT_NAME``, else
             MLflow's ``Default``, or ``treadle`` in a store that the hook makes.
-        tracking_uri: where the runs are kept. None takes what MLflow was told (``MLFLOW_TRACKING_URI``), else
+        tracking_uri: where the runs are kept. None takes MLflow's setting (``MLFLOW_TRACKING_URI``), else
             ``sqlite:///<workspace>/mlflow.db`` with the artifacts beside it.
         run_name: name of a new run.
         params: parameters of the run; None takes the trainer's settings. Nested keys are joined by ``/``.

@@ -40,7 +40,7 @@ _POLICIES = ("raise", "skip", "retry", "rollback")
 
 
 class NonFiniteHook(BaseHook):
-    """Writes down every refused step and decides how the run goes on.
+    """Records every refused step and decides how the run continues.
 
     A folder per event, ``step_00000012_try_1``, holds ``event.json`` (sample ids, the first module whose output and
     the first parameter whose gradient was not finite, position, learning rates, losses, norm, the nearest checkpoint),
@@ -52,13 +52,13 @@ class NonFiniteHook(BaseHook):
 
     Args:
         policy: ``"raise"``: NonFiniteError. ``"skip"``: the step changes nothing and the run goes on with the next
-            data. ``"retry"``: fresh data for the same step, as often as the engine's setting says. ``"rollback"``: back
-            to the weights, optimizer and schedule of the last good checkpoint with a lower learning rate; the data goes
+            data. ``"retry"``: fresh data for the same step, up to the engine's retries. ``"rollback"``: back to
+            the weights, optimizer and schedule of the last good checkpoint with a lower learning rate; the data goes
             on after the refused batch and the count of steps goes on too.
         max_in_a_row: refused steps without an applied one between them, after which NonFiniteError comes anyway.
-        path: folder of the events; a relative one lies in the trainer's workspace. A run that starts from nothing
+        path: folder of the events; relative to the trainer's workspace. A run that starts from nothing
             renames the one it finds.
-        checkpoints: where ``"rollback"`` finds checkpoints; a relative one lies in the trainer's workspace.
+        checkpoints: where ``"rollback"`` finds checkpoints; relative to the trainer's workspace.
         max_rollbacks: rollbacks in the whole run, after which NonFiniteError comes.
         lr_factor: what a rollback multiplies the learning rate with, in (0, 1].
         max_events: events to write; later ones are logged only.
@@ -169,7 +169,7 @@ class NonFiniteHook(BaseHook):
     # -- a refused step -------------------------------------------------------------------------------------------
 
     def _refused(self, trainer: Engine) -> bool:
-        """Records the refused attempt and carries the policy out; returns whether the run goes on without the step."""
+        """Records the refused attempt and applies the policy; returns whether the run continues without the step."""
         event = self._described(trainer)
         self._noted(trainer).restore_buffers()
         action, goes_on = self._decide(trainer)
@@ -198,7 +198,7 @@ class NonFiniteHook(BaseHook):
         if self.rollbacks >= self.max_rollbacks:
             return f"raised, after {self.max_rollbacks} rollbacks", False
         folder = in_workspace(trainer, self.checkpoints)
-        # A write of the last checkpoint may still be under way: what is gone back to must not depend on the disk.
+        # A write of the last checkpoint may still be under way: the rollback must not depend on the disk.
         for hook in trainer.hooks:
             hook.wait_for_writes()
         found = nearest_state(folder, trainer.step - 1, without=self.foreign_states, load=open_checkpoint)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Tracker(Protocol):
     """What an object needs so that ``trackers=[...]`` takes it; called on rank 0 only.
 
-    An exception in any of the three is logged once as a warning, and training goes on.
+    An exception in any of the three is logged once as a warning, and training continues.
 
     Example:
         >>> class Lines:
@@ -35,7 +35,7 @@ class Tracker(Protocol):
         Args:
             config: settings of the run, nested plain values.
             workspace: the run folder, if there is one.
-            step: 0, or the step that a resumed run goes on from; points after it will come again.
+            step: 0, or the step that a run resumes from; points after it will come again.
         """
 
     def log(self, values: dict[str, Any], step: int) -> None:

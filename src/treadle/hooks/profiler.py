@@ -26,11 +26,11 @@ class ProfilerHook(BaseHook):
     so a resumed run is profiled again.
 
     Args:
-        path: folder; a relative one lies in the trainer's workspace.
+        path: folder; relative to the trainer's workspace.
         wait: steps to skip in each round.
         warmup: steps to run the profiler without recording.
         active: steps to record, >= 1.
-        repeat: rounds, each with a trace of its own; 0 goes on to the end.
+        repeat: rounds, each with its own trace; 0 repeats to the end.
 
     Raises:
         ConfigError: a value is outside its range.

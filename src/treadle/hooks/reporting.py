@@ -28,6 +28,7 @@ class IntervalHook(BaseHook):
     """
 
     writes = True
+    writes_in_workspace_alone = True
 
     def __init__(self, interval: int, *, sync: bool):
         if interval < 1:
@@ -46,7 +47,7 @@ class IntervalHook(BaseHook):
             self._report(trainer)
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Reports what is left."""
+        """Reports the rest."""
         if self._pending:
             self._report(trainer)
 

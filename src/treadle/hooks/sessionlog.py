@@ -28,17 +28,18 @@ class SessionLogHook(BaseHook):
     """Writes ``sessions.jsonl``: a line when a process starts, one now and then with the step, one when it ends.
 
     Each line has ``event``, ``step``, ``epoch``, ``time`` (seconds since 1970) and ``total_steps`` (null if unknown).
-    ``start`` has also ``target``, ``device``, ``ranks``, ``threads``, ``precision``, ``num_parameters`` and
-    ``versions``; ``end`` has ``status``: ``finished``, ``stopped`` (a signal) or ``failed`` with the ``error``. A
-    killed process leaves no ``end``. Lines ``step`` come at most every second and at least every minute that has a
-    step. The time axis of ``treadle report`` and the status in ``treadle runs`` are made of them; the commands below
-    ``treadle train`` add this hook themselves.
+    ``start`` has also ``target``, ``device``, ``ranks``, ``threads``, ``precision``, ``num_parameters``, ``versions``
+    and the ``limits`` that are set; ``end`` has ``status``: ``finished``, ``stopped`` (a signal, or before the target;
+    with the ``reason`` where that is ``max_time``) or ``failed`` with the ``error``. A killed process leaves no
+    ``end``. Lines ``step`` come at most every second and at least every minute that has a step. The time axis of
+    ``treadle report`` and the status in ``treadle runs`` are made of them; every face adds this log to its run folders
+    by itself.
 
     A resumed run first cuts the lines after its step; a run that starts from nothing renames the file it finds. A file
     that cannot be written is a warning and does not end the training.
 
     Args:
-        path: the file; a relative one lies in the trainer's workspace.
+        path: the file; relative to the trainer's workspace.
 
     Example:
         >>> hook = SessionLogHook()
@@ -85,6 +86,8 @@ class SessionLogHook(BaseHook):
         elif isinstance(error, (SystemExit, KeyboardInterrupt)):
             status = "stopped"
         reason = {"error": f"{type(error).__name__}: {error}"[:1000]} if status == "failed" else {}
+        if error is None and status == "stopped" and trainer.target.out_of_time:
+            reason = {"reason": "max_time"}
         with self._guard(trainer, self, "writing the end"):
             self._write(trainer, "end", status=status, **reason)
         self._file = None
@@ -98,8 +101,9 @@ class SessionLogHook(BaseHook):
 
 def _surroundings(trainer: Engine) -> dict[str, Any]:
     """Returns what a run does not choose by its settings, and nothing that names the machine or its user."""
-    device = trainer.device
+    device, limits = trainer.device, trainer.settings.limits.given()
     return {
+        **({"limits": limits} if limits else {}),
         "target": {"max_steps": trainer.target.max_steps, "epochs": trainer.target.epochs},
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),

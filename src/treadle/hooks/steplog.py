@@ -85,7 +85,7 @@ class StepLogHook(BaseHook):
     that cannot be written, on a full disk say, are left out with a warning and do not end the training.
 
     Args:
-        path: the file; a relative one lies in the trainer's workspace.
+        path: the file; relative to the trainer's workspace.
         interval: steps between writes, >= 1.
 
     Raises:
@@ -128,7 +128,7 @@ class StepLogHook(BaseHook):
         state_dict["hooks"][self.state_key] = {"through": trainer.step}
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Writes what is left, and the step that ended training as non-finite."""
+        """Writes the rest, and the step that ended training as non-finite."""
         if self._file is not None and isinstance(error, NonFiniteError) and error.step == trainer.step:
             self._rows.add(trainer)
         self.flush(trainer)

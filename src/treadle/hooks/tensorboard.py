@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 class TensorBoardHook(TrackerHook):
     """Writes scalars and images as event files, on rank 0: ``tensorboard --logdir <workspace>/tensorboard``.
 
-    A resumed run tells TensorBoard to drop the points after its step, so no curve goes back or doubles. A run that
+    A resumed run makes TensorBoard drop the points after its step, so no curve goes back or doubles. A run that
     starts from nothing in a used folder hides the older curves. Settings and final metrics are in the tab HPARAMS.
 
     Args:
-        path: folder; a relative one lies in the trainer's workspace.
+        path: folder; relative to the trainer's workspace.
         **writer_kwargs: further arguments of ``torch.utils.tensorboard.SummaryWriter``.
 
     Raises:
@@ -46,7 +46,7 @@ class TensorBoardHook(TrackerHook):
         require("torch.utils.tensorboard", "TensorBoardHook")
 
     def open(self, trainer: Engine) -> None:
-        """Opens an event file that cuts off what lies after the present step."""
+        """Opens an event file that purges points after the present step."""
         step = trainer.step
         # Points at the purge step itself are dropped, and those of the resumed step were written before its checkpoint.
         arguments = {"purge_step": step + 1 if step else 0, **self.writer_kwargs}

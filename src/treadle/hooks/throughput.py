@@ -55,7 +55,7 @@ class ThroughputHook(BaseHook):
             self._report(trainer)
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Reports what is left."""
+        """Reports the rest."""
         if self._steps:
             self._report(trainer)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Union
 
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError, nearest
+from treadle.hooks.csv import CsvHook
 from treadle.hooks.jsonl import JsonlHook
 from treadle.hooks.logging import LoggingHook
 from treadle.hooks.mlflow import MlflowHook
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 TrackerChoice = Union[str, BaseHook, Tracker]  # noqa: UP007  (a type alias, also on Python 3.10 with a protocol in it)
 _INTERVAL = 10
 _NAMED: dict[str, Callable[[], BaseHook]] = {
+    "csv": CsvHook,
     "jsonl": JsonlHook,
     "mlflow": MlflowHook,
     "tensorboard": TensorBoardHook,
@@ -39,9 +41,9 @@ def with_trackers(hooks: Sequence[BaseHook], trackers: str | Sequence[TrackerCho
 
     Args:
         hooks: of the run.
-        trackers: each is ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"trackio"``, ``"jsonl"``, one of the hooks
-            with these names for further arguments, or an object with the methods of :class:`treadle.hooks.Tracker`.
-            A text names one, or several with commas between.
+        trackers: each is ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"trackio"``, ``"jsonl"``, ``"csv"``, one of
+            the hooks with these names for further arguments, or an object with the methods of
+            :class:`treadle.hooks.Tracker`. A text names one, or several with commas between.
 
     Raises:
         ConfigError: there is no tracker of that name, or ``hooks`` is no list of hooks.

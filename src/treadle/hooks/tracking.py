@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _NO_METRICS = {"lr", "time", "data_time", "step_time", "max_memory"}
-"""Names in log points of what says how a run went and not how good it is."""
+"""Names of log points that describe the progress of a run rather than its quality."""
 
 
 def epoch_records(trainer: Engine) -> list[dict[str, Any]]:
@@ -109,7 +109,7 @@ class TrackerHook(BaseHook):
         """Imports the package and checks the settings, on every rank: if this raises, it raises on all."""
 
     def open(self, trainer: Engine) -> None:
-        """Starts or continues the run, on rank 0; after an error here training goes on without this tracker."""
+        """Starts or continues the run, on rank 0; after an error here training continues without this tracker."""
 
     def was_sent(self, key: str, step: int) -> bool:
         """Whether an earlier process sent this key at this step; asked for steps up to :attr:`sent_through`."""

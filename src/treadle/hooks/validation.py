@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from treadle import distributed
+from treadle.checkpoint.files import name_also
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.store import save_checkpoint
 from treadle.data.sources import refuse_dataset
 from treadle.engine.best import BestRule, Mode
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.hook import BaseHook
+from treadle.engine.metrics import EpochMetrics
+from treadle.engine.predictions import scored_weights
+from treadle.engine.rehearsal import try_evaluation
 from treadle.engine.session import leave_on_signal
 from treadle.errors import ConfigError
 from treadle.hooks.files import append_lines, continue_lines, to_json
 from treadle.hooks.tracking import Guard
 from treadle.nested import flatten_nested_dict
-from treadle.task import Rng, StepOutput, Totals, as_step_output
+from treadle.task import Rng, StepOutput, TakesMetrics, Task, Totals, as_step_output
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -49,6 +53,9 @@ class ValidationHook(BaseHook):
         min_delta: smallest improvement that counts.
         best: file of the best state, in the workspace if it is relative; None keeps none.
         name: goes before the names of results; two hooks of one trainer need two names.
+        metrics: names such as ``["accuracy"]``, functions ``fn(outputs, targets)`` of the whole set, torchmetrics
+            objects, or a dict of these by name, called ``val_<name>``. In a BaseTrainer, ``forward`` then returns a
+            StepOutput with ``outputs=(outputs, targets)``.
 
     Attributes:
         history: one record per evaluation, with ``step`` and ``epoch``.
@@ -64,6 +71,7 @@ class ValidationHook(BaseHook):
     """
 
     writes = True
+    writes_in_workspace_alone = True
 
     def __init__(
         self,
@@ -77,6 +85,7 @@ class ValidationHook(BaseHook):
         min_delta: float = 0.0,
         best: str | Path | None = "best_model.pt",
         name: str = "val",
+        metrics: Any = None,
     ):
         if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 1):
             raise ConfigError(
@@ -94,10 +103,13 @@ class ValidationHook(BaseHook):
         self.best_rule = BestRule(self.metric, mode, min_delta, patience)
         self.best = None if best is None else Path(best)
         self.name = name
+        self.metrics = metrics
         self.history: list[dict[str, Any]] = []
         self._due = False
         self._guard = Guard()
         self._file: Path | None = None
+        EpochMetrics(metrics, torch.device("cpu"))  # a wrong name or function is refused now
+        self._metrics: EpochMetrics | None = None
 
     @property
     def state_key(self) -> str:
@@ -109,6 +121,11 @@ class ValidationHook(BaseHook):
     def on_before_train(self, trainer: Engine) -> None:
         """Makes ready to write; evaluates what a signal broke off, and stops a run that had stopped early."""
         self._file = None
+        if self.metrics is not None:
+            loss_fn = trainer.task.loss_fn if isinstance(trainer.task, TakesMetrics) else None
+            self._metrics = EpochMetrics(self.metrics, trainer.device, loss_fn=loss_fn)
+            if trainer.step == 0 and not trainer.state.loaded:
+                trainer.state.isolated(trainer, lambda: self._try_first_batches(trainer))
         if distributed.rank() == 0 and trainer.workspace is not None:
             with self._guard(trainer, self, "opening the file"):
                 path = trainer.workspace / (_LINES if self.name == "val" else f"validation_{self.name}.jsonl")
@@ -116,6 +133,8 @@ class ValidationHook(BaseHook):
                 self._file = path
         if self._due:
             self._evaluate(trainer)
+        elif trainer.step == 0 and trainer.settings.limits.num_sanity_eval_steps:
+            trainer.state.isolated(trainer, lambda: self._try(trainer))
         self._stop_if_patience_is_over(trainer)
 
     def on_after_step(self, trainer: Engine) -> None:
@@ -153,28 +172,51 @@ class ValidationHook(BaseHook):
 
     def _evaluate(self, trainer: Engine) -> None:
         self._due = True
-        task = None if self.eval_step is None else _EvalTask(trainer, self.eval_step)
         try:
-            with _scored_weights(trainer):
-                results = {name: trainer.evaluate(loader, task) for name, loader in self.loaders.items()}
+            values = self._results(trainer)
         except EvaluationAbandoned:
             leave_on_signal(trainer)
             raise
         self._due = False
-        values = {
+        record = {f"{self.name}_{key}": float(value) for key, value in values.items() if _is_number(value)}
+        improved = self.best_rule.update(trainer.step, self.best_rule.value_in(record))
+        self.history.append({"step": trainer.step, "epoch": trainer.epoch, **record})
+        self._report(trainer, record, values, improved=improved)
+        writes = self.best is not None and (self.best.is_absolute() or trainer.workspace is not None)
+        if improved and writes and not trainer.settings.limits.fast_dev_run:
+            trainer.request_write(lambda: self._write_best(trainer))
+        self._stop_if_patience_is_over(trainer)
+
+    def _try(self, trainer: Engine) -> None:
+        """Evaluates a few batches before step 1 and logs the results; nothing of them is kept."""
+        with trainer.evaluations_limited_to(trainer.settings.limits.sanity):
+            values = self._results(trainer)
+        if distributed.rank() == 0:
+            shown = " ".join(f"{self.name}_{key} {value:.4g}" for key, value in values.items() if _is_number(value))
+            trainer.logger.info("evaluated before step 1: %s", shown, extra={"topic": "sanity"})
+
+    def _results(self, trainer: Engine) -> dict[str, Any]:
+        """Evaluates every loader; returns the results by flat names."""
+        task = self._task(trainer)
+        with scored_weights(trainer):
+            results = {name: trainer.evaluate(loader, task) for name, loader in self.loaders.items()}
+        return {
             "_".join((name, *path)) if name else "_".join(path): value
             for name, result in results.items()
             for path, value in flatten_nested_dict(result).items()
         }
-        record = {
-            f"{self.name}_{key}": float(value) for key, value in values.items() if isinstance(value, (int, float))
-        }
-        improved = self.best_rule.update(trainer.step, self.best_rule.value_in(record))
-        self.history.append({"step": trainer.step, "epoch": trainer.epoch, **record})
-        self._report(trainer, record, values, improved=improved)
-        if improved and self.best is not None and (self.best.is_absolute() or trainer.workspace is not None):
-            trainer.request_write(lambda: self._write_best(trainer))
-        self._stop_if_patience_is_over(trainer)
+
+    def _task(self, trainer: Engine) -> Task | None:
+        task = trainer.task if self.eval_step is None else _EvalTask(trainer, self.eval_step)
+        if self._metrics is None:
+            return None if self.eval_step is None else task
+        return task.with_metrics(self._metrics) if isinstance(task, TakesMetrics) else _MetricTask(task, self._metrics)
+
+    def _try_first_batches(self, trainer: Engine) -> None:
+        task = self._task(trainer)
+        with scored_weights(trainer):
+            for loader in self.loaders.values():
+                try_evaluation(trainer.model, loader, task, precision=trainer.precision, eval_seed=trainer.eval_seed)
 
     def _report(
         self, trainer: Engine, record: Mapping[str, float], values: Mapping[str, Any], *, improved: bool
@@ -193,11 +235,18 @@ class ValidationHook(BaseHook):
         assert self.best is not None
         path = self.best if trainer.workspace is None else trainer.workspace / self.best
         tree = trainer.state_dict()
-        on_rank_0(lambda: save_checkpoint(tree, path))
+        written = on_rank_0(lambda: save_checkpoint(tree, path))
+        if trainer.workspace is not None and written.parent == trainer.workspace:
+            # As it is called in every face.
+            on_rank_0(lambda: name_also(written, written.parent / "checkpoints" / "best.pt"))
 
     def _stop_if_patience_is_over(self, trainer: Engine) -> None:
         if self.best_rule.should_stop:
             trainer.should_stop = True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
 
 
 class _EvalTask:
@@ -211,9 +260,27 @@ class _EvalTask:
         return as_step_output(self._eval_step(self._trainer, batch), training=False)
 
 
-@contextlib.contextmanager
-def _scored_weights(trainer: Engine) -> Iterator[None]:
-    """Puts the averaged weights into the model inside the block, where the run keeps an average."""
-    average = next(iter(trainer.averages.values()), None)
-    with contextlib.nullcontext() if average is None else average.swapped_into(trainer.model):
-        yield
+class _MetricTask:
+    """Task of an evaluation whose outputs go to metrics.
+
+    Raises:
+        ConfigError: the task gives no outputs.
+    """
+
+    def __init__(self, task: Task, metrics: EpochMetrics):
+        self._task = task
+        self._metrics = metrics
+
+    def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
+        output = as_step_output(self._task.step(model, batch), training=False)
+        if not (isinstance(output.outputs, tuple) and len(output.outputs) == 2):
+            raise ConfigError(
+                "there are no outputs to score: let forward, or eval_step, return "
+                "StepOutput(loss, records, outputs=(outputs, targets))",
+                argument="metrics",
+            )
+        return output
+
+    def new_metrics(self) -> EpochMetrics:
+        self._metrics.reset()
+        return self._metrics

@@ -63,7 +63,7 @@ def flat_values(records: Mapping[str, Any]) -> dict[str, Any]:
 def as_image(value: Any) -> Any:
     """Returns a PIL image: of one, of an (H, W), (H, W, 1), (H, W, 3) or (H, W, 4) uint8 array, or of a CHW tensor.
 
-    A tensor of floats is taken to lie in [0, 1].
+    A tensor of floats must be in [0, 1].
 
     Raises:
         TypeError: it is none of these.
@@ -93,7 +93,7 @@ def _chw_pixels(tensor: Tensor) -> np.ndarray[Any, Any] | None:
 
 
 def plain_settings(config: Any) -> dict[str, Any]:
-    """Returns settings as nested plain values, what is neither a number nor a text as a text; of no mapping, nothing.
+    """Returns settings as nested plain values, other types than numbers and texts as texts; {} if no mapping.
 
     Example:
         >>> plain_settings({"lr": 0.1, "model": {"act": torch.nn.ReLU(), "widths": (8, 8)}})

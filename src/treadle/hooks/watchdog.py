@@ -1,4 +1,4 @@
-"""StuckRankHook: says which rank the others wait for, what it is doing, and where in its code."""
+"""StuckRankHook: reports which rank the others wait for, its current operation and its stack."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class StuckRankHook(BaseHook):
             self._watch.stop()
 
     def place(self, trainer: Engine) -> tuple[int, ...]:
-        """Returns numbers that change when this rank goes on; the first three say who is behind."""
+        """Returns numbers that change when this rank advances; the first three order the ranks."""
         cursor, evaluated = trainer.cursor, trainer.eval_cursor
         return (
             trainer.step, self._event, trainer.micro_steps, cursor.epoch, cursor.position, evaluated.epoch,
@@ -109,7 +109,7 @@ class StuckRankHook(BaseHook):
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank says about itself.
+    """State of a rank as it reports it.
 
     Attributes:
         rank: who.
@@ -140,7 +140,7 @@ class Note:
 
 
 def who_is_stuck(notes: Sequence[Note], timeout: float) -> list[Note]:
-    """Returns the ranks that the others wait for; nobody as long as any rank went on within the timeout.
+    """Returns the ranks that the others wait for; none while any rank advanced within the timeout.
 
     Those inside a collective wait; of the others, those that are behind are stuck. If all wait, those that are behind.
     """
@@ -236,7 +236,7 @@ class _Watch:
         self._trains = threading.get_ident()
         self._over = threading.Event()
         self._place, self._since, self._beat = hook.place(trainer), time.monotonic(), 0
-        self._heard: dict[int, tuple[int, float]] = {}  # the last beat of each rank, and when it was new
+        self._last_beats: dict[int, tuple[int, float]] = {}  # the last beat of each rank, and when it was new
         self._blamed: list[tuple[int, tuple[int, ...]]] = []
         self._shown: tuple[int, ...] | None = None
         self._thread = threading.Thread(target=self._run, name="treadle-watchdog", daemon=True)
@@ -249,7 +249,7 @@ class _Watch:
         self._thread.join(1.0)
 
     def _run(self) -> None:
-        # Where the ranks cannot reach each other any more the run is ending, and says why itself.
+        # Where the ranks cannot reach each other any more the run is ending and reports the cause itself.
         with contextlib.suppress(RuntimeError):
             while not self._over.wait(self._hook.interval):
                 self._look()
@@ -290,9 +290,9 @@ class _Watch:
 
     def _with_silence(self, note: Note, now: float) -> Note:
         """Adds the time for which a rank has pinned nothing: its process may have been stopped."""
-        beat, since = self._heard.get(note.rank, (-1, now))
+        beat, since = self._last_beats.get(note.rank, (-1, now))
         if beat != note.beat:
-            self._heard[note.rank] = (note.beat, now)
+            self._last_beats[note.rank] = (note.beat, now)
             return note
         silence = now - since
         if silence < 3 * self._hook.interval:
@@ -300,7 +300,7 @@ class _Watch:
         described = {
             **asdict(note),
             "quiet": note.quiet + silence,
-            "doing": note.doing or "not heard of",
+            "doing": note.doing or "unknown",
             "waits": False,
         }
         return Note(**described)

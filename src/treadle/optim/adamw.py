@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from treadle.optim.optimizer import can_be_fused, is_normalisation
-from treadle.optim.schedules import check_warmup, warmup_cosine_factor
+from treadle.optim.schedules import build_schedule
 
 _UNDECAYED_NAMES = ("cls_token", "pos_embed")
 
@@ -24,9 +22,9 @@ def build_optimizer(
 ) -> AdamW:
     """Build AdamW with two groups: parameters that decay, then parameters that do not.
 
-    No decay for parameters with fewer than two dimensions, those of normalisation layers (told by the type of
+    No decay for parameters with fewer than two dimensions, those of normalisation layers (by the type of
     the module that owns them), and class tokens and position tables that a module holds as ``cls_token`` or
-    ``pos_embed`` itself. A parameter that several modules share is undecayed if any of them says so. Frozen
+    ``pos_embed`` itself. A parameter that several modules share is undecayed if any of them exempts it. Frozen
     parameters are left out.
 
     Args:
@@ -38,7 +36,7 @@ def build_optimizer(
 
     Returns:
         AdamW with exactly two groups (one may be empty), each parameter in one of them. The fused kernel is
-        used when every parameter is floating and lies on the CPU or on CUDA.
+        used when every parameter is floating and on the CPU or on CUDA.
 
     Raises:
         ValueError: When no parameter requires a gradient, or a number is out of range.
@@ -115,7 +113,6 @@ def build_warmup_cosine(
         >>> scheduler.get_last_lr()
         [0.25, 0.25]
     """
-    check_warmup(warmup_steps, total_steps=total_steps, min_scale=min_lr_scale)
-    # A partial has an empty __dict__, so LambdaLR.state_dict() stores {} for it and nothing to unpickle.
-    factor = partial(warmup_cosine_factor, warmup_steps=warmup_steps, total_steps=total_steps, min_scale=min_lr_scale)
-    return LambdaLR(optimizer, factor)
+    return build_schedule(
+        optimizer, "cosine", total_steps=total_steps, warmup_steps=warmup_steps, min_scale=min_lr_scale
+    )

@@ -35,7 +35,7 @@ class Ema(AveragedModel):
 
     The shadow starts as a copy of the weights it is given, so there is no first-update copy. Half-precision
     weights are averaged in float32: in bfloat16 a step of 1e-4 of the difference would round to nothing. A buffer whose
-    shape changes, such as a table that grows with the inputs, is copied anew.
+    shape changes, such as a table that grows with the inputs, is copied again.
 
     Of a sharded model every rank averages its parts. ``module`` then has the parameters and buffers under their names
     and cannot be called: use :meth:`swapped_into`.
@@ -73,7 +73,7 @@ class Ema(AveragedModel):
         if sharded:
             if device is not None:
                 raise ConfigError(
-                    "the average of a sharded model lies beside its parts; use None", argument="device", value=device
+                    "the average of a sharded model is kept with its shards; use None", argument="device", value=device
                 )
             reshard(source)
             source = _bare(source, set(source.state_dict()))
@@ -87,6 +87,16 @@ class Ema(AveragedModel):
         self.n_averaged.fill_(1)  # 0 would make torch replace the shadow by the first weights it sees
         _widen_halves(self.module)
         self.module.requires_grad_(False)
+
+    @property
+    def weight(self) -> float:
+        """Share of the model's weights in the next move."""
+        return 1.0 - self.decay
+
+    @property
+    def recordable(self) -> bool:
+        """Whether every applied step moves the average alike, so that one recording serves all of them."""
+        return self.update_interval == 1
 
     def update(self, model: nn.Module, *, applied_steps: int) -> None:
         """Moves the shadow towards the model's weights if ``applied_steps`` is due; reads nothing on the host."""
@@ -112,10 +122,10 @@ class Ema(AveragedModel):
             else:
                 shadow.copy_(live)
         if shadows:
-            torch._foreach_lerp_(shadows, lives, 1.0 - self.decay)
+            torch._foreach_lerp_(shadows, lives, self.weight)
 
     def lies_beside(self, model: nn.Module) -> bool:
-        """Returns whether each weight of the average lies on the device of the model's own."""
+        """Returns whether each weight of the average is on the device of the model's weight."""
         return all(shadow.device == live.device for shadow, live, _ in self._pairs(unwrap(model)))
 
     def _pairs(self, source: nn.Module) -> Iterator[tuple[Tensor, Tensor, bool]]:

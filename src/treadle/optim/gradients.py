@@ -33,7 +33,7 @@ class Gradients(list[Tensor]):
     """The gradients of a step, which are looked at once for several functions.
 
     Attributes:
-        alike: what :func:`are_alike` has said of them; None before.
+        alike: the result of :func:`are_alike`; None before.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -74,7 +74,7 @@ def are_alike(grads: Sequence[Tensor]) -> bool:
 
 
 class Inverse(NamedTuple):
-    """A divisor by its inverse: 0-d float32, on the device of what is divided."""
+    """A divisor by its inverse: 0-d float32, on the device of the dividend."""
 
     factor: Tensor
 
@@ -147,3 +147,21 @@ def clip_(grads: list[Tensor], max_norm: float, norm: Tensor) -> None:
     with torch.no_grad():
         parts: Any = [_Part(local(grad)) for grad in grads]  # torch's function asks parameters for their gradients
     clip_grads_with_norm_(parts, max_norm, norm)
+
+
+@torch.no_grad()
+def clip_values_(grads: Sequence[Tensor], limit: float) -> None:
+    """Clamps every element of the gradients to [-limit, limit] in place, by torch's rule.
+
+    Args:
+        grads: whole or spread over ranks; of those, each rank clamps its parts.
+        limit: > 0.
+
+    Example:
+        >>> grads = [torch.tensor([3.0, -0.5])]
+        >>> clip_values_(grads, 1.0); grads[0]
+        tensor([ 1.0000, -0.5000])
+    """
+    owned = [elements(local(grad)) for grad in grads]
+    torch._foreach_clamp_min_(owned, -limit)
+    torch._foreach_clamp_max_(owned, limit)

@@ -16,7 +16,7 @@ from treadle.task import StepOutput
 
 
 class GroupWeights:
-    """Scales the losses of one group and says what the gradients are still to be divided by.
+    """Scales the losses of one group and computes the remaining divisor of its gradients.
 
     Each loss is divided by ``size · reference / weight`` before its backward pass and the gradients once more by
     ``Σ weight / (size · reference)`` at the end. The reference is the first weight, so a scaled loss does not grow
@@ -24,7 +24,7 @@ class GroupWeights:
     micro-batch on one rank is not scaled at all: a plain loop is matched to the bit.
 
     Ranks tell each other their numbers after the first and after the last forward pass of a step, which is one
-    exchange where a step has one micro-batch. It is between the hosts; only weights that lie on a device are reduced
+    exchange where a step has one micro-batch. It is between the hosts; only weights on a device are reduced
     there.
 
     Args:
@@ -37,7 +37,7 @@ class GroupWeights:
 
     Attributes:
         total: the weight of the group; after its last micro-batch that of all ranks.
-        heard: the notices of each rank, after the last micro-batch on several ranks.
+        rank_notices: the notices of each rank, after the last micro-batch on several ranks.
 
     Example:
         >>> weights = GroupWeights(1, device=torch.device("cpu"))
@@ -61,9 +61,9 @@ class GroupWeights:
         self.undivided = undivided
         self.num_losses = 0
         self.total: float | Tensor = 0.0
-        self.heard: list[list[float]] = []
+        self.rank_notices: list[list[float]] = []
         self._last = size
-        self._tells_twice = max(largest or 1, size) > 1
+        self._gathers_twice = max(largest or 1, size) > 1
         self._notices = notices
         self._seen = 0
         self._first: float | Tensor = 0.0
@@ -108,13 +108,13 @@ class GroupWeights:
             return
         if self._seen == 1:
             self._first = weight
-            if self._tells_twice:
-                self._share_reference(self._told())
+            if self._gathers_twice:
+                self._share_reference(self._gather())
         if self._seen == self._last:
-            told = self._told()
-            if not self._tells_twice:
-                self._share_reference(told)
-            self._share_total(told)
+            gathered = self._gather()
+            if not self._gathers_twice:
+                self._share_reference(gathered)
+            self._share_total(gathered)
 
     def _take_reference(self, weight: float | Tensor) -> None:
         if isinstance(weight, Tensor):
@@ -122,39 +122,39 @@ class GroupWeights:
         elif weight > 0:
             self._reference = weight
 
-    def _told(self) -> dict[str, list[float]]:
-        """Tells the other ranks this one's numbers and returns those of all by their names."""
+    def _gather(self) -> dict[str, list[float]]:
+        """Gathers the numbers of all ranks, by name."""
         own = {
             "size": self.size, "undivided": self.undivided, "losses": self.num_losses,
             "summed": self._reduction == "sum", "averaged": self._reduction == "mean",
             "first": _number(self._first), "first on device": isinstance(self._first, Tensor),
             "total": _number(self.total), "total on device": isinstance(self.total, Tensor),
         }  # fmt: skip
-        numbers = distributed.tell_ranks([*own.values(), *self._notices()])
-        self.heard = [told[len(own) :] for told in numbers]
-        return {name: [told[index] for told in numbers] for index, name in enumerate(own)}
+        numbers = distributed.gather_numbers([*own.values(), *self._notices()])
+        self.rank_notices = [gathered[len(own) :] for gathered in numbers]
+        return {name: [gathered[index] for gathered in numbers] for index, name in enumerate(own)}
 
-    def _share_reference(self, told: Mapping[str, list[float]]) -> None:
-        self.size = int(max(told["size"]))  # groups may differ where one rank's data ends first
-        self.undivided = any(told["undivided"])
+    def _share_reference(self, gathered: Mapping[str, list[float]]) -> None:
+        self.size = int(max(gathered["size"]))  # groups may differ where one rank's data ends first
+        self.undivided = any(gathered["undivided"])
         if self.undivided:
             return
-        if any(told["first on device"]):
+        if any(gathered["first on device"]):
             first = torch.as_tensor(self._first, dtype=torch.float32, device=self.device)
             self._take_reference(distributed.max_over_ranks(first))
         else:
-            self._reference = max(told["first"]) or 1.0
+            self._reference = max(gathered["first"]) or 1.0
 
-    def _share_total(self, told: Mapping[str, list[float]]) -> None:
-        if any(told["summed"]) and any(told["averaged"]):
+    def _share_total(self, gathered: Mapping[str, list[float]]) -> None:
+        if any(gathered["summed"]) and any(gathered["averaged"]):
             raise _mixed(self._reduction or "none here", "another rank had another one")
-        self.undivided = any(told["undivided"])
-        self._anybody = any(told["losses"])
-        if any(told["total on device"]):
+        self.undivided = any(gathered["undivided"])
+        self._anybody = any(gathered["losses"])
+        if any(gathered["total on device"]):
             total = torch.as_tensor(self.total, dtype=torch.float64, device=self.device)
             self.total = distributed.sum_over_ranks(total)
         else:
-            self.total = sum(told["total"])
+            self.total = sum(gathered["total"])
 
     def any_loss(self) -> bool:
         """Returns whether any micro-batch had a loss, on any rank."""
@@ -180,7 +180,7 @@ class GivenWeights:
 
     Attributes:
         total: above 0.
-        heard: nothing: there is one rank.
+        rank_notices: nothing: there is one rank.
 
     Example:
         >>> weights = GivenWeights(2, device=torch.device("cpu"), equal=False)
@@ -192,7 +192,7 @@ class GivenWeights:
     def __init__(self, size: int, *, device: torch.device, equal: bool):
         self.total = 1.0
         self._equal = equal
-        self.heard: list[list[float]] = []
+        self.rank_notices: list[list[float]] = []
         self._size = size
         self._factors = torch.ones(size + 1, device=device)
         self._on_cuda = device.type == "cuda"
@@ -265,7 +265,7 @@ def _mixed(reduction: str, other: str) -> ConfigError:
 
 
 def _number(value: float | Tensor) -> float:
-    return 0.0 if isinstance(value, Tensor) else value  # the host does not know what lies on a device
+    return 0.0 if isinstance(value, Tensor) else value  # the host does not know a value on a device
 
 
 def _checked(weight: float | Tensor | None) -> float | Tensor:
@@ -288,7 +288,7 @@ def as_count(count: Tensor) -> float | Tensor:
 def without_empty(loss: Tensor, weight: float | Tensor) -> Tensor | None:
     """Returns the loss of a batch, or None if nothing in it counts.
 
-    Where the weight lies on a device, a loss over nothing (0/0) becomes an exact 0 that keeps its graph, so that it
+    Where the weight is on a device, a loss over nothing (0/0) becomes an exact 0 that keeps its graph, so that it
     neither reaches the gradient nor has to be looked at.
 
     Example:

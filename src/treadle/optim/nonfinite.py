@@ -57,7 +57,7 @@ class RefusalPlan:
     Attributes:
         described: the policy in words, for the block at the start.
         watch: called at the start of every attempt, before anything draws a random number.
-        refused: called with the refused gradients in place; returns whether the run goes on without this step. False
+        refused: called with the refused gradients in place; returns whether the run continues without this step. False
             asks for fresh data while there are retries, else for NonFiniteError. All ranks must answer alike.
     """
 
@@ -218,10 +218,10 @@ class FiniteGuard:
         return self.late
 
     def late_refusal(self, *, wait: bool) -> LateRefusal | None:
-        """Returns what is known of the first deferred step whose gradient was not finite, else None.
+        """Returns the first deferred step with a non-finite gradient, else None.
 
         Args:
-            wait: for all steps so far; False looks at what the host has been told already.
+            wait: for all steps so far; False looks only at results that the host has.
         """
         if self.late is None or not (wait or self.late.raised):
             return None
@@ -231,7 +231,7 @@ class FiniteGuard:
 class LateFlags:
     """What the host does not know yet of steps that the device may have refused: one flag for all of them so far.
 
-    On several ranks, all hear of a refusal at the same step: each eighth step sends its flag to a place of its own,
+    On several ranks, all learn of a refusal at the same step: each eighth step sends its flag to its own place,
     which is read two such steps later.
 
     Args:
@@ -240,7 +240,7 @@ class LateFlags:
     Attributes:
         refused: 0-d on the device: 0.0, and 1.0 from a step on whose gradient was not finite, so that no later step
             changes anything.
-        raised: whether the host has been told of a refused step.
+        raised: whether the host knows of a refused step.
 
     Example:
         >>> flags = LateFlags(torch.device("cpu"))

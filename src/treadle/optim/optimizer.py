@@ -203,7 +203,7 @@ def aligned_groups(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, A
 def _refuse_another_form(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     if has_torchs_form(optimizer, optimizer.state_dict()):
         raise CheckpointError(
-            "optimizer: the checkpoint's state has a form of its own "
+            "optimizer: the checkpoint's state has its own format "
             f"({', '.join(map(str, saved.get(OWN, saved)))}), and the "
             f"{type(optimizer).__name__} of this run has torch's; build the optimizer as it was"
         )
@@ -302,7 +302,7 @@ def live_order(number: int, group: Mapping[str, Any], live_names: list[str]) -> 
 
 
 def move_optimizer_state(optimizer: Optimizer) -> None:
-    """Moves state tensors that lie elsewhere beside their parameters, in place.
+    """Moves state tensors to the devices of their parameters, in place.
 
     Step counters of unfused optimizers stay on the CPU, where torch keeps them.
     """

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from treadle.errors import CheckpointError
 
 OWN = "own"
-"""Key under which the state of an optimizer with a form of its own lies."""
+"""Key of the state of an optimizer with its own format."""
 INNER = "inner"
-"""Key under which the states of optimizers inside an optimizer lie, which its inherited state dict leaves out."""
+"""Key of the states of optimizers inside an optimizer, which its inherited state dict leaves out."""
 
 
 def has_torchs_form(optimizer: Any, state: Any) -> bool:
@@ -39,7 +39,7 @@ def has_torchs_form(optimizer: Any, state: Any) -> bool:
 def inner_optimizers(optimizer: Any) -> dict[str, Optimizer]:
     """Returns the optimizers that an optimizer keeps as attributes and whose state its own state dict leaves out.
 
-    Those of a class with a ``state_dict`` of its own are its own affair.
+    A class that defines ``state_dict`` is responsible for its own.
 
     Example:
         >>> import torch

@@ -1,20 +1,57 @@
-"""Learning-rate schedules as pure functions from a step to a factor of the base rate.
-
-Nothing here knows an optimizer: a face binds the keyword arguments and hands the function to the scheduler
-that it builds.
-"""
+"""Learning-rate schedules: pure functions from a step to a factor of the base rate, and one that builds a scheduler."""
 
 from __future__ import annotations
 
 import logging
 import math
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, nearest
 
 logger = logging.getLogger("treadle.schedules")
+
+
+def schedulers_in(scheduler: Any, path: str = "scheduler") -> Iterator[tuple[str, Any]]:
+    """Yields a scheduler and those of torch that it composes, by path; nothing for None.
+
+    Example:
+        >>> list(schedulers_in(None))
+        []
+    """
+    if scheduler is None:
+        return
+    yield path, scheduler
+    for number, inner in enumerate(getattr(scheduler, "_schedulers", ())):
+        yield from schedulers_in(inner, f"{path}[{number}]")
+
+
+def scheduler_state(scheduler: Any) -> dict[str, Any]:
+    """Returns the state of a scheduler, without schedulers and functions that it wraps.
+
+    The state dict that a class inherits from torch's holds every attribute. Those are no values; their own state is
+    carried as that of any object.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        >>> scheduler.wrapped = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        >>> "wrapped" in scheduler_state(scheduler)
+        False
+    """
+    state: dict[str, Any] = scheduler.state_dict()
+    if type(scheduler).state_dict is not LRScheduler.state_dict:
+        return state
+    wrapped = (LRScheduler, types.FunctionType, types.MethodType, partial)
+    return {key: value for key, value in state.items() if not isinstance(value, wrapped)}
 
 
 def step_plateau(scheduler: ReduceLROnPlateau, value: float) -> None:
@@ -90,6 +127,200 @@ def warmup_cosine_factor(step: int, *, warmup_steps: int, total_steps: int, min_
         return 1.0
     progress = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
     return min_scale + (1.0 - min_scale) / 2.0 * (1.0 + math.cos(math.pi * progress))
+
+
+def warmup_linear_factor(step: int, *, warmup_steps: int, total_steps: int, min_scale: float) -> float:
+    """Linear warm-up to 1, then a straight line down to ``min_scale``, reached at ``total_steps``.
+
+    Args:
+        step: index of the update, 0 for the first.
+        warmup_steps: updates of warm-up, >= 0.
+        total_steps: all updates of the run, warm-up included.
+        min_scale: the last factor, 0 to 1.
+
+    Example:
+        >>> [warmup_linear_factor(s, warmup_steps=2, total_steps=4, min_scale=0.0) for s in range(5)]
+        [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if total_steps <= warmup_steps:
+        return 1.0
+    return 1.0 - (1.0 - min_scale) * min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
+
+
+def warmup_constant_factor(step: int, *, warmup_steps: int, total_steps: int, min_scale: float) -> float:
+    """Linear warm-up to 1, then 1; takes the arguments of the other schedules and needs the first two.
+
+    Example:
+        >>> [warmup_constant_factor(s, warmup_steps=2, total_steps=9, min_scale=0.0) for s in range(4)]
+        [0.5, 1.0, 1.0, 1.0]
+    """
+    return (step + 1) / warmup_steps if step < warmup_steps else 1.0
+
+
+def warmup_stable_decay_factor(
+    step: int, *, warmup_steps: int, total_steps: int, min_scale: float, decay_ratio: float = 0.2
+) -> float:
+    """Warm-up, stable, decay (WSD): linear to 1, 1, and in the last part of the run linear to ``min_scale``.
+
+    The decay takes round(``decay_ratio`` · ``total_steps``) updates, at most those that the warm-up leaves.
+
+    Args:
+        step: index of the update, 0 for the first.
+        warmup_steps: updates of warm-up, >= 0.
+        total_steps: all updates of the run.
+        min_scale: the last factor, 0 to 1.
+        decay_ratio: part of the run that decays, 0 to 1.
+
+    Example:
+        >>> [warmup_stable_decay_factor(s, warmup_steps=2, total_steps=10, min_scale=0.0) for s in (0, 5, 8, 9, 10)]
+        [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    decay = min(round(decay_ratio * total_steps), max(0, total_steps - warmup_steps))
+    start = total_steps - decay
+    if step < max(warmup_steps, start) or not decay:
+        return warmup_constant_factor(step, warmup_steps=warmup_steps, total_steps=total_steps, min_scale=min_scale)
+    return 1.0 - (1.0 - min_scale) * min(1.0, (step - start) / decay)
+
+
+def warmup_inverse_sqrt_factor(step: int, *, warmup_steps: int, total_steps: int, min_scale: float) -> float:
+    """Linear warm-up to 1, then sqrt(W / (step + 1)) with W = max(1, ``warmup_steps``), never below ``min_scale``.
+
+    It does not depend on ``total_steps``, so a run can be lengthened without a jump of the rate.
+
+    Example:
+        >>> [warmup_inverse_sqrt_factor(s, warmup_steps=2, total_steps=9, min_scale=0.0) for s in (0, 1, 7)]
+        [0.5, 1.0, 0.5]
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return max(min_scale, math.sqrt(max(1, warmup_steps) / (step + 1)))
+
+
+SCHEDULES: dict[str, Callable[..., float]] = {
+    "constant": warmup_constant_factor,
+    "cosine": warmup_cosine_factor,
+    "inverse_sqrt": warmup_inverse_sqrt_factor,
+    "linear": warmup_linear_factor,
+    "wsd": warmup_stable_decay_factor,
+}
+"""The schedules by the names that settings give them."""
+
+
+@dataclass(frozen=True)
+class ScheduleShape:
+    """Shape of a schedule by name, before the length of the run is known.
+
+    Args:
+        name: a key of :data:`SCHEDULES`.
+        warmup_steps: updates of warm-up, >= 0; None where a ratio is given, else 0.
+        warmup_ratio: warm-up as a part of the run, 0 to 1, rounded up to whole updates as transformers does.
+        min_scale: the last factor, 0 to 1.
+
+    Raises:
+        ConfigError: the name is unknown (the nearest is named), a number is out of range, or both lengths are given.
+
+    Example:
+        >>> ScheduleShape("cosine", warmup_ratio=0.1).factor(total_steps=20)(0)
+        0.5
+    """
+
+    name: str
+    warmup_steps: int | None = None
+    warmup_ratio: float | None = None
+    min_scale: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.name not in SCHEDULES:
+            raise ConfigError(nearest(str(self.name), SCHEDULES), argument="lr_scheduler", value=self.name)
+        steps, ratio = self.warmup_steps, self.warmup_ratio
+        if steps is not None and ratio is not None:
+            raise ConfigError("give warmup_steps or warmup_ratio, not both", argument="warmup_ratio", value=ratio)
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
+            raise ConfigError("must be a whole number of updates >= 0", argument="warmup_steps", value=steps)
+        if ratio is not None and not (isinstance(ratio, (int, float)) and 0.0 <= ratio <= 1.0):
+            raise ConfigError("must lie between 0 and 1; it is a part of the run", argument="warmup_ratio", value=ratio)
+        check_warmup(steps or 0, total_steps=(steps or 0) + 1, min_scale=self.min_scale)
+
+    def factor(self, total_steps: int) -> Callable[[int], float]:
+        """Returns the function from the index of an update to its factor, for a run of ``total_steps`` updates.
+
+        A partial has an empty ``__dict__``, so a LambdaLR keeps nothing of it in its state: a resumed run follows the
+        shape that it was built with.
+        """
+        steps = self.warmup_steps or 0
+        if self.warmup_ratio is not None:
+            steps = math.ceil(self.warmup_ratio * total_steps)
+        return partial(
+            SCHEDULES[self.name], warmup_steps=steps, total_steps=total_steps, min_scale=float(self.min_scale)
+        )
+
+
+def build_schedule(
+    optimizer: Optimizer,
+    name: str = "cosine",
+    *,
+    total_steps: int,
+    warmup_steps: int | None = None,
+    warmup_ratio: float | None = None,
+    min_scale: float = 0.0,
+) -> LambdaLR:
+    """Builds a schedule with a linear warm-up, stepped per applied step.
+
+    Args:
+        optimizer: the rates of its groups are the base rates.
+        name: ``"cosine"``, ``"linear"``, ``"wsd"`` (warm-up, stable, decay), ``"inverse_sqrt"`` or ``"constant"``.
+        total_steps: all updates of the run, warm-up included, >= 1.
+        warmup_steps: updates of warm-up, >= 0.
+        warmup_ratio: warm-up as a part of the run, 0 to 1, in place of ``warmup_steps``.
+        min_scale: the last factor of the rate, 0 to 1.
+
+    Returns:
+        A LambdaLR, whose state holds plain numbers only.
+
+    Raises:
+        ConfigError: the name is unknown, or a number is out of range.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        >>> build_schedule(optimizer, "linear", total_steps=20, warmup_steps=4).get_last_lr()
+        [0.25]
+    """
+    shape = ScheduleShape(name, warmup_steps, warmup_ratio, min_scale)
+    factor = shape.factor(total_steps)
+    check_warmup(warmup_steps or 0, total_steps=total_steps, min_scale=min_scale)
+    return LambdaLR(optimizer, factor)
+
+
+def follow_shape(scheduler: LambdaLR, shape: ScheduleShape, total_steps: int) -> None:
+    """Gives a scheduler of a shape the length of its run; before its first move, the rates of the groups too.
+
+    Args:
+        scheduler: as :func:`build_schedule` makes it, of any length.
+        shape: its shape.
+        total_steps: all updates of the run, >= 1.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        >>> scheduler = build_schedule(optimizer, "cosine", total_steps=1, warmup_ratio=0.1)
+        >>> follow_shape(scheduler, ScheduleShape("cosine", warmup_ratio=0.1), 40)
+        >>> optimizer.param_groups[0]["lr"]
+        0.25
+    """
+    check_warmup(shape.warmup_steps or 0, total_steps=total_steps, min_scale=shape.min_scale)
+    scheduler.lr_lambdas = [shape.factor(total_steps)] * len(scheduler.lr_lambdas)
+    if scheduler.last_epoch:
+        return
+    rates = [base * factor(0) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    scheduler._last_lr = rates
 
 
 def check_warmup(warmup_steps: int, *, total_steps: int, min_scale: float) -> None:

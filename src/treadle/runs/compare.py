@@ -30,14 +30,14 @@ class Replay:
     """A step of a run that was run again.
 
     Attributes:
-        equal: whether the step is what its record says, to the bit; None without a record.
+        equal: whether the step equals its record, to the bit; None without a record.
         step: 1-based.
         loss: mean loss of the step.
         grad_norm: total norm of its gradient, before clipping.
         lr: learning rate of each parameter group.
         start_step: step of the checkpoint that the replay started from; 0 for the run's beginning.
         differences: what differs, as ``name -> [recorded, replayed]``.
-        first_difference: the first replayed step whose record says something else; None if all are equal.
+        first_difference: the first replayed step that differs from its record; None if all are equal.
         likely_causes: what may have made the two differ, the likeliest first.
         batches: the micro-batches of the step.
         values: all of these but the batches, and more, as plain values.
@@ -92,7 +92,7 @@ def replay_and_compare(
 
 
 def _pack_of(run: Path) -> Pack[Any, Any, Any]:
-    """Returns the pack of a run, by what its folder or its newest checkpoint says."""
+    """Returns the pack of a run, by its folder or its newest checkpoint."""
     if not run.is_dir():
         raise ConfigError("no such folder; give the folder of a run", argument="RUN", value=str(run))
     pack = pack_of_folder(run)
@@ -128,7 +128,7 @@ def differences(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> dic
 
 
 def same(recorded: Any, replayed: Any) -> bool:
-    """Returns whether two values are equal to the bit; the record holds null for what is not finite.
+    """Returns whether two values are equal to the bit; the record holds null for non-finite values.
 
     Example:
         >>> same([0.5, None], [0.5, float("nan")]), same(0.0, -0.0)
@@ -142,7 +142,7 @@ def same(recorded: Any, replayed: Any) -> bool:
 
 
 def first_difference(records: Mapping[int, Mapping[str, Any]], replayed: Replayed) -> int | None:
-    """Returns the first step of the replay whose record says something else."""
+    """Returns the first step of the replay that differs from its record."""
     for row in replayed.rows:
         if row["step"] in records and differences(records[row["step"]], row):
             return int(row["step"])

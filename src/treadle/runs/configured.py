@@ -41,8 +41,9 @@ class ConfiguredRuns(Pack[Any, None, Any]):
         found = recorded_config(home, int(tree["global_step"]))
         if found is None:
             raise ConfigError(
-                f"has no run.json, which `treadle train FILE` writes; load the weights into your "
-                f"own model with treadle.load_weights({path.name!r})",
+                f"has no run.json, which `treadle train FILE` writes: open it in Python with "
+                f"treadle.open_run({str(home)!r}, trainer), the trainer as your script makes it, or load the weights "
+                f"into your own model with treadle.load_weights({str(path)!r})",
                 argument="RUN",
                 value=str(home),
             )

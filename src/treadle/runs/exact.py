@@ -89,7 +89,7 @@ def replay(
     Args:
         run: the run folder, or the workspace of a script's trainer.
         step: 1-based.
-        script: script or configuration with a BaseTrainer, whose workspace ``run`` is.
+        script: script or configuration, whose workspace or ``save_dir`` ``run`` is.
         arguments: of the script.
         device: of the run of a pack only; None takes CUDA, then MPS, then the CPU.
 
@@ -114,7 +114,7 @@ def _script_of(function: Callable[[], Any]) -> str:
     """Returns a script that loads the module of a function and calls it.
 
     Raises:
-        ConfigError: the function stands inside another one, or its module has no file.
+        ConfigError: the function is defined inside another one, or its module has no file.
     """
     name, file = getattr(function, "__qualname__", ""), inspect.getsourcefile(function)
     if not name.isidentifier() or file is None:

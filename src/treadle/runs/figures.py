@@ -1,7 +1,7 @@
-"""What the pictures share: a figure that belongs to nobody else, its colours, and writing it in one piece.
+"""Parts shared by the pictures: a private figure, its colours, and an atomic write.
 
 Only the object-oriented side of matplotlib is used. pyplot would choose a backend and keep every figure
-alive, and changing rcParams would change the pictures of whoever uses this library.
+alive, and changing rcParams would change the pictures of the library's users.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Makes an empty figure of the given size in inches, drawn by Agg and known to nobody else.
+    """Makes an empty figure of the given size in inches, drawn by Agg and not registered with pyplot.
 
     Raises:
         ImportError: matplotlib is not installed.

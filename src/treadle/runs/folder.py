@@ -55,7 +55,7 @@ def finished_metrics(out: Path, settings: Mapping[str, Any], *, needed: Collecti
 
 @dataclass(frozen=True)
 class Record:
-    """What a run folder says of its run: ``run.json``, or one of the files that runs had before there was one.
+    """Record of a run in its folder: ``run.json``, or one of the files that preceded it.
 
     Attributes:
         face: the pack, or the face of a configuration file's trainer.
@@ -75,7 +75,7 @@ class Record:
 
 
 def read_record(run: Path) -> Record | None:
-    """Reads what a run folder says of its run; None if it says nothing, or its file is damaged, which is warned of.
+    """Reads the record of a run folder; None if there is none, or if it is damaged, with a warning.
 
     Besides ``run.json``, the forms of older runs are read: a ``run.json`` that is a list (configuration files),
     ``config.yaml`` (graphs), ``config.json`` with a ``face`` (text, astro) and without one (spectra).
@@ -102,7 +102,7 @@ def read_record(run: Path) -> Record | None:
 
 
 def write_record(run: Path, record: Mapping[str, Any]) -> None:
-    """Writes ``run.json``, unless it says the same already.
+    """Writes ``run.json``, unless it is unchanged.
 
     Args:
         run: the run folder.
@@ -144,7 +144,7 @@ def _loaded_yaml(path: Path) -> dict[str, Any]:
 
 
 def refuse_other_run(out: Path, face: str) -> None:
-    """Refuses a folder that holds a run of another kind: neither could go on or be replayed after the other.
+    """Refuses a folder that holds a run of another kind: neither could be resumed or replayed after the other.
 
     Args:
         out: the run folder; it may not be there.

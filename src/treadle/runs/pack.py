@@ -10,7 +10,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -19,27 +18,22 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from treadle.checkpoint.lock import check_free
-from treadle.checkpoint.order import furthest_first, is_aside
-from treadle.checkpoint.ranks import open_on_ranks
-from treadle.checkpoint.store import find_latest, load_weights, write_text
+from treadle.checkpoint.store import load_weights, write_text
 from treadle.device import get_device
 from treadle.distributed.state_names import load_model_state
-from treadle.engine import Engine
 from treadle.engine.evaluation import for_each_batch
-from treadle.engine.hook import BaseHook
 from treadle.engine.observers import observing
-from treadle.engine.predictions import joined, kept_outputs
+from treadle.engine.outputs import joined, kept_outputs
 from treadle.errors import ConfigError
 from treadle.faces.step import BaseTrainer
-from treadle.hooks import SignalHook, StepLogHook
-from treadle.hooks.bar import ProgressBarHook
-from treadle.hooks.checkpointing import step_states
 from treadle.hooks.files import to_json
 from treadle.runs import folder as folders
 from treadle.runs.overrides import apply_overrides, leaves
 from treadle.runs.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of, ranks_line
 from treadle.runs.replay import Replayed, Stage, Witness, checkpoints_of, run_to_step
-from treadle.runs.report import Picture, Report, Table, write_page
+from treadle.runs.report import Report, Table, write_page
+from treadle.runs.results import Evaluation, Opened, Predictions, Results
+from treadle.runs.run import Run, Watch, load_newest, newest_checkpoint
 from treadle.runs.setting_names import settings_named
 from treadle.runs.settings import changes, with_values, without
 from treadle.runs.start_block import cpu_threads, device_line, print_block, without_epoch_lines
@@ -47,164 +41,17 @@ from treadle.runs.start_block import cpu_threads, device_line, print_block, with
 if TYPE_CHECKING:
     from rich.console import Console
 
+__all__ = [
+    "Evaluation", "Opened", "Pack", "Predictions", "Results", "Run", "Show", "Watch", "load_newest",
+    "newest_checkpoint", "predicted_arrays",
+]  # fmt: skip
+
 Config = TypeVar("Config")
 Data = TypeVar("Data")
 Trainer = TypeVar("Trainer")
 Show = Callable[[Report, Path], None]
 
 _log = logging.getLogger("treadle.cli")
-
-
-class Watch(BaseHook):
-    """The last hook of a run: the engine, and the epoch at which this process began to train."""
-
-    engine: Engine | None = None
-    first_epoch = 0
-
-    def on_before_train(self, trainer: Engine) -> None:
-        """Keeps the engine after it resumed."""
-        self.engine, self.first_epoch = trainer, trainer.epoch
-
-
-@dataclass(frozen=True)
-class Run(Generic[Config]):
-    """A run of a pack: its settings, and where it computes, reads and writes.
-
-    Attributes:
-        config: the settings.
-        out: the folder that is written to; a temporary one while a run is replayed or evaluated.
-        device: where it computes.
-        messages: the console of progress.
-        home: the folder of the run that is resumed, replayed or evaluated; None for a fresh start.
-        part: the training inside of the run that is meant, a name of :attr:`Pack.parts`; empty for its first one.
-        resume: load the newest checkpoint of ``out``.
-        parallel: how the model is spread over ranks: ``"ddp"``, ``"fsdp"`` or None.
-        trains: whether steps are made; False for a run that is evaluated.
-        given: the settings that were set by hand, texts ``key=value``.
-        explicit: whether the user named the device.
-        weights: a checkpoint whose weights a fresh start begins with.
-        watch: the hook by which the base class sees the training.
-    """
-
-    config: Config
-    out: Path
-    device: torch.device
-    messages: Console
-    home: Path | None = None
-    part: str = ""
-    resume: bool = False
-    parallel: str | None = None
-    trains: bool = True
-    given: Sequence[str] = ()
-    explicit: bool = False
-    weights: Path | None = None
-    watch: Watch = field(default_factory=Watch)
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the part that is meant."""
-        return self.out / self.part
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder ``checkpoints`` of that part."""
-        return self.folder / "checkpoints"
-
-    def hooks(
-        self, *, status: Callable[[], str] | None = None, save: Callable[[], Any] | None = None
-    ) -> list[BaseHook]:
-        """Returns the hooks that a trainer of a pack has: the log of steps, the bar, and saving on a signal.
-
-        Args:
-            status: returns a short text for the end of the bar.
-            save: saves a checkpoint on SIGINT and SIGTERM; None where a CheckpointingHook does.
-        """
-        made = [
-            StepLogHook((self.folder / "steps.jsonl").absolute()),  # what `treadle replay` compares with
-            ProgressBarHook(status=status, console=self.messages),
-        ]
-        return [*made, *([] if save is None else [SignalHook(save)]), self.watch]
-
-
-@dataclass(frozen=True)
-class Opened(Generic[Config, Data, Trainer]):
-    """A run that is evaluated: built again from its folder, with the weights of one checkpoint.
-
-    Attributes:
-        run: with ``home``, the run's folder.
-        data: from :meth:`Pack.prepare`.
-        trainer: from :meth:`Pack.build`; its model has the weights.
-        path: the checkpoint.
-        tree: what it holds.
-    """
-
-    run: Run[Config]
-    data: Data
-    trainer: Trainer
-    path: Path
-    tree: Mapping[str, Any]
-
-    @property
-    def home(self) -> Path:
-        """The folder of the run."""
-        assert self.run.home is not None
-        return self.run.home
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The metrics of a split.
-
-    Attributes:
-        metrics: by name.
-        counts: how many of what were evaluated, such as ``{"graphs": 12}``.
-        about: texts that come before the split's name, such as the data set.
-        more: further values for ``eval_results_SPLIT.json``.
-        device: where it was computed.
-        tables: further tables.
-        compared: a file with the run's own results of this split, and whether these are equal to the bit; None where
-            there are none.
-    """
-
-    metrics: Mapping[str, Any]
-    counts: Mapping[str, int] = field(default_factory=dict)
-    about: Mapping[str, str] = field(default_factory=dict)
-    more: Mapping[str, Any] = field(default_factory=dict)
-    device: str | None = None
-    tables: Sequence[Table] = ()
-    compared: tuple[Path, bool] | None = None
-
-    def as_values(self) -> dict[str, Any]:
-        """Returns it as plain values, ``compared`` as ``equal_to_<name of the file>``."""
-        equal = {} if self.compared is None else {f"equal_to_{self.compared[0].stem}": self.compared[1]}
-        where = {} if self.device is None else {"device": self.device}
-        return {**self.about, "metrics": self.metrics, **self.more, **self.counts, **where, **equal}
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """Arrays by name, with texts that are shown where there are some.
-
-    Attributes:
-        arrays: by name; of the samples of a split, in its order.
-        texts: records of texts, such as a prompt and its continuation.
-    """
-
-    arrays: Mapping[str, Any]
-    texts: Sequence[Mapping[str, str]] = ()
-
-
-@dataclass(frozen=True)
-class Results:
-    """The outcome of a training.
-
-    Attributes:
-        metrics: plain values for ``metrics.json``; the version, the device and the settings are added.
-        pictures: for the page.
-    """
-
-    metrics: Mapping[str, Any]
-    pictures: Sequence[Picture] = ()
 
 
 class Pack(Generic[Config, Data, Trainer]):
@@ -542,7 +389,7 @@ class Pack(Generic[Config, Data, Trainer]):
         with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch, self._environment(config, threads):
             again = Run(config, Path(scratch), get_device(device), messages, home=home, part=part)
             data = self.prepare(again)
-            with observing(Stage(witness, Path(scratch), only_mini=False)), without_epoch_lines(self.name):
+            with observing(Stage(witness, Path(scratch))), without_epoch_lines(self.name):
                 trainer = self.build(again, data)
                 run_to_step(lambda: self.fit(again, data, trainer), witness)
         return witness.seen
@@ -635,42 +482,6 @@ def _threads(config: Any) -> int | None:
 
 def _names(folder: Path) -> list[str]:
     return os.listdir(folder) if folder.is_dir() else []
-
-
-def load_newest(run: Run[Any], trainer: Any, *, epochs: int, step: Callable[[], int]) -> str:
-    """Loads ``last.pt`` of a run, or if it is damaged ``best.pt``, and returns where the run starts.
-
-    Args:
-        run: the run that resumes.
-        trainer: with ``load_checkpoint``.
-        epochs: of the whole run.
-        step: returns the step of the trainer.
-
-    Raises:
-        CheckpointError: neither is intact.
-    """
-    last = run.checkpoints / "last.pt"
-    candidates = by_rank_0(lambda: [path for path in (last, last.with_name("best.pt")) if os.path.lexists(path)])
-    found = find_latest(candidates, load=open_on_ranks)  # a damaged last.pt is named, and best.pt taken in its place
-    if found is None:
-        return "fresh"
-    trainer.load_checkpoint(found[0])
-    return f"goes on from {found[0]}: epoch {trainer.epoch} of {epochs}, step {step():,}"
-
-
-def newest_checkpoint(out: Path, parts: Sequence[str]) -> str:
-    """Returns where a run starts, by the furthest checkpoint of its folder, of the last part that has one.
-
-    Example:
-        >>> newest_checkpoint(Path("no_such_run"), [""])
-        'fresh'
-    """
-    for part in reversed(parts):
-        states = [state for state in step_states(out / part / "checkpoints") if not is_aside(state)]
-        if states:
-            furthest = furthest_first(states)[0]
-            return f"goes on from {furthest.with_name(Path(os.path.realpath(furthest)).name)}"
-    return "fresh"
 
 
 def predicted_arrays(trainer: Any, batches: Iterable[Any]) -> dict[str, Any]:

@@ -202,7 +202,7 @@ def after_ranks(trainer: Result, reopen: Callable[[], Result]) -> Result | None:
 
     Args:
         trainer: the one that trained.
-        reopen: makes it anew in one process, from what the run has written.
+        reopen: rebuilds it in one process, from the files of the run.
 
     Returns:
         In one process the trainer; on the first rank the one of ``reopen``; None on the others, which are done.
@@ -224,7 +224,7 @@ def after_ranks(trainer: Result, reopen: Callable[[], Result]) -> Result | None:
 
 @contextmanager
 def _silent_about_fewer_ranks() -> Iterator[None]:
-    """Leaves out what the log says of a run that goes on with fewer ranks: this one has ended."""
+    """Leaves out the log lines about resuming with fewer ranks: this run has ended."""
 
     def passes(record: logging.LogRecord) -> bool:
         return record.levelno > logging.INFO and getattr(record, "topic", None) not in _NEWS_OF_FEWER_RANKS

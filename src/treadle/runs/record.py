@@ -60,7 +60,7 @@ def recorded_config(run: Path, step: int) -> tuple[dict[str, Any], Path] | None:
     file, lines = Path(entries[-1]["file"]), entries[-1]["config"]
     if not file.parent.is_dir():
         raise ConfigError(
-            f"was started from {file}, whose folder is gone; name the file where it lies now with --script",
+            f"was started from {file}, whose folder is gone; name its present path with --script",
             argument="RUN",
             value=str(run),
         )

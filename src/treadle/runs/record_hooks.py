@@ -23,7 +23,7 @@ _log = logging.getLogger("treadle.cli")
 class RunRecordHook(BaseHook):
     """Writes ``run.json`` into the workspace: file, settings of the command line, and the configuration they gave.
 
-    A run that goes on with another configuration says what is new, and keeps an entry for either, with the step from
+    A run resumed with another configuration logs the changes, and keeps an entry for each, with the step from
     which it holds. The last of the hooks: by then the folder is known to belong to this process.
 
     Args:
@@ -42,7 +42,7 @@ class RunRecordHook(BaseHook):
         }  # fmt: skip
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Writes the record, unless it says the same already."""
+        """Writes the record, unless it is unchanged."""
         if distributed.rank() != 0 or trainer.workspace is None:
             return
         path = trainer.workspace / RUN_FILE
@@ -64,7 +64,7 @@ class SessionKeeper:
         """Leaves everything as it is."""
 
     def before_running(self, engine: Engine) -> None:
-        """Adds the hook behind the others; its file lies in the run folder, above the folder of checkpoints."""
+        """Adds the hook behind the others; its file is in the run folder, above the folder of checkpoints."""
         folder = engine.workspace
         if folder is not None and not any(isinstance(hook, SessionLogHook) for hook in engine.hooks):
             folder = folder.parent if folder.name == CHECKPOINTS else folder

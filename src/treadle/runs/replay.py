@@ -22,6 +22,7 @@ from treadle.hooks import BaseHook, NonFiniteHook
 from treadle.hooks.flight import batch_as_plain, ids_as_plain, layer_norms
 from treadle.hooks.steplog import StepRows
 from treadle.means import read_scalars
+from treadle.runs.record import CHECKPOINTS
 from treadle.runs.script import run_as_main, train_from
 
 
@@ -62,9 +63,10 @@ class Replayed:
 
 
 class Witness(BaseHook):
-    """The last hook of a replay: says where to start, watches every step, and ends the run at the one asked for."""
+    """The last hook of a replay: chooses the start, watches every step, and ends the run at the requested one."""
 
     state_key = "treadle replay"
+    replays = True
 
     def __init__(self, folder: Path, step: int, *, debug: bool):
         self.folder = folder
@@ -76,10 +78,11 @@ class Witness(BaseHook):
     def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
         """Finds the nearest state before the step."""
         self.seen.device = str(trainer.device)
-        found = nearest_state(self.folder, self.step - 1)
-        if found is None:
+        beside = [self.folder.parent] if self.folder.name == CHECKPOINTS else []  # a trainer of epochs writes there
+        found = [state for place in (self.folder, *beside) if (state := nearest_state(place, self.step - 1))]
+        if not found:
             return None
-        path, tree = found
+        path, tree = max(found, key=lambda state: int(state[1]["global_step"]))
         self.seen.start, self.seen.start_step = str(path), int(tree["global_step"])
         self.seen.versions = tree.get("versions") or {}
         trainer.state.record_source(path)
@@ -133,10 +136,9 @@ def _stop_inside(trainer: Engine) -> None:
 class Stage:
     """Makes a run that is about to begin a replay: other folders, no hook that writes, the witness at the end."""
 
-    def __init__(self, witness: Witness, folder: Path, *, only_mini: bool):
+    def __init__(self, witness: Witness, folder: Path):
         self.witness = witness
         self.folder = folder
-        self.only_mini = only_mini
 
     def before_building(self, engine: Engine) -> None:
         """Moves the workspace."""
@@ -144,11 +146,7 @@ class Stage:
 
     def before_running(self, engine: Engine) -> None:
         """Takes out what would write; averages, the policy for non-finite steps and the user's own hooks stay."""
-        if self.only_mini and engine.face != "mini":
-            raise ConfigError(
-                f"it trains with the face {engine.face!r}; replay can rerun a BaseTrainer, or the run of a pack "
-                "without --script"
-            )
+        engine.workspace = self.folder
         kept = [hook for hook in engine.hooks if not _writes(hook)]
         self.witness.seen.left_out = [hook.state_key for hook in engine.hooks if _writes(hook)]
         for hook in kept:
@@ -168,7 +166,7 @@ def _quiet_about_left_out_hooks() -> Iterator[None]:
     def passes(record: logging.LogRecord) -> bool:
         return getattr(record, "topic", None) != "ignored hook state"
 
-    # Every face has a logger of its own, also that of another package's trainer.
+    # Every face has its own logger, also that of another package's trainer.
     loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
     for logger in loggers:
         logger.addFilter(passes)
@@ -186,7 +184,7 @@ def checkpoints_of(run: Path) -> Path:
         >>> checkpoints_of(Path("no_such_run")).name
         'no_such_run'
     """
-    inside = run / "checkpoints"
+    inside = run / CHECKPOINTS
     return inside if inside.is_dir() else run
 
 
@@ -212,12 +210,14 @@ def refuse_run_of_ranks(run: Path) -> None:
 
 
 def replay_script(run: Path, step: int, *, script: Path, arguments: Sequence[str], debug: bool) -> Replayed:
-    """Runs a step of a user's own script again: everything up to its ``train()``, then from the nearest state.
+    """Runs a step of a user's own script again: everything up to its training, then from the nearest state.
 
-    The trainer's workspace lies in a temporary folder meanwhile. What the script itself writes, it writes again.
+    The trainer's workspace lies in a temporary folder meanwhile, and a folder of checkpoints is neither read nor
+    written. What the script itself writes, it writes again.
 
     Raises:
-        ConfigError: there is no such script or folder, it trains with no BaseTrainer, or the run has no such step.
+        ConfigError: there is no such script or folder, it trains with no trainer of treadle, or the run has no such
+            step.
     """
     if not script.is_file():
         raise ConfigError(f"--script={str(script)!r}: no such file")
@@ -226,7 +226,7 @@ def replay_script(run: Path, step: int, *, script: Path, arguments: Sequence[str
     witness = Witness(checkpoints_of(run), step, debug=debug)
     with (
         tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch,
-        observing(Stage(witness, Path(scratch), only_mini=True)),
+        observing(Stage(witness, Path(scratch))),
     ):
         run_to_step(lambda: run_as_main(script, arguments), witness)
     return witness.seen
@@ -249,7 +249,7 @@ def replay_config(run: Path, step: int, *, config: dict[str, Any], folder: Path,
     path = list(sys.path)
     with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch:
         try:
-            with observing(Stage(witness, Path(scratch), only_mini=True)):
+            with observing(Stage(witness, Path(scratch))):
                 run_to_step(lambda: train_from(config, folder), witness)
         finally:
             sys.path[:] = path

@@ -82,7 +82,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a page: a PNG file, and words that say what is seen."""
+    """A picture of a page: a PNG file and its description."""
 
     path: Path
     title: str

@@ -40,6 +40,7 @@ class MovedRuns:
     """
 
     command: ClassVar[str]
+    faces: ClassVar[tuple[str, ...]] = ("mini", "engine")
 
     def __init__(self, target: str, workspace: Path):
         self.target, self.workspace = target, workspace
@@ -56,7 +57,7 @@ class MovedRuns:
         Raises:
             ConfigError: it is of a face that writes files which cannot be moved.
         """
-        if engine.face not in ("mini", "engine"):
+        if engine.face not in self.faces:
             raise ConfigError(
                 f"={self.target}: makes a trainer of the {engine.face} face, whose files cannot be moved out of "
                 f"the way; {self.command} runs scripts and configurations with a BaseTrainer, and the packs by their "

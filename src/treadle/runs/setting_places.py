@@ -1,4 +1,4 @@
-"""Where the settings of a configuration file stand, for messages about them."""
+"""Lines of the settings of a configuration file, used in error messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Entry:
     """A key of a configuration file.
 
     Attributes:
-        line: where it stands, from 1.
+        line: its line, from 1.
         text: its value, if it is a text or a number; else empty.
     """
 
@@ -92,7 +92,7 @@ def entries(file: Path) -> dict[str, Entry]:
     try:
         content = file.read_text(encoding="utf-8-sig")
         return dict(_of_python(ast.parse(content)) if file.suffix.lower() == ".py" else _of_yaml_text(content))
-    except (OSError, ValueError, SyntaxError, RecursionError):  # whoever loads it says what is wrong with it
+    except (OSError, ValueError, SyntaxError, RecursionError):  # its error is reported when it is loaded
         return {}
 
 

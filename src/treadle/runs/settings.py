@@ -38,7 +38,7 @@ def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, 
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Returns a copy of a tree of dataclasses with stored settings in it; what is not stored stays.
+    """Returns a copy of a tree of dataclasses with stored settings in it; other values stay.
 
     Args:
         config: a dataclass whose fields are values or further dataclasses.
@@ -98,7 +98,7 @@ def at_least(least: float, **values: float | None) -> None:
 
 
 def between(least: float, most: float, **values: float) -> None:
-    """Raises ConfigError for a setting that lies outside of [least, most].
+    """Raises ConfigError for a setting outside of [least, most].
 
     Args:
         least: the smallest value that is allowed.

@@ -71,7 +71,7 @@ def print_block(lines: Mapping[str, str], console: Console) -> None:
 
 @contextlib.contextmanager
 def without_epoch_lines(pack: str) -> Iterator[None]:
-    """Leaves out what the trainer of a pack says of every epoch: the bar says the same."""
+    """Leaves out the epoch lines of a pack's trainer: the bar shows the same."""
     logger = logging.getLogger(f"treadle.{pack}.epochs")
     before = logger.level
     logger.setLevel(logging.WARNING)

@@ -66,7 +66,7 @@ def is_config_file(path: Path) -> bool:
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return False  # whoever runs it will say what is wrong with it
+        return False  # its error is reported when it runs
     return _defines_config(tree) and not _starts_something(tree)
 
 
@@ -103,7 +103,7 @@ def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def resolve(target: str, arguments: Sequence[str]) -> dict[str, Any] | PackRun | None:
-    """Returns what the target of a command asks for: a pack by its name, what a configuration says, None for a script.
+    """Returns the pack of a command's target: by name, by its configuration, or None for a script.
 
     Raises:
         ConfigError: the configuration is not there or wrong, or an argument is no setting of it.

@@ -73,7 +73,7 @@ def tracked(trackers: str | None, config: Callable[[], Mapping[str, Any]]) -> It
     from treadle.hooks.trackers import with_trackers
 
     tracking = Tracking(trackers or "", config)
-    with_trackers([], tracking.trackers)  # a wrong name is told before any work
+    with_trackers([], tracking.trackers)  # a wrong name is refused before any work
     failure: BaseException | None = None
     try:
         with observing(tracking):

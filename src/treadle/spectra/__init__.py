@@ -6,7 +6,19 @@ SNV puts every spectrum on a sphere, so all that follows is cosine geometry.
 from __future__ import annotations
 
 from treadle.engine.best import EarlyStopping
+from treadle.spectra.agreement import LLAResult, LLAWindowResult, local_label_agreement
 from treadle.spectra.augment import SpectraAugmenter
+from treadle.spectra.chemomae.helpers import (
+    EMACallback,
+    enable_deterministic,
+    find_elbow_curvature,
+    plot_elbow_ckm,
+    plot_elbow_vmf,
+    set_global_seed,
+    silhouette_samples_cosine_gpu,
+    silhouette_score_cosine_gpu,
+    sinusoidal_positional_encoding,
+)
 from treadle.spectra.clustering import (
     CosineKMeans,
     VMFMixture,
@@ -18,23 +30,40 @@ from treadle.spectra.clustering import (
     vmf_log_normalizer,
 )
 from treadle.spectra.config import TrainerConfig
+from treadle.spectra.encoder import SpectrumDecoder, SpectrumEncoder
 from treadle.spectra.inference import Extractor, ExtractorConfig, Tester, TesterConfig
 from treadle.spectra.losses import masked_mse, masked_sse
-from treadle.spectra.masks import make_block_mask
+from treadle.spectra.masks import make_band_mask, make_block_mask
+from treadle.spectra.mixing import MixedSpectra
 from treadle.spectra.model import ChemoMAE
 from treadle.spectra.optim import build_optimizer, build_scheduler, build_warmup_cosine
-from treadle.spectra.preprocessing import SNVScaler, cosine_fps_downsample
+from treadle.spectra.patches import PatchMAE, PatchMAEConfig, make_patch_mask
+from treadle.spectra.preprocessing import SNVScaler, cosine_fps_downsample, snv
+from treadle.spectra.residual import LinearGaussian, ResidualMAE, Uncertainty
 from treadle.spectra.task import SpectraTask
 from treadle.spectra.trainer import SpectraTrainer
 
 Trainer = SpectraTrainer
+# Names of chemomae 0.1.
+ChemoEncoder = SpectrumEncoder
+ChemoDecoderLP = SpectrumDecoder
 
 __all__ = [
+    "ChemoDecoderLP",
+    "ChemoEncoder",
     "ChemoMAE",
     "CosineKMeans",
+    "EMACallback",
     "EarlyStopping",
     "Extractor",
     "ExtractorConfig",
+    "LLAResult",
+    "LLAWindowResult",
+    "LinearGaussian",
+    "MixedSpectra",
+    "PatchMAE",
+    "PatchMAEConfig",
+    "ResidualMAE",
     "SNVScaler",
     "SpectraAugmenter",
     "SpectraTask",
@@ -43,6 +72,7 @@ __all__ = [
     "TesterConfig",
     "Trainer",
     "TrainerConfig",
+    "Uncertainty",
     "VMFMixture",
     "build_optimizer",
     "build_scheduler",
@@ -50,11 +80,23 @@ __all__ = [
     "cosine_fps_downsample",
     "elbow_ckmeans",
     "elbow_vmf",
+    "enable_deterministic",
+    "find_elbow_curvature",
+    "local_label_agreement",
+    "make_band_mask",
     "make_block_mask",
+    "make_patch_mask",
     "masked_mse",
     "masked_sse",
+    "plot_elbow_ckm",
+    "plot_elbow_vmf",
+    "set_global_seed",
     "silhouette_samples_cosine",
+    "silhouette_samples_cosine_gpu",
     "silhouette_score_cosine",
+    "silhouette_score_cosine_gpu",
+    "sinusoidal_positional_encoding",
+    "snv",
     "vmf_bessel_ratio",
     "vmf_log_normalizer",
 ]

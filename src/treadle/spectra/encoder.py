@@ -123,13 +123,13 @@ class SpectrumEncoder(nn.Module):
         self,
         *,
         seq_len: int,
-        d_model: int,
-        nhead: int,
-        num_layers: int,
-        dim_feedforward: int,
-        dropout: float,
-        use_learnable_pos: bool,
-        latent_dim: int,
+        d_model: int = 256,
+        nhead: int = 4,
+        num_layers: int = 4,
+        dim_feedforward: int = 1024,
+        dropout: float = 0.1,
+        use_learnable_pos: bool = True,
+        latent_dim: int = 64,
     ) -> None:
         super().__init__()
         self.seq_len = seq_len
@@ -187,6 +187,23 @@ class SpectrumEncoder(nn.Module):
         tokens_BKD = self.token_proj(values_BK1) + F.embedding(channels_BK, self.pos_embed)
         cls_B1D = self.cls_token.expand(x_BL.shape[0], 1, -1)
         return torch.cat([cls_B1D.to(tokens_BKD.dtype), tokens_BKD], dim=1)
+
+
+class SpectrumDecoder(nn.Linear):
+    """Linear map of a latent to the channels of a spectrum, without bias.
+
+    Args:
+        seq_len: Channels L of the output.
+        latent_dim: Width Z of the latent.
+
+    Example:
+        >>> import torch
+        >>> SpectrumDecoder(seq_len=6, latent_dim=4)(torch.zeros(3, 4)).shape
+        torch.Size([3, 6])
+    """
+
+    def __init__(self, *, seq_len: int, latent_dim: int = 64) -> None:
+        super().__init__(latent_dim, seq_len, bias=False)
 
 
 def check_input(x: Tensor, visible_mask: Tensor | None, seq_len: int) -> None:

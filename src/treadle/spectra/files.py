@@ -10,7 +10,13 @@ from treadle.checkpoint.rank_writer import RankWriter
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.store import averaged_weights, copy_checkpoint, save_checkpoint, scored_weights
 from treadle.engine import Engine
+from treadle.engine.best import BestRule
+from treadle.errors import CheckpointError
 from treadle.faces.folder import RunFolder, write_best_and_last
+from treadle.spectra.originals import is_original, own_tree
+
+EXTENSION = "ExtensionHook"
+"""Key of the state of a subclass, ``checkpoint_extra_state``, among that of the hooks."""
 
 Selection = Literal["improved", "not improved", "last"]
 
@@ -22,18 +28,26 @@ class SpectraFolder(RunFolder):
         engine: whose state they hold.
         writer: writes them, perhaps in the background.
         path: the folder.
+        best: the rule that selects the best epoch, or None; its state is worked out where a checkpoint of chemomae has
+            none.
 
     Example:
         >>> # folder = SpectraFolder(engine, RankWriter(), Path("run"))
     """
 
-    loss_settings = ("loss_type", "reduction")
+    loss_settings = ("loss_type", "reduction", "loss_region")
 
-    def __init__(self, engine: Engine, writer: RankWriter, path: Path):
+    def __init__(self, engine: Engine, writer: RankWriter, path: Path, best: BestRule | None = None):
         super().__init__(engine, "out_dir")
         self._writer = writer
+        self._best = best
         self._resolved = False
         self.use(path)
+
+    @property
+    def last(self) -> Path | None:
+        """File of the newest state; None where none is written."""
+        return None if self.path is None else self.path / "checkpoints" / "last.pt"
 
     def candidates(self, folder: Path) -> Iterable[Path]:
         """Returns the last and the best, also where they are not finite."""
@@ -49,17 +63,38 @@ class SpectraFolder(RunFolder):
         self.resume(source)
 
     def restore(self, tree: Mapping[str, Any], source: str | Path) -> None:
-        """Restores a checkpoint tree in place; nothing is resumed from after it.
+        """Restores a checkpoint tree, also one of chemomae, in place; nothing is resumed from after it.
 
         Raises:
             CheckpointError: the model or the optimizer does not fit.
         """
+        if is_original(tree):
+            tree = self._translated(tree, source)
         super().restore(tree, source)
         self._resolved = True
 
+    def _translated(self, tree: Mapping[str, Any], source: str | Path) -> dict[str, Any]:
+        engine = self.engine
+        engine.logger.warning(
+            "%s is a checkpoint of chemomae: weights, optimizer, schedule, averages and history are taken over%s",
+            source,
+            "" if tree.get("rng_state") else "; it holds no random state, so masks and order of the data start anew",
+        )
+        try:
+            return own_tree(tree, engine, self._best, EXTENSION)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{source}: {error}. Another model needs another out_dir, or resume_from=None to start afresh here"
+            ) from error
+
     def complete(self, tree: Mapping[str, Any], source: Path) -> None:
-        """Writes ``last.pt`` and the export of the best weights, if the run was killed after ``best.pt``."""
-        if self.path is not None and source == self.path / "checkpoints" / "best.pt":
+        """Writes ``last.pt`` and the export of the best weights, if the run was killed after ``best.pt``.
+
+        A checkpoint of chemomae is kept beside it as ``<stem>.chemomae.pt``: the next epoch replaces the file.
+        """
+        if is_original(tree):
+            copy_checkpoint(source, source.with_suffix(f".chemomae{source.suffix}"))
+        elif self.path is not None and source == self.path / "checkpoints" / "best.pt":
             save_checkpoint(scored_weights(tree), self.path / "best_model.pt")
             copy_checkpoint(source, source.with_name("last.pt"))
 

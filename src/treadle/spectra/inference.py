@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ class TesterConfig:
     log_history: bool = True
     history_filename: str = "test_history.json"
     eval_seed: int = 0
+    loss_region: str = "masked"
+    """``"masked"``: hidden channels count; ``"all"``: all do."""
 
     def __post_init__(self) -> None:
         check_types(self, bools=("amp", "log_history"), whole=("eval_seed",), paths=("out_dir", "history_filename"))
@@ -58,6 +61,7 @@ class TesterConfig:
             )
         check_allowed("TesterConfig", "amp_dtype", self.amp_dtype, ("bf16", "fp16"))
         check_allowed("TesterConfig", "loss_type", self.loss_type, ("mse", "sse"))
+        check_allowed("TesterConfig", "loss_region", self.loss_region, ("masked", "all"))
         check_allowed("TesterConfig", "reduction", self.reduction, ("sum", "mean", "batch_mean"))
 
 
@@ -88,17 +92,22 @@ class Tester:
         cfg = self.cfg
         history = self._read_history() if cfg.log_history else []
         task = SpectraTask(
-            self.device, loss_type=cfg.loss_type, reduction=cfg.reduction, fixed_visible=cfg.fixed_visible
-        )
+            self.device, loss_type=cfg.loss_type, reduction=cfg.reduction, loss_region=cfg.loss_region,
+            fixed_visible=cfg.fixed_visible,
+        )  # fmt: skip
         precision = _precision(cfg.amp, cfg.amp_dtype, self.device)
         cursor = Cursor()
         values = evaluate(self.model, loader, task, precision=precision, eval_seed=cfg.eval_seed, cursor=cursor)
         refuse_no_batch(cursor.position, "loader: it")
         loss = float(values["loss"])
         if cfg.log_history:
-            record = {"phase": "test", "test_loss": loss, "loss_type": cfg.loss_type, "reduction": cfg.reduction}
-            write_text(dump_records([*history, record]), self._history_path)
+            self._append_history(history, loss, {})
         return loss
+
+    def _append_history(self, history: list[Any], loss: float, more: Mapping[str, Any]) -> None:
+        cfg = self.cfg
+        record = {"phase": "test", "test_loss": loss, "loss_type": cfg.loss_type, "reduction": cfg.reduction, **more}
+        write_text(dump_records([*history, record]), self._history_path)
 
     @property
     def _history_path(self) -> Path:

@@ -62,6 +62,51 @@ def masked_sse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "ba
     return _masked_squared_error(x_recon, x, mask, reduction)
 
 
+def masked_uncertain(
+    x_recon: Tensor,
+    x: Tensor,
+    mask: Tensor,
+    *,
+    log_variance: Tensor,
+    prior_variance: Tensor,
+    reduction: str = "mean",
+) -> Tensor:
+    """Squared error over its prior variance, and a tenth of a Gaussian likelihood that trains the variance alone.
+
+    A variance that also weighted the error would give up on what is hard; a fixed one only keeps noisy channels from
+    deciding everything.
+
+    Args:
+        x_recon: (B, L) floating, the reconstruction.
+        x: (B, L), the target.
+        mask: (B, L) bool, True = hidden = counted.
+        log_variance: (B, L) logarithm of the expected squared error.
+        prior_variance: (B, L) positive, without a gradient.
+        reduction: as in `masked_mse`.
+
+    Returns:
+        A 0-d float32 tensor.
+
+    Raises:
+        ValueError: As in `masked_mse`.
+
+    Example:
+        >>> import torch
+        >>> x, one = torch.tensor([[1.0, 9.0]]), torch.ones(1, 2)
+        >>> masked_uncertain(0 * x, x, x < 5, log_variance=0 * x, prior_variance=2 * one).item()
+        0.550000011920929
+    """
+    _masked_squared_error(x_recon, x, mask, reduction)  # checks the arguments
+    error = torch.where(mask, x_recon.float() - x.float(), 0.0).square()
+    likelihood = 0.5 * (log_variance + error.detach() / log_variance.exp())
+    total = torch.where(mask, error / prior_variance + 0.1 * likelihood, 0.0).sum()
+    if reduction == "sum":
+        return total
+    if reduction == "batch_mean":
+        return total / max(x.shape[0], 1)
+    return total / mask.sum().clamp(min=1)
+
+
 def _masked_squared_error(x_recon: Tensor, x: Tensor, mask: Tensor, reduction: str) -> Tensor:
     if reduction not in get_args(Reduction):
         raise ConfigError(f" must be one of {', '.join(get_args(Reduction))}", argument="reduction", value=reduction)

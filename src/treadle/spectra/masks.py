@@ -87,3 +87,59 @@ def check_mask_count(n_mask: int, n_blocks: int) -> None:
             "not of channels or a fraction",
             argument="n_mask",
         )
+
+
+def make_band_mask(batch_size: int, seq_len: int, n_blocks: int, *, generator: torch.Generator | None = None) -> Tensor:
+    """Draw masks from one narrow band to all but one band.
+
+    Of the rows 40 % hide an eighth to nearly all of the blocks, 30 % a band of 1/32 to 7/16 of the spectrum and half of
+    these a second one of up to 1/5, and 30 % all but a band of 3/32 to 7/16.
+
+    Args:
+        batch_size: Number of rows B, at least 0.
+        seq_len: Number of channels L, a multiple of ``n_blocks``.
+        n_blocks: Number of equal blocks, at least 1.
+        generator: A CPU generator; None draws from torch's global CPU generator.
+
+    Returns:
+        (B, L) bool on the CPU, **True = hidden**.
+
+    Raises:
+        ValueError: For sizes outside these ranges, or a generator that does not live on the CPU.
+
+    Example:
+        >>> mask = make_band_mask(3, 64, 8, generator=torch.Generator().manual_seed(0))
+        >>> mask.shape, mask.any(dim=1).all().item(), mask.all().item()
+        (torch.Size([3, 64]), True, False)
+    """
+    make_block_mask(0, seq_len, n_blocks, 0, generator=generator)  # checks the arguments
+    draw = torch.rand(batch_size, 8, generator=generator)
+    order_BN = torch.rand(batch_size, n_blocks, generator=generator, dtype=torch.float64).argsort(dim=1).argsort(dim=1)
+    count_B1 = (n_blocks * (0.125 + 0.8125 * draw[:, :1])).floor().clamp(min=1)
+    blocks_BL = (order_BN < count_B1).repeat_interleave(seq_len // n_blocks, dim=1)
+
+    def band(low: float, high: float, width_B: Tensor, place_B: Tensor) -> Tensor:
+        channels_B1 = (seq_len * (low + (high - low) * width_B)).floor().clamp(min=1)[:, None]
+        start_B1 = (place_B[:, None] * (seq_len - channels_B1 + 1)).floor()
+        ordinal_L = torch.arange(seq_len)
+        return (ordinal_L >= start_B1) & (ordinal_L < start_B1 + channels_B1)
+
+    second_BL = band(0.03125, 0.2, draw[:, 3], draw[:, 4]) & (draw[:, 5:6] < 0.5)
+    bands_BL = band(0.03125, 0.4375, draw[:, 1], draw[:, 2]) | second_BL
+    all_but_BL = ~band(0.09375, 0.4375, draw[:, 1], draw[:, 2])
+    kind_B1 = draw[:, 6:7]
+    return torch.where(kind_B1 < 0.4, blocks_BL, torch.where(kind_B1 < 0.7, bands_BL, all_but_BL))
+
+
+def check_patches(seq_len: int, n_patches: int, n_mask: int) -> None:
+    """Raise ValueError unless ``n_mask`` of ``n_patches`` equal patches of ``seq_len`` channels can be hidden."""
+    if n_patches < 1 or seq_len < 1 or seq_len % n_patches:
+        raise ConfigError(
+            f"={seq_len} must be a multiple of n_patches={n_patches}, as all patches are equally long; choose "
+            f"n_patches among the divisors of {seq_len}",
+            argument="seq_len",
+        )
+    if not 0 <= n_mask <= n_patches:
+        raise ConfigError(
+            f"={n_mask} must lie between 0 and n_patches={n_patches}; it is a number of patches", argument="n_mask"
+        )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle.errors import ConfigError
-from treadle.spectra.encoder import SpectrumEncoder, check_input
+from treadle.spectra.encoder import SpectrumDecoder, SpectrumEncoder, check_input
 from treadle.spectra.masks import check_blocks, check_mask_count, make_block_mask
 
 
@@ -94,7 +94,7 @@ class ChemoMAE(nn.Module):
             use_learnable_pos=use_learnable_pos,
             latent_dim=latent_dim,
         )
-        self.decoder = nn.Linear(latent_dim, seq_len, bias=False)
+        self.decoder = SpectrumDecoder(seq_len=seq_len, latent_dim=latent_dim)
 
     def forward(
         self,

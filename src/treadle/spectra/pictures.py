@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from treadle.runs.curves import plot_training_curves
 from treadle.runs.figures import (
+    CATEGORIES,
     INK,
     MUTED,
     ORANGE,
@@ -26,13 +27,14 @@ from treadle.runs.figures import (
     save_figure,
     style_axes,
 )
+from treadle.spectra.few_labels import FewLabels
 from treadle.spectra.latent_pictures import plot_cluster_map, plot_latent_map
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_cluster_map", "plot_latent_map", "plot_reconstructions", "plot_training_curves"]
+__all__ = ["plot_cluster_map", "plot_few_labels", "plot_latent_map", "plot_reconstructions", "plot_training_curves"]
 
 _PANELS_PER_ROW = 2
 
@@ -141,3 +143,55 @@ def _draw_reconstruction(
         error = float(np.mean((fit - row)[hidden] ** 2))
         # Beside the title and not inside the axes, where a spectrum may run anywhere.
         axes.set_title(f"hidden MSE {error:.3f}", fontsize=9, color=MUTED, loc="right")
+
+
+def plot_few_labels(curves: Mapping[str, FewLabels], path: str | os.PathLike[str], *, unit: str = "") -> Path:
+    """Draws the error by the number of labelled rows, a line with error bars for each representation.
+
+    Args:
+        curves: name -> result of `few_labels`; the first is drawn over the others.
+        path: where to write, ending in `.png`.
+        unit: of the error, written on the axis.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: there is no curve, or the path is no `.png`.
+        ImportError: matplotlib is not installed.
+
+    Example:
+        >>> curve = {"labels": [20, 50], "mae": [2.0, 1.0], "standard_error": [0.1, 0.1], "draws": {}}
+        >>> import tempfile
+        >>> plot_few_labels({"latent": curve}, tempfile.mkdtemp() + "/few.png").name
+        'few.png'
+    """
+    if not curves:
+        raise ValueError("curves is empty, it must name at least one: give the result of few_labels")
+    figure = new_figure(8.2, 4.6)
+    axes = figure.add_subplot()
+    style_axes(axes)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    ends = []
+    for index, (name, curve) in enumerate(curves.items()):
+        colour = ORANGE if index == 0 else CATEGORIES[(index - 1) % 4]
+        axes.errorbar(
+            curve["labels"], curve["mae"], yerr=curve["standard_error"], color=colour, marker="o", markersize=4,
+            linewidth=2.4 if index == 0 else 1.3, linestyle="--" if index > 4 else "-", capsize=2,
+            zorder=5 if index == 0 else 3, label=name,
+        )  # fmt: skip
+        ends.extend(curve["labels"])
+    numbers = sorted(set(ends))
+    axes.set_xticks(numbers, labels=[f"{number:,}" for number in numbers])
+    axes.set_xticks([], minor=True)
+    low, high = axes.get_ylim()
+    marks = [mark for mark in (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if low <= mark <= high]
+    axes.set_yticks(marks, labels=[f"{mark:g}" for mark in marks])
+    axes.set_yticks([], minor=True)
+    axes.legend(frameon=False, fontsize=9, loc="best")
+    label_axes(
+        axes, x="labelled rows", y=f"mean absolute error{f' ({unit})' if unit else ''}",
+        title="Error of held-out rows by the number of labels",
+    )  # fmt: skip
+    return save_figure(figure, path)

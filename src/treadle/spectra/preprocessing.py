@@ -21,7 +21,7 @@ from treadle.spectra.estimator import Estimator
 
 _log = logging.getLogger("treadle.spectra")
 
-__all__ = ["SNVScaler", "SpectraAugmenter", "cosine_fps_downsample"]
+__all__ = ["SNVScaler", "SpectraAugmenter", "cosine_fps_downsample", "snv"]
 
 
 class SNVScaler(Estimator):
@@ -130,6 +130,18 @@ class SNVScaler(Estimator):
         work = as_float64(Y, "Y")
         mu_column = per_row(mu, "mu", work)
         return like(work * per_row(sd, "sd", work) + mu_column, Y)
+
+
+def snv(x: Spectra, eps: float = 1e-12) -> Spectra:
+    """Scale every row to mean 0 and standard deviation 1, as :class:`SNVScaler` does.
+
+    Example:
+        >>> import numpy as np
+        >>> snv(np.array([1.0, 2.0, 3.0]))
+        array([-1.,  0.,  1.])
+    """
+    scaled: Spectra = SNVScaler(eps).transform(x)
+    return scaled
 
 
 def cosine_fps_downsample(

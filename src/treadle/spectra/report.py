@@ -13,12 +13,21 @@ import torch
 from torch import nn
 
 from treadle.checkpoint.store import load_weights
+from treadle.datasets.spectral_types import spectral_type_number
 from treadle.engine.evaluation import evaluation_mode
-from treadle.runs.pack import Results
 from treadle.runs.report import Picture, Report, Table
+from treadle.runs.results import Results
 from treadle.spectra.clustering import CosineKMeans, elbow_ckmeans, silhouette_score_cosine
+from treadle.spectra.few_labels import HEADLINE, FewLabels, difference, few_labels
+from treadle.spectra.fills import choose_fills, masked_error
 from treadle.spectra.inference import Extractor, ExtractorConfig, Tester, TesterConfig
-from treadle.spectra.pictures import plot_cluster_map, plot_latent_map, plot_reconstructions, plot_training_curves
+from treadle.spectra.pictures import (
+    plot_cluster_map,
+    plot_few_labels,
+    plot_latent_map,
+    plot_reconstructions,
+    plot_training_curves,
+)
 from treadle.spectra.probes import compare_probes, pca_features
 from treadle.spectra.run_config import SpectraConfig
 from treadle.spectra.run_data import SpectraData
@@ -28,6 +37,7 @@ _log = logging.getLogger("treadle.cli")
 
 _MOST_CLUSTERS = 16
 _PANELS = 8
+_COMPONENTS = (8, 16, 64)
 
 
 def finish_run(
@@ -50,19 +60,23 @@ def finish_run(
     latent = _latents(model, data, config, trainer.device)
     baseline = _latents(untrained, data, config, trainer.device)
     cluster, clusters = _cluster(latent)
+    val_loss, val_visible = _loss(model, data, data.val, config, trainer.device)
+    test_loss, test_visible = _loss(model, data, data.test, config, trainer.device)
     metrics = {
         "epochs": trainer.epoch,
         "best_epoch": trainer.best["epoch"],
         "weights": exported,
-        "val_loss": _loss(model, data, data.val, config, trainer.device),
-        "test_loss": _loss(model, data, data.test, config, trainer.device),
-        "baselines": _baselines(data),
+        "val_loss": val_loss,
+        "test_loss": test_loss,
+        "baselines": _baselines(data, val_visible, test_visible),
+        "few_labels": _few_labels(latent, baseline, data, config),
         "probe": _probe(latent, baseline, data, config),
         "clusters": clusters,
         "rows": {"all": len(data.x), "train": len(data.train), "val": len(data.val), "test": len(data.test)},
         "objects": data.num_groups,
     }
-    return Results(metrics, _draw(out / "pictures", data, trainer, latent, cluster))
+    curve = _draw_few_labels(out / "pictures", metrics["few_labels"])
+    return Results(metrics, [*curve, *_draw(out / "pictures", data, trainer, latent, cluster)])
 
 
 def _latents(
@@ -76,28 +90,66 @@ def _latents(
 
 def _loss(
     model: nn.Module, data: SpectraData, rows: npt.NDArray[np.intp], config: SpectraConfig, device: torch.device
-) -> float:
+) -> tuple[float, npt.NDArray[np.bool_]]:
+    """Returns the loss of some rows, and the masks (N, L) it was taken under, True where the model saw."""
     trainer = config.trainer
     cfg = TesterConfig(
         device=str(device), amp=trainer.amp, amp_dtype=trainer.amp_dtype, loss_type=trainer.loss_type,
         reduction=trainer.reduction, log_history=False, eval_seed=trainer.eval_seed,
     )  # fmt: skip
-    return Tester(model, cfg)(data.loader(rows, 256))
+    masks: list[torch.Tensor] = []
+    handle = model.register_forward_hook(lambda module, given, output: masks.append(output[2]))
+    try:
+        loss = Tester(model, cfg)(data.loader(rows, 256))
+    finally:
+        handle.remove()
+    return loss, torch.cat(masks).cpu().numpy()
 
 
-def _baselines(data: SpectraData) -> dict[str, float]:
-    """Mean squared errors of two guesses that need no model.
+def _baselines(
+    data: SpectraData, val_visible: npt.NDArray[np.bool_], test_visible: npt.NDArray[np.bool_]
+) -> dict[str, float]:
+    """Masked squared errors of guesses without a network, under the masks that the model was tested with.
 
     ``row_mean``: the mean of the spectrum itself, 0 after SNV, so (L - 1) / L. ``mean_spectrum``: the mean of all
-    training spectra, channel by channel.
+    training spectra, channel by channel. ``gaussian``: the conditional mean, by the covariance of the training
+    spectra. ``pca``: least squares in their first principal components. ``nearest``: the training spectra nearest in
+    what is seen. The setting of each of the last three is the one with the lowest error of the validation spectra.
     """
+    from threadpoolctl import threadpool_limits  # comes with scikit-learn
+
     length = data.x.shape[1]
-    guess = data.x[data.train].mean(axis=0)
-    return {
+    train, val, test = (data.x[rows] for rows in (data.train, data.val, data.test))
+    guess = train.mean(axis=0)
+    found = {
         "row_mean": (length - 1) / length,
-        "mean_spectrum_val": float(np.mean((data.x[data.val] - guess) ** 2)),
-        "mean_spectrum_test": float(np.mean((data.x[data.test] - guess) ** 2)),
+        "mean_spectrum_val": masked_error(np.broadcast_to(guess, val.shape), val, val_visible),
+        "mean_spectrum_test": masked_error(np.broadcast_to(guess, test.shape), test, test_visible),
     }
+    with threadpool_limits(1):
+        for name, chosen in choose_fills(train, val, val_visible).items():
+            found[f"{name}_val"] = chosen.error
+            found[f"{name}_test"] = masked_error(chosen.fill(test, test_visible), test, test_visible)
+            found[f"{name}_setting"] = chosen.setting
+    return found
+
+
+def _few_labels(
+    latent: npt.NDArray[np.float32], untrained: npt.NDArray[np.float32], data: SpectraData, config: SpectraConfig
+) -> dict[str, Any]:
+    """Sub-types of spectra that neither training nor labels have seen, from a few labelled training spectra."""
+    features = {_OURS[config.model.residual]: latent}
+    train = data.x[data.train]
+    for size in _COMPONENTS:
+        if size <= min(train.shape):
+            features[f"pca{size}"] = pca_features(train, data.x, size)
+    features |= {"raw": data.x, "untrained": untrained}
+    target, held_out = spectral_type_number(data.spt), np.sort(np.concatenate([data.val, data.test]))
+    try:
+        return dict(few_labels(features, target, data.train, held_out, seed=config.seed))
+    except ValueError as error:
+        _log.warning("no sub-types from few labels: %s", error)
+        return {}
 
 
 def _probe(
@@ -109,7 +161,7 @@ def _probe(
     size = latent.shape[1]
     try:
         features = {
-            "chemomae": latent,
+            _OURS[config.model.residual]: latent,
             f"pca{size}": pca_features(data.x[data.train], data.x, size),
             "untrained": untrained,
         }
@@ -133,6 +185,17 @@ def _cluster(latent: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], di
 
 
 # -- pictures -----------------------------------------------------------------------------------------------------
+
+
+def _draw_few_labels(folder: Path, curves: Mapping[str, FewLabels]) -> list[Picture]:
+    if not curves:
+        return []
+    named = {_LABELLED.get(name, name): curve for name, curve in curves.items()}
+    drawn = plot_few_labels(named, folder / "few_labels.png", unit="sub-types")
+    words = (
+        "Error of the spectral type of held-out dwarfs by the number of labelled ones; bars: standard error over draws."
+    )
+    return [Picture(drawn, "Few labels", words)]
 
 
 def _draw(
@@ -172,8 +235,6 @@ def _draw(
 
 def _of_all_types(data: SpectraData) -> npt.NDArray[np.intp]:
     """Test spectra from the earliest to the latest type, evenly spaced in the order of types, none picked by hand."""
-    from treadle.datasets.spectral_types import spectral_type_number
-
     numbers = spectral_type_number(data.spt[data.test])
     order = data.test[np.argsort(numbers, kind="stable")]  # unknown types, NaN, come last
     order = order[: max(int(np.isfinite(numbers).sum()), min(_PANELS, len(order)))]
@@ -195,27 +256,79 @@ def _reconstruct(
 
 def results(metrics: Mapping[str, Any]) -> Report:
     """Returns the tables of a run from the content of ``metrics.json``."""
-    base, epoch = metrics["baselines"], metrics["best_epoch"]
-    name = f"ChemoMAE, epoch {epoch}" if epoch > 0 else f"ChemoMAE, epoch {metrics['epochs']}"
-    losses = {
-        name: (metrics["val_loss"], metrics["test_loss"]),
-        "guess: mean training spectrum": (base["mean_spectrum_val"], base["mean_spectrum_test"]),
-        "guess: mean of the row": (base["row_mean"], base["row_mean"]),
-    }
-    rows = [[name, *(f"{loss:.4f}" for loss in pair)] for name, pair in losses.items()]
-    tables = [Table(["", "validation", "test"], rows, title="Masked reconstruction", width=30)]
+    tables = [_reconstruction_table(metrics)]
+    if metrics.get("few_labels"):
+        tables.insert(0, _few_labels_table(metrics["few_labels"]))
+    if metrics["probe"]:
+        tables.append(_probe_table(metrics["probe"]))
     return Report(
         title="A masked autoencoder on spectra",
-        lead="Near-infrared spectra of cool dwarfs (SpeX), most of each hidden from the model, which fills it in. The "
-        "losses are those of the hidden parts, of objects kept out of training.",
-        tables=[*tables, *([_probe_table(metrics["probe"])] if metrics["probe"] else [])],
+        lead="Near-infrared spectra of cool dwarfs (SpeX), most of each hidden from the model, which fills it in. "
+        "Types and losses are those of objects kept out of training.",
+        tables=tables,
         note=f"{metrics['clusters']['k']} clusters of the latent, see the cluster map.",
         files=[
             f"  page.html  {metrics['weights']}  metrics.json  run.json  config.json  training_history.json  "
             "checkpoints/",
-            "  pictures/  training_curves.png  reconstructions.png  latent_map.png  cluster_map.png",
+            "  pictures/  few_labels.png  training_curves.png  reconstructions.png  latent_map.png  cluster_map.png",
         ],
     )  # fmt: skip
+
+
+def _few_labels_table(curves: Mapping[str, FewLabels]) -> Table:
+    ours = next(iter(curves.values()))
+    sizes = ours["labels"]
+    rows = []
+    for name, curve in curves.items():
+        cells = zip(curve["mae"], curve["standard_error"], strict=True)
+        rows.append([_LABELLED[name], *(f"{mae:.3f} ± {error:.3f}" if error else f"{mae:.3f}" for mae, error in cells)])
+    outcomes = {labels: _outcome(curves, labels) for labels in sizes}
+    by_outcome = {word: [str(n) for n in sizes if outcomes[n] == word] for word in ("ahead", "level", "behind")}
+    spoken = "; ".join(f"{word} with {', '.join(found)} labels" for word, found in by_outcome.items() if found)
+    nearest = min(sizes, key=lambda labels: abs(labels - HEADLINE))
+    place, strongest = sizes.index(nearest), _strongest(curves, nearest)
+    headline = (
+        f"With {nearest} labelled dwarfs the type of the others is known to {ours['mae'][place]:.2f} "
+        f"sub-types; {curves[strongest]['mae'][place]:.2f} by the best of the others ({_LABELLED[strongest]})."
+    )
+    return Table(
+        ["labelled dwarfs", *map(str, sizes)], rows, width=30,
+        title="Error of the spectral type in sub-types, by nearest neighbours among the labelled dwarfs; mean of the "
+        "draws ± standard error",
+        notes=[headline, f"The latent and the best of the others at each number: {spoken}."],
+    )  # fmt: skip
+
+
+def _strongest(curves: Mapping[str, FewLabels], labels: int) -> str:
+    place = next(iter(curves.values()))["labels"].index(labels)
+    return min(list(curves)[1:], key=lambda name: curves[name]["mae"][place])
+
+
+def _outcome(curves: Mapping[str, FewLabels], labels: int) -> str:
+    """Returns ahead, level or behind: two standard errors of the difference decide; with one draw, 0.02 sub-types."""
+    mean, error = difference(next(iter(curves.values())), curves[_strongest(curves, labels)], labels)
+    if abs(mean) <= (2 * error or 0.02):
+        return "level"
+    return "ahead" if mean < 0 else "behind"
+
+
+def _reconstruction_table(metrics: Mapping[str, Any]) -> Table:
+    base, epoch = metrics["baselines"], metrics["best_epoch"]
+    kind = _LABELLED[next(iter(metrics.get("few_labels") or metrics["probe"] or [_OURS[False]]))].removesuffix(
+        " latent"
+    )
+    name = f"{kind}, epoch {epoch if epoch > 0 else metrics['epochs']}"
+    losses = {name: (metrics["val_loss"], metrics["test_loss"])}
+    for key, words in _FILLS.items():
+        if f"{key}_test" in base:
+            setting = base.get(f"{key}_setting", 0)
+            losses[words.format(setting=setting)] = (base[f"{key}_val"], base[f"{key}_test"])
+    losses["guess: mean of the row"] = (base["row_mean"], base["row_mean"])
+    rows = [[name, *(f"{loss:.4f}" for loss in pair)] for name, pair in losses.items()]
+    best = min((pair[1], words) for words, pair in losses.items() if words != name)
+    won = metrics["test_loss"] < best[0]
+    note = f"The model is {'ahead of' if won else 'behind'} the best of the others on test spectra ({best[1]})."
+    return Table(["", "validation", "test"], rows, title="Masked reconstruction, squared error", width=30, notes=[note])
 
 
 def _probe_table(probe: Mapping[str, Any]) -> Table:
@@ -228,7 +341,35 @@ def _probe_table(probe: Mapping[str, Any]) -> Table:
     return Table(
         ["", "J-K, R²", "M/L/T, balanced accuracy"], rows, width=30,
         title=f"Linear probes, {folds} folds by object, ± over folds",
+        notes=_probe_notes(probe),
     )  # fmt: skip
 
 
-_PROBE_NAMES = {"chemomae": "ChemoMAE latent", "untrained": "untrained encoder"}
+def _probe_notes(probe: Mapping[str, Any]) -> list[str]:
+    first, *others = probe.values()
+    if not others:
+        return []
+    ahead = []
+    for key, words in (("j_minus_k_r2", "colour"), ("spectral_class_balanced_accuracy", "class")):
+        best = max(others, key=lambda scores, key=key: scores[key]["mean"])[key]
+        mine = first[key]
+        ahead.append(f"{words} {'yes' if mine['mean'] - best['mean'] > max(mine['std'], best['std']) else 'no'}")
+    return [f"Ahead of the others by more than the spread over folds: {', '.join(ahead)}. Nearly any map keeps these."]
+
+
+_OURS = {False: "chemomae", True: "residual"}
+"""Name of the model's latent in the metrics, by whether it is a ``ResidualMAE``; it comes first."""
+_PROBE_NAMES = {"chemomae": "ChemoMAE latent", "residual": "ResidualMAE latent", "untrained": "untrained encoder"}
+_LABELLED = {
+    "chemomae": "ChemoMAE latent",
+    "residual": "ResidualMAE latent",
+    **{f"pca{size}": f"PCA, {size} components" for size in _COMPONENTS},
+    "raw": "spectra as they are",
+    "untrained": "untrained encoder",
+}
+_FILLS = {
+    "gaussian": "Gaussian conditional mean",
+    "pca": "PCA of what is seen, {setting:.0f} components",
+    "nearest": "{setting:.0f} nearest training spectra",
+    "mean_spectrum": "guess: mean training spectrum",
+}

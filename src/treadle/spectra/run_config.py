@@ -26,7 +26,7 @@ FREE = (
 
 @dataclass
 class ModelConfig:
-    """Arguments of ``ChemoMAE``.
+    """Arguments of ``ChemoMAE``, and which model is trained.
 
     Small and with fixed positions on purpose: within two minutes of a CPU, many epochs of a small model reach a lower
     loss than few of a large one (0.025 against 0.14 with the defaults of ``ChemoMAE`` cut to d_model=128), and fixed
@@ -51,6 +51,9 @@ class ModelConfig:
     """Equal blocks that masks are drawn over; a divisor of the 256 channels."""
     n_mask: int = 24
     """Blocks hidden from the encoder. Many, since tokens that are not seen cost nothing."""
+    residual: bool = False
+    """Train ``ResidualMAE`` in place of ``ChemoMAE``: it fills hidden channels in better and gives an uncertainty, but
+    its latent tells less from few labels. ``use_learnable_pos`` has no effect then, nor ``n_mask`` in training."""
 
     def __post_init__(self) -> None:
         between(0, 1, model__dropout=self.dropout)

@@ -27,6 +27,7 @@ class SpectraData:
     spt: npt.NDArray[np.str_]
     spectral_class: npt.NDArray[np.str_]
     j_minus_k: npt.NDArray[np.float32]
+    """(N,) colours computed from the spectra; those of the catalogue are wrong in some rows."""
     name: npt.NDArray[np.str_]
     groups: npt.NDArray[np.intp]
     """(N,) rows of one number must stay together."""
@@ -72,7 +73,7 @@ def prepare_data(config: DataConfig) -> SpectraData:
         wavelength_unit=spex.wavelength_unit,
         spt=spex.spt[rows],
         spectral_class=spex.spectral_class[rows],
-        j_minus_k=spex.j_minus_k[rows],
+        j_minus_k=spex.synthetic_j_minus_k[rows],
         name=spex.name[rows],
         groups=groups,
         train=train,

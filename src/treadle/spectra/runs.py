@@ -22,12 +22,14 @@ from treadle.spectra import report
 from treadle.spectra.inference import Extractor, ExtractorConfig, Tester, TesterConfig
 from treadle.spectra.model import ChemoMAE
 from treadle.spectra.optim import build_optimizer, build_scheduler
+from treadle.spectra.residual import ResidualMAE
 from treadle.spectra.run_config import FLAGS, FREE, SpectraConfig
 from treadle.spectra.run_data import SpectraData, prepare_data
 from treadle.spectra.trainer import SpectraTrainer
 
 _log = logging.getLogger("treadle.cli")
 _BATCH = 256
+_RANK = 64  # factors of the linear part of a ResidualMAE
 
 
 class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
@@ -132,8 +134,8 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
             f"{low:.2f} to {high:.2f} {data.wavelength_unit}, SNV-scaled",
             "split": f"by object: {len(data.train):,} spectra train, {len(data.val):,} validate, "
             f"{len(data.test):,} test",
-            "model": f"ChemoMAE, {trained:,} parameters, latent of {model.latent_dim}; hides {model.n_mask} of "
-            f"{model.n_blocks} blocks",
+            "model": f"{model_name(config)}, {trained:,} parameters, latent of {model.latent_dim}; hides "
+            + ("blocks, bands, or all but a band" if model.residual else f"{model.n_mask} of {model.n_blocks} blocks"),
             "schedule": f"{config.epochs} epochs of {per_epoch} steps, batches of {config.batch_size}, learning rate "
             f"{config.optimizer.lr:g} after {config.schedule.warmup_epochs} epochs of warm-up",
         }  # fmt: skip
@@ -182,11 +184,22 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
         return Predictions({"latent": np.asarray(latent), "row": np.asarray(rows)})
 
 
-def build_model(config: SpectraConfig, data: SpectraData) -> ChemoMAE:
-    """Seeds, and returns the model with its initial weights."""
+def build_model(config: SpectraConfig, data: SpectraData) -> ChemoMAE | ResidualMAE:
+    """Seeds, and returns the model with its initial weights; the linear part of a ``ResidualMAE`` is fitted."""
     set_seed(config.seed)
+    settings = {key: value for key, value in vars(config.model).items() if key != "residual"}
     with as_settings("model", vars(config.model)):
-        return ChemoMAE(seq_len=data.x.shape[1], **vars(config.model))
+        if not config.model.residual:
+            return ChemoMAE(seq_len=data.x.shape[1], **settings)
+        del settings["use_learnable_pos"]
+        model = ResidualMAE(seq_len=data.x.shape[1], rank=min(_RANK, len(data.train) - 1), **settings)
+    model.fit(torch.from_numpy(data.x[data.train]))
+    return model
+
+
+def model_name(config: SpectraConfig) -> str:
+    """Returns the name of the model's class."""
+    return "ResidualMAE" if config.model.residual else "ChemoMAE"
 
 
 def _status(trainer: SpectraTrainer) -> str:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from treadle.device import moved
 from treadle.distributed import unwrap
 from treadle.optim.loss_weights import as_count
-from treadle.spectra.losses import masked_mse, masked_sse
+from treadle.spectra.losses import masked_mse, masked_sse, masked_uncertain
 from treadle.spectra.model import ChemoMAE
+from treadle.spectra.patches import PatchMAE
 from treadle.task import Rng, StepOutput, Totals
 
 LOSSES = {"mse": masked_mse, "sse": masked_sse}
@@ -53,7 +54,7 @@ class PreparedSpectra:
         x: (B, L) the spectra.
         seen: (B, L) what the model gets, augmented; None: ``x``.
         visible_mask: (B, L) bool, True where the encoder sees; None: the model draws.
-        visible_count: how many of each row.
+        visible_count: how many of each row; None: it differs.
     """
 
     x: Tensor
@@ -63,12 +64,13 @@ class PreparedSpectra:
 
 
 class SpectraTask:
-    """Masked reconstruction: the loss is taken where the model did not look.
+    """Masked reconstruction: the loss is taken where the model did not look, or with ``loss_region="all"`` everywhere.
 
     Args:
         device: where batches are moved.
         loss_type: ``"mse"`` or ``"sse"``.
         reduction: ``"mean"`` (per masked element), ``"batch_mean"`` (per spectrum) or ``"sum"``.
+        loss_region: ``"masked"``, where the model did not look, or ``"all"`` channels.
         augmenter: changes the model's input in training; the target stays the original.
         fixed_visible: bool (L,) or (B, L), True where the encoder sees; None lets the model draw.
 
@@ -82,12 +84,14 @@ class SpectraTask:
         *,
         loss_type: str = "mse",
         reduction: str = "mean",
+        loss_region: str = "masked",
         augmenter: Augmenter | None = None,
         fixed_visible: Tensor | None = None,
     ):
         self.device = device
         self.loss_fn = LOSSES[loss_type]
         self.reduction = reduction
+        self.loss_region = loss_region
         self.augmenter = augmenter
         self.fixed_visible = fixed_visible
 
@@ -96,19 +100,42 @@ class SpectraTask:
         given = batch if isinstance(batch, PreparedSpectra) else self._prepared(model, batch)
         x = moved(given.x, self.device)
         seen = x if given.seen is None else moved(given.seen, self.device)
+        if model.training and getattr(unwrap(model), "gives_uncertainty", False):
+            return self._uncertain_step(model, given, x, seen)
         if self.fixed_visible is not None:
             x_recon, _, visible_mask = model(seen, self._visible_for(x))
         elif given.visible_mask is None:
             x_recon, _, visible_mask = model(seen)
         else:
             visible_mask = moved(given.visible_mask, self.device)
-            x_recon, _, visible_mask = model(seen, visible_mask, visible_count=given.visible_count)
-        mask = ~visible_mask
+            counted = {} if given.visible_count is None else {"visible_count": given.visible_count}
+            x_recon, _, visible_mask = model(seen, visible_mask, **counted)
+        mask = self.counted(visible_mask)
         loss = self.loss_fn(x_recon, x, mask, reduction=self.reduction)
         if self.reduction == "sum":
             return StepOutput(loss, reduction="sum", num_samples=len(x))
         weight = self._weight_of(given)
         return StepOutput(loss, weight=as_count(mask.sum()) if weight is None else weight, num_samples=len(x))
+
+    def _uncertain_step(self, model: nn.Module, given: PreparedSpectra, x: Tensor, seen: Tensor) -> StepOutput:
+        """Returns the training loss of a model that gives an uncertainty."""
+        fixed = None if given.visible_mask is None else moved(given.visible_mask, self.device)
+        visible_mask = fixed if self.fixed_visible is None else self._visible_for(x)
+        x_recon, _, visible_mask, unsure = model(seen, visible_mask, with_uncertainty=True)
+        loss = masked_uncertain(
+            x_recon, x, ~visible_mask, log_variance=unsure.log_variance, prior_variance=unsure.prior_variance,
+            reduction=self.reduction,
+        )  # fmt: skip
+        if self.reduction == "sum":
+            return StepOutput(loss, reduction="sum", num_samples=len(x))
+        weight = self._weight_of(given)
+        return StepOutput(
+            loss, weight=as_count((~visible_mask).sum()) if weight is None else weight, num_samples=len(x)
+        )
+
+    def counted(self, visible_mask: Tensor) -> Tensor:
+        """Returns where the loss counts, (B, L) bool."""
+        return ~visible_mask if self.loss_region == "masked" else torch.ones_like(visible_mask)
 
     def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[PreparedSpectra, float | None]:
         """Augments the spectra and draws the mask, both by random numbers of the CPU."""
@@ -122,7 +149,14 @@ class SpectraTask:
             x = moved(x, self.device)
             seen = self.augmenter(x)
         inner = unwrap(model)
-        if self.fixed_visible is not None or not isinstance(inner, ChemoMAE) or not _takes_counted_mask(type(inner)):
+        if self.fixed_visible is None and getattr(inner, "takes_drawn_mask", False):
+            drawn: Any = inner
+            return PreparedSpectra(x, seen, drawn.make_visible(len(x), device="cpu"))
+        if (
+            self.fixed_visible is not None
+            or not isinstance(inner, (ChemoMAE, PatchMAE))
+            or not _takes_counted_mask(type(inner))
+        ):
             return PreparedSpectra(x, seen)  # another model draws its mask itself
         return PreparedSpectra(x, seen, inner.make_visible(len(x), device="cpu"), inner.visible_count())
 
@@ -130,17 +164,22 @@ class SpectraTask:
         """Returns the number of elements of the loss where the host knows it."""
         if self.reduction == "batch_mean":
             return float(len(given.x))
-        if given.visible_count is None or self.reduction == "sum":
+        if self.reduction == "sum" or given.visible_mask is None:
             return None
+        if self.loss_region == "all":
+            return float(given.x.numel())
+        if given.visible_count is None:
+            visible = given.visible_mask  # on the host, but for a batch that was moved before
+            return float(visible.numel() - int(visible.sum())) if visible.device.type == "cpu" else None
         return float(len(given.x) * (given.x.shape[1] - given.visible_count))
 
     def _visible_for(self, x: Tensor) -> Tensor:
         assert self.fixed_visible is not None
         fixed = self.fixed_visible.to(self.device)
-        return fixed.expand(x.shape[0], -1) if fixed.dim() == 1 else fixed[: x.shape[0]]
+        return fixed.expand(x.shape[0], -1) if fixed.dim() == 1 or len(fixed) == 1 else fixed[: x.shape[0]]
 
 
-def _takes_counted_mask(kind: type[ChemoMAE]) -> bool:
+def _takes_counted_mask(kind: type[nn.Module]) -> bool:
     """Returns what the class that has the ``forward`` says; one that says nothing may not take such a mask."""
     owner = next(each for each in kind.__mro__ if "forward" in vars(each))
     return bool(vars(owner).get("takes_counted_mask", False))

@@ -20,16 +20,18 @@ from treadle.checkpoint.rank_writer import RankWriter
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, save_checkpoint
-from treadle.device import get_device
+from treadle.device import get_device, moved
 from treadle.distributed.state_names import model_state
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
+from treadle.engine.limits import Limits
 from treadle.engine.settings import check_capture
 from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
-from treadle.faces.build import EngineCounters, place
+from treadle.faces.build import place
 from treadle.faces.default_hooks import with_default_hooks
+from treadle.faces.epoch_face import EpochFace
 from treadle.faces.epochs import numbers_of
 from treadle.faces.parallel import ParallelConfig
 from treadle.hooks.background import BackgroundErrorHook
@@ -41,13 +43,13 @@ from treadle.optim.precision import PrecisionName, tf32
 from treadle.spectra.config import TrainerConfig
 from treadle.spectra.epochs import SpectraEpochs
 from treadle.spectra.files import Selection, SpectraFolder
-from treadle.spectra.task import Augmenter, SpectraTask
+from treadle.spectra.task import Augmenter, SpectraTask, spectra_of
 
 _log = logging.getLogger("treadle.spectra")
 _epoch_log = logging.getLogger("treadle.spectra.epochs")
 
 
-class SpectraTrainer(EngineCounters):
+class SpectraTrainer(EpochFace):
     """Trains a model that returns ``(x_recon, z, visible_mask)`` on batches of spectra.
 
     Args:
@@ -62,6 +64,7 @@ class SpectraTrainer(EngineCounters):
         hooks: further hooks.
         trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
         progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
+        limits: of time and batches, and short trials: a :class:`treadle.Limits` or a mapping of its names.
         augmenter: changes the model's input in training, see :class:`SpectraAugmenter`.
         parallel: as ``cfg.parallel``, or a ParallelConfig; wins over it.
 
@@ -73,6 +76,9 @@ class SpectraTrainer(EngineCounters):
         >>> # trainer = SpectraTrainer(model, optimizer, train_loader, val_loader, cfg=TrainerConfig(out_dir="run"))
         >>> # trainer.fit(epochs=100)["best"]
     """
+
+    _epochs: SpectraEpochs
+    _folder: SpectraFolder
 
     def __init__(
         self,
@@ -90,6 +96,7 @@ class SpectraTrainer(EngineCounters):
         trackers: str | Sequence[TrackerChoice] = (),
         parallel: ParallelConfig | str | None = None,
         progress: bool = True,
+        limits: Limits | Mapping[str, Any] | None = None,
     ):
         self.cfg = TrainerConfig() if cfg is None else dataclasses.replace(cfg)
         self._device_asked = self.cfg.device if device is None else device
@@ -104,20 +111,40 @@ class SpectraTrainer(EngineCounters):
         self._writer = RankWriter()
         self._selects = self._choose_selection()
         self._engine = self._build_engine(
-            scheduler_interval, with_trackers(hooks, trackers), augmenter, out_dir, progress=progress
-        )
+            scheduler_interval, with_trackers(hooks, trackers), augmenter, out_dir, progress=progress,
+            limits=limits,
+        )  # fmt: skip
         rule = None
         if self._selects:
             delta, patience = self.cfg.early_stop_min_delta, self.cfg.early_stop_patience
             rule = BestRule("val_loss", "min", delta, patience)
-        self._epochs = SpectraEpochs(self._engine, best=rule)
-        self._folder = SpectraFolder(self._engine, self._writer, out_dir)
+        self._epochs = self._make_epochs(rule)
+        self._folder = self._make_folder(out_dir, rule)
 
     def _choose_selection(self) -> bool:
         if self.cfg.selection == "best" and self.val_loader is None:
             _log.warning("selection='best' needs a val_loader; without one it is 'last': a fixed budget, no early stop")
             self.cfg.selection = "last"  # of the trainer's own copy
         return self.cfg.selection == "best"
+
+    # What a subclass may replace: the epochs, the folder, the task and the hooks of its own.
+
+    def _make_epochs(self, rule: BestRule | None) -> SpectraEpochs:
+        return SpectraEpochs(self._engine, best=rule)
+
+    def _make_folder(self, out_dir: Path, rule: BestRule | None) -> SpectraFolder:
+        return SpectraFolder(self._engine, self._writer, out_dir, rule)
+
+    def _make_task(self, augmenter: Augmenter | None) -> SpectraTask:
+        cfg = self.cfg
+        return SpectraTask(
+            self.device, loss_type=cfg.loss_type, reduction=cfg.reduction, loss_region=cfg.loss_region,
+            augmenter=augmenter,
+        )  # fmt: skip
+
+    def _make_hooks(self, out_dir: Path) -> list[BaseHook]:
+        keys = ("epoch", "train_loss", "val_loss", "lr")
+        return [HistoryHook(out_dir / "training_history.json", lambda: self.history, keep=keys)]
 
     def _build_engine(
         self,
@@ -127,11 +154,11 @@ class SpectraTrainer(EngineCounters):
         out_dir: Path,
         *,
         progress: bool,
+        limits: Limits | Mapping[str, Any] | None,
     ) -> Engine:
         cfg = self.cfg
         own: list[BaseHook] = [EmaHook(cfg.ema_decay, use_buffers=True)] if cfg.use_ema else []
-        keys = ("epoch", "train_loss", "val_loss", "lr")
-        own.append(HistoryHook(out_dir / "training_history.json", lambda: self.history, keep=keys))
+        own += self._make_hooks(out_dir)
         if cfg.background_saves:
             own.append(BackgroundErrorHook(self._writer))
         precision: PrecisionName | None = None
@@ -140,7 +167,7 @@ class SpectraTrainer(EngineCounters):
         return Engine(
             self.model,
             self.optimizer,
-            SpectraTask(self.device, loss_type=cfg.loss_type, reduction=cfg.reduction, augmenter=augmenter),
+            self._make_task(augmenter),
             scheduler=self.scheduler,
             scheduler_interval=interval,
             device=self._device_asked,
@@ -150,6 +177,7 @@ class SpectraTrainer(EngineCounters):
             max_non_finite_grad_retries=cfg.max_non_finite_grad_retries,
             hooks=with_default_hooks([*own, *hooks], given=hooks, progress=progress),
             progress=progress,
+            limits=limits,
             eval_seed=cfg.eval_seed,
             capture=check_capture(cfg.capture),
             logger=_log,
@@ -163,8 +191,7 @@ class SpectraTrainer(EngineCounters):
     @property
     def out_dir(self) -> Path:
         """The folder of the run; may be assigned between two calls."""
-        assert self._folder.path is not None
-        return self._folder.path
+        return Path(self.cfg.out_dir).absolute() if self._folder.path is None else self._folder.path
 
     @out_dir.setter
     def out_dir(self, path: str | Path) -> None:
@@ -221,15 +248,28 @@ class SpectraTrainer(EngineCounters):
         with tf32(self.cfg.enable_tf32):
             return float(self._epochs.train_epoch(self.train_loader)["loss"])
 
-    def validate(self) -> float:
+    def validate(self, loader: Iterable[Any] | None = None) -> float:  # type: ignore[override]  # returns the loss alone
         """Returns the weighted mean loss of the scored weights under fixed masks; NaN without a ``val_loader``.
 
+        Args:
+            loader: batches; None takes ``val_loader``.
+
         Raises:
-            ConfigError: the ``val_loader`` is empty.
+            ConfigError: the loader is empty.
         """
-        if self.val_loader is None:
-            return math.nan
-        return float(self._epochs.evaluate(self.val_loader)["loss"])
+        chosen = self.val_loader if loader is None else loader
+        return math.nan if chosen is None else float(self._epochs.evaluate(chosen)["loss"])
+
+    def predict(self, loader: Iterable[Any]) -> Any:
+        """Returns ``(x_recon, z, visible_mask)`` of a loader's spectra, of the scored weights under fixed masks.
+
+        Returns:
+            Tensors (N, L), (N, D) and (N, L) on the CPU, in the loader's order.
+
+        Raises:
+            ConfigError: the loader is empty.
+        """
+        return self._epochs.predict(loader, lambda batch: self.model(moved(spectra_of(batch), self.device)))
 
     # -- files ----------------------------------------------------------------------------------------------------
 
@@ -240,8 +280,10 @@ class SpectraTrainer(EngineCounters):
         selection: Selection = "last"
         if self._selects:
             selection = "improved" if self._epochs.improved else "not improved"
-        self._folder.write_epoch(selection, background=self.cfg.background_saves)
-        self._engine.state.record_saved(self.out_dir / "checkpoints" / "last.pt", self.step)
+        if self._folder.path is not None:
+            self._folder.write_epoch(selection, background=self.cfg.background_saves)
+            if self._folder.last is not None:
+                self._engine.state.record_saved(self._folder.last, self.step)
         if distributed.rank() == 0:
             _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record), extra={"topic": "epoch"})
 

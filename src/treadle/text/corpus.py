@@ -89,26 +89,33 @@ def split_topics(topics: Mapping[str, str], *, val_fraction: float, seed: int) -
         >>> [list(part) for part in split_topics({"a": "1234", "b": "12", "c": "1234"}, val_fraction=0.3, seed=0)]
         [['a', 'c'], ['b']]
     """
-    if not 0 < val_fraction < 1:
-        raise ConfigError("must lie between 0 and 1", argument="val_fraction", value=val_fraction)
+    return deal(topics, val_fraction, seed=seed, name="val_fraction", purpose="validate")
+
+
+def deal(
+    topics: Mapping[str, str], share: float, *, seed: int, name: str, purpose: str
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Deals whole topics out as `split_topics` does; an error has the ``name`` of the share and its ``purpose``."""
+    if not 0 < share < 1:
+        raise ConfigError("must lie between 0 and 1", argument=name, value=share)
     order = sorted(topics)
     random.Random(seed).shuffle(order)
-    room = val_fraction * sum(num_bytes(text) for text in topics.values())
+    room = share * sum(num_bytes(text) for text in topics.values())
     chosen = set()
-    for name in order:
-        if num_bytes(topics[name]) <= room:
-            chosen.add(name)
-            room -= num_bytes(topics[name])
-    train = {name: text for name, text in topics.items() if name not in chosen}
-    val = {name: text for name, text in topics.items() if name in chosen}
-    if not train or not val:
+    for topic in order:
+        if num_bytes(topics[topic]) <= room:
+            chosen.add(topic)
+            room -= num_bytes(topics[topic])
+    kept = {topic: text for topic, text in topics.items() if topic not in chosen}
+    dealt = {topic: text for topic, text in topics.items() if topic in chosen}
+    if not kept or not dealt:
         raise ConfigError(
             f" of {len(topics)} topics leaves none to "
-            f"{'validate on; raise it' if train else 'train on; lower it'}, or take more topics",
-            argument="val_fraction",
-            value=val_fraction,
+            f"{f'{purpose} on; raise it' if kept else 'train on; lower it'}, or take more topics",
+            argument=name,
+            value=share,
         )
-    return train, val
+    return kept, dealt
 
 
 def num_bytes(text: str) -> int:

@@ -13,8 +13,8 @@ import torch
 from treadle.checkpoint.store import write_text
 from treadle.data import steps_per_epoch
 from treadle.functional import Trainer
-from treadle.runs.pack import Results
 from treadle.runs.report import Picture, Report, Table
+from treadle.runs.results import Results
 from treadle.runs.start_block import precision_line
 from treadle.text.generation import sample_texts
 from treadle.text.ngrams import bits_per_byte, ngram_losses
@@ -23,6 +23,7 @@ from treadle.text.run_config import TextConfig
 from treadle.text.run_data import Part, TextData
 
 _EXCERPT_LINES = 14
+_CHOSEN_BY = "validation, which chose the epoch"
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,19 @@ def decisions(config: TextConfig, data: TextData, trainer: Trainer) -> dict[str,
             config.training.mixed_precision, trainer.device, setting="training.mixed_precision"
         ),
         "data": f"Python's manual (pydoc_data.topics): {topics} topics, {size:,} bytes, no passage twice",
-        "split": f"by topic: {len(data.train.topics)} train, {len(data.val.topics)} validate; about statements, kept "
-        f"for LoRA: {len(data.lora_train.topics)} train, {len(data.lora_val.topics)} validate",
+        "split": f"by topic: {_counted(data.train, data.val, data.test)}; about statements, kept for LoRA: "
+        f"{_counted(data.lora_train, data.lora_val, data.lora_test)}",
         "tokens": f"byte-level BPE of {data.tokenizer.get_vocab_size():,}; {data.train.blocks.num_targets:,} tokens "
         f"to learn from, {data.val.blocks.num_targets:,} to validate, in blocks of {config.data.block_length}",
         "model": f"GPT-2, {weights:,} parameters, {config.model.n_layer} layers of width {config.model.n_embd}",
         "schedule": f"{config.epochs} epochs of {steps} steps, batches of {config.batch_size}, learning rate "
         f"{config.optimizer.lr:g}; then LoRA of rank {config.lora.r}, {config.lora.epochs} epochs, {config.lora.lr:g}",
     }  # fmt: skip
+
+
+def _counted(train: Part, val: Part, test: Part | None) -> str:
+    tested = "" if test is None else f", {len(test.topics)} test"
+    return f"{len(train.topics)} train, {len(val.topics)} validate{tested}"
 
 
 # -- scores and texts ---------------------------------------------------------------------------------------------
@@ -111,11 +117,12 @@ def finish_run(
         data: its texts.
         trainer: of the first training.
         tuned: the fine-tuning.
-        scores: ``val`` and ``before`` of the base, ``val_after`` and ``after`` of the fine-tuned model.
+        scores: ``val`` and ``before`` of the base, ``val_after`` and ``after`` of the fine-tuned model; ``test``,
+            ``test_before`` and ``test_after`` where there are test parts.
         samples: texts of the base and of the fine-tuned model.
         out: the run folder.
     """
-    metrics = {
+    metrics: dict[str, Any] = {
         "epochs": trainer.epoch,
         "best_epoch": trainer.best_epoch,
         "val": scores["val"],
@@ -132,6 +139,11 @@ def finish_run(
         "excerpts": {name: texts[0] for name, texts in samples.items()},
         "topics": {name: list(part.topics) for name, part in data.parts.items()},
     }
+    if data.test is not None:
+        metrics |= {"test": scores["test"], "test_baselines": baselines(data, data.test, seen=[data.train])}
+    if data.lora_test is not None:
+        counted = baselines(data, data.lora_test, seen=[data.train, data.lora_train])
+        metrics["lora"] |= {name: scores[name] for name in ("test_before", "test_after")} | {"test_baselines": counted}
     write_text(_samples_file(config, samples), out / "samples.txt")
     path = plot_losses(trainer.history, tuned.trainer.history, metrics=metrics, path=out / "pictures" / "loss.png")
     caption = (
@@ -156,16 +168,21 @@ def _samples_file(config: TextConfig, samples: Mapping[str, list[str]]) -> str:
 
 def results(metrics: Mapping[str, Any]) -> Report:
     """Returns the tables of a run and excerpts of its texts from the content of ``metrics.json``."""
-    lora = metrics["lora"]
-    base = {f"GPT-2, epoch {metrics['best_epoch']}": metrics["val"], **_named(metrics["baselines"])}
+    lora, name = metrics["lora"], f"GPT-2, epoch {metrics['best_epoch']}"
+    base = {name: metrics["val"], **_named(metrics["baselines"])}
+    if "test" in metrics:
+        base = {name: metrics["test"], **_named(metrics["test_baselines"]), _CHOSEN_BY: metrics["val"]}
     tuned = {"before LoRA": lora["before"], "after LoRA": lora["after"], **_named(lora["baselines"])}
+    if "test_after" in lora:
+        tuned = {"before LoRA": lora["test_before"], "after LoRA": lora["test_after"]}
+        tuned |= {**_named(lora["test_baselines"]), _CHOSEN_BY: lora["after"]}
     return Report(
         title="A small GPT-2 on Python's manual, then LoRA",
         lead="Scores of topics that were kept out of training, beside those of models that count. Bits per byte do not "
         "depend on the tokenizer.",
         tables=[
-            _table("Topics kept out of training", base),
-            _table("Topics about statements, kept out too", tuned),
+            _table(f"{'Test topics' if 'test' in metrics else 'Topics'} kept out of training", base),
+            _table(f"{'Test topics' if 'test_after' in lora else 'Topics'} about statements, kept out too", tuned),
         ],
         texts={f"drawn, {name}": _excerpt(text) for name, text in metrics["excerpts"].items()},
         files=[

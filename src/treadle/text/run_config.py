@@ -16,7 +16,7 @@ from treadle.faces.parallel import as_parallel
 from treadle.runs.settings import at_least, between, check_seeds
 
 _SCHEDULE = ("epochs", "schedule.warmup_steps", "schedule.min_lr_scale")
-_LORA = ("lora.r", "lora.alpha", "lora.dropout", "lora.lr", "lora.val_fraction")
+_LORA = ("lora.r", "lora.alpha", "lora.dropout", "lora.lr", "lora.val_fraction", "lora.test_fraction")
 _LATE = (
     "samples.prompt", "samples.count", "samples.num_tokens", "samples.temperature", "samples.top_k", "samples.seed",
 )  # fmt: skip
@@ -37,6 +37,11 @@ def needs_new_lora(changed: Iterable[str]) -> bool:
     return bool(set(changed) & {*_SCHEDULE, *_LORA})
 
 
+def _check_test_fraction(section: str, value: float | None) -> None:
+    if value is not None and not 0 <= value < 1:
+        raise ConfigError("must be None, or at least 0 and below 1", argument=f"{section}.test_fraction", value=value)
+
+
 @dataclass
 class DataConfig:
     """What is read, and how it is cut."""
@@ -51,6 +56,9 @@ class DataConfig:
     """
     val_fraction: float = 0.1
     """Share of the text for validation, in whole topics: it selects the best epoch."""
+    test_fraction: float | None = None
+    """Share of the text for the test, in whole topics, which nothing is chosen by; 0 leaves it out. None: 0.1, and 0
+    in a run that was begun by a version without this part."""
     split_seed: int = 0
     """Decides which topics go where."""
     max_topics: int | None = None
@@ -59,6 +67,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         at_least(2, data__block_length=self.block_length)
         at_least(1, data__max_topics=self.max_topics)
+        _check_test_fraction("data", self.test_fraction)
         check_seeds(data__split_seed=self.split_seed)
 
 
@@ -156,8 +165,12 @@ class LoraConfig:
     """Dropout probability before the updates."""
     val_fraction: float = 0.25
     """Share of the text about statements for validation, in whole topics."""
+    test_fraction: float | None = None
+    """Share of the text about statements for the test, in whole topics; 0 leaves it out. None: 0.25, and 0 in a run
+    that was begun by a version without this part."""
 
     def __post_init__(self) -> None:
+        _check_test_fraction("lora", self.test_fraction)
         at_least(1, lora__epochs=self.epochs, lora__r=self.r)
         at_least(0, lora__lr=self.lr, lora__alpha=self.alpha)
         if not 0 <= self.dropout < 1:

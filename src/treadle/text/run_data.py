@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from treadle.data import TensorLoader
 from treadle.errors import ConfigError
 from treadle.runs.ranks import shared_rows
 from treadle.runs.setting_names import as_settings
-from treadle.text.corpus import is_statement, load_manual, num_bytes, split_topics, without_repeats
+from treadle.text.corpus import deal, is_statement, load_manual, num_bytes, split_topics, without_repeats
 from treadle.text.data import TokenBlocks, token_stream
 from treadle.text.run_config import TextConfig
 from treadle.text.tokenizer import train_tokenizer
@@ -58,11 +59,15 @@ class TextData:
     val: Part
     lora_train: Part
     lora_val: Part
+    test: Part | None = None
+    """Looked at once, at the end; None where the settings leave it out."""
+    lora_test: Part | None = None
 
     @property
     def parts(self) -> dict[str, Part]:
-        """The parts by name."""
-        return {name: getattr(self, name) for name in ("train", "val", "lora_train", "lora_val")}
+        """The parts by name, without those that are left out."""
+        names = ("train", "val", "test", "lora_train", "lora_val", "lora_test")
+        return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     @property
     def fingerprint(self) -> str:
@@ -87,16 +92,43 @@ def prepare_data(config: TextConfig) -> TextData:
     others = {name: text for name, text in topics.items() if name not in statements}
     seed = config.data.split_seed
     with as_settings("data", vars(config.data)):
+        others, test = _without_test(others, config.data.test_fraction, seed, usual=0.1)
         train, val = split_topics(others, val_fraction=config.data.val_fraction, seed=seed)
         tokenizer = train_tokenizer(train.values(), config.data.vocab_size)
     with as_settings("lora", vars(config.lora)):
+        statements, lora_test = _without_test(statements, config.lora.test_fraction, seed, usual=0.25)
         lora_train, lora_val = split_topics(statements, val_fraction=config.lora.val_fraction, seed=seed)
 
     def part(topics: Mapping[str, str]) -> Part:
         tokens_N = token_stream(tokenizer, topics.values())
         return Part(dict(topics), tokens_N, TokenBlocks(tokens_N, config.data.block_length))
 
-    return TextData(tokenizer, part(train), part(val), part(lora_train), part(lora_val))
+    tests = [part(topics) if topics else None for topics in (test, lora_test)]
+    return TextData(tokenizer, part(train), part(val), part(lora_train), part(lora_val), *tests)
+
+
+def _without_test(
+    topics: dict[str, str], share: float | None, seed: int, *, usual: float
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the other topics and those of the test."""
+    share = usual if share is None else share
+    return deal(topics, share, seed=seed, name="test_fraction", purpose="test") if share else (topics, {})
+
+
+def prepare_data_of(config: TextConfig, corpus: str | None) -> TextData:
+    """Returns the data of a run that began with the text of a fingerprint; None for a new run.
+
+    Runs of versions without a test part began with text that was dealt out without one.
+
+    Raises:
+        ConfigError: as `prepare_data`.
+    """
+    data = prepare_data(config)
+    if corpus in (None, data.fingerprint) or (config.data.test_fraction, config.lora.test_fraction) != (None, None):
+        return data
+    parts = {part: dataclasses.replace(getattr(config, part), test_fraction=0.0) for part in ("data", "lora")}
+    older = prepare_data(dataclasses.replace(config, **parts))
+    return older if older.fingerprint == corpus else data
 
 
 def check_same_on_ranks(data: TextData) -> None:

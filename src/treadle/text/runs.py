@@ -34,7 +34,7 @@ from treadle.text import report
 from treadle.text.extras import without_progress_bars
 from treadle.text.model import add_lora, build_gpt2
 from treadle.text.run_config import FREE, TextConfig, needs_new_lora
-from treadle.text.run_data import Part, TextData, check_same_on_ranks, check_same_text, prepare_data
+from treadle.text.run_data import Part, TextData, check_same_on_ranks, check_same_text, prepare_data_of
 from treadle.text.tokenizer import as_transformers
 
 _log = logging.getLogger("treadle.cli")
@@ -42,9 +42,12 @@ LORA = "lora"
 _BEST = "best_model.pt"
 _IN_REPORT = {
     ("base", "val"): ("val",),
+    ("base", "test"): ("test",),
     ("base", "lora_val"): ("lora", "before"),
+    ("base", "lora_test"): ("lora", "test_before"),
     ("lora", "val"): ("lora", "val_after"),
     ("lora", "lora_val"): ("lora", "after"),
+    ("lora", "lora_test"): ("lora", "test_after"),
 }
 """Stage and split -> where ``metrics.json`` has their scores."""
 
@@ -82,7 +85,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
     free = FREE
     made = ("checkpoints", _BEST, "pretrained", LORA)
     parts = (LORA,)
-    splits = ("train", "val", "lora_train", "lora_val")
+    splits = ("train", "val", "test", "lora_train", "lora_val", "lora_test")
     takes = ("prompt", "count", "num_tokens", "seed", "greedy")
     without = "has no rows of a split; give --prompt"
     afterwards = "the fine-tuning"
@@ -110,9 +113,9 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         Raises:
             ConfigError: it is not.
         """
-        data = prepare_data(run.config)
-        check_same_on_ranks(data)
         record = None if run.home is None else read_record(run.home)
+        data = prepare_data_of(run.config, None if record is None else record.identity.get("corpus"))
+        check_same_on_ranks(data)
         if record is not None:
             check_same_text(record.identity, data, folder=str(run.home))
         return data
@@ -139,10 +142,16 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         load_model_state(trainer.model, load_weights(run.out / _BEST))
         _add_tokenizer(data, run.out)
         scores = {"val": report.score(trainer, data.val), "before": report.score(trainer, data.lora_val)}
+        if data.test is not None:
+            scores["test"] = report.score(trainer, data.test)
+        if data.lora_test is not None:
+            scores["test_before"] = report.score(trainer, data.lora_test)
         samples = {"base": report.draw_samples(trainer.model, data.tokenizer, run.config)}
         tuned = self._fine_tune(trainer.model, run, data)
         scores["after"] = report.score(tuned.trainer, data.lora_val)
         scores["val_after"] = report.score(tuned.trainer, data.val)
+        if data.lora_test is not None:
+            scores["test_after"] = report.score(tuned.trainer, data.lora_test)
         samples["fine-tuned"] = report.draw_samples(tuned.trainer.model, data.tokenizer, run.config)
         return report.finish_run(
             run.config, data, trainer=trainer, tuned=tuned, scores=scores, samples=samples, out=run.out
@@ -215,6 +224,10 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
 
     def evaluate(self, opened: TextOpened, split: str, *, batch_size: int | None, num_workers: int) -> Evaluation:
         """Returns nats per token, perplexity and bits per byte of a split."""
+        if split not in opened.data.parts:
+            raise ConfigError(
+                "the run has no such part, by its test_fraction; give another", argument="--split", value=split
+            )
         scored = to_json(report.score(opened.trainer, opened.data.parts[split], batch_size=batch_size))
         sizes = {name: scored[name] for name in ("tokens", "bytes")}
         stage = opened.run.part or "base"
@@ -224,7 +237,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
             of_stage = stored["lora"] if stage == LORA else stored
             if of_stage["best_epoch"] == opened.tree["epoch"]:
                 for key in _IN_REPORT[stage, split]:
-                    stored = stored[key]
+                    stored = stored.get(key, {})
                 compared = (file, stored == scored)
         return Evaluation(
             {name: value for name, value in scored.items() if name not in sizes},

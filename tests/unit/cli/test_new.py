@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from command_kit import read, treadle
+from treadle import open_run
 from treadle.cli.new import FACES
 
 # torch_geometric compiles functions with torch.jit.script when it is imported, which torch calls deprecated.
@@ -71,6 +72,8 @@ def test_a_configuration_trains_goes_on_is_evaluated_and_predicts(inside, capsys
     assert told[at + 2].split() == ["files", str(inside / "runs/mine")]
     assert '"train/loss"' in (inside / "runs/mine/metrics.jsonl").read_text().splitlines()[-1]
     assert treadle("evaluate", "runs/mine") == 0
+    opened = open_run("runs/mine", device="cpu")
+    assert opened.test(opened.build_eval_data_loader()) == read("runs/mine/eval_results_test.json")["metrics"]
     assert "accuracy" in capsys.readouterr().out
     assert 0 < read("runs/mine/eval_results_test.json")["metrics"]["accuracy"] <= 1
     assert treadle("predict", "runs/mine", "--out", "digits.csv") == 0

@@ -67,6 +67,21 @@ def test_spectra_are_evaluated_as_the_run_did(run, capsys):
     assert "weights of epoch 1" in capsys.readouterr().out
 
 
+def test_a_run_is_opened_as_its_trainer(run):
+    import treadle as library
+
+    out, _ = run
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    trainer = library.open_run(out, device="cpu")
+    assert (type(trainer).__name__, trainer.epoch) == ("SpectraTrainer", 1)
+    assert trainer.validate() == trainer.history[-1]["val_loss"]
+    with pytest.raises(library.ConfigError, match="treadle train spectra trains it on"):
+        trainer.fit(3)
+    with pytest.raises(library.ConfigError, match="trains on by its command"):
+        library.open_run(out, read_only=False)
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
 def test_latents_are_written_with_their_rows(run, tmp_path, capsys):
     out, _ = run
     assert treadle("predict", out, "--split", "val", "--out", tmp_path / "l.npz", "--json") == 0
@@ -100,7 +115,7 @@ def test_a_face_without_predictions_names_what_to_use(tmp_path, capsys):
     trainer = library.Trainer(model, None, torch.nn.MSELoss(), device="cpu")
     trainer.train([(torch.ones(2, 1), torch.ones(2, 1))], 1, save_dir=tmp_path, save_freq=1)
     assert treadle("predict", next(tmp_path.rglob("*.pt"))) == 2
-    assert "call predict() of the treadle.Trainer" in " ".join(capsys.readouterr().err.split())
+    assert f"treadle.open_run('{tmp_path}', trainer)" in "".join(capsys.readouterr().err.split("\n"))
 
 
 def test_trackers_of_a_configuration_of_a_pack_and_of_no_such_name(tmp_path, capsys):

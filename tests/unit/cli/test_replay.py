@@ -17,6 +17,7 @@ from treadle.cli.main import main
 from treadle.hooks.steplog import read_steps
 from treadle.runs.compare import differences, likely_causes, same
 from treadle.runs.replay import Replayed
+from treadle.runs.script import run_as_main
 from treadle.spectra.runs import PACK
 
 TINY = [
@@ -331,3 +332,55 @@ def test_causes_are_named_by_what_is_known() -> None:
     causes = likely_causes(Replayed(), {"loss": (1, 2)}, 1, own=True)
     assert "set_seed" in causes[0]
     assert "from the first step" in causes[1]
+
+
+OF_EPOCHS = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import treadle
+
+
+class Own(treadle.Trainer):
+    def train_epoch(self, *args, **kwargs):
+        return super().train_epoch(*args, **kwargs)
+
+
+treadle.set_seed(0)
+x = torch.randn(20, 3, generator=torch.Generator().manual_seed(2))
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+kind, folder = sys.argv[1:]
+if kind == "EpochTrainer":
+    class Task:
+        def step(self, model, batch, totals=None, generator=None):
+            return treadle.StepOutput(nn.functional.mse_loss(model(batch[0]), batch[1]))
+
+    hooks = [treadle.CheckpointingHook(5, None), treadle.StepLogHook()]
+    engine = treadle.Engine(model, optimizer, Task(), scheduler=schedule, hooks=hooks, device="cpu", workspace=folder)
+    treadle.EpochTrainer(engine).fit(loader, loader, 3)
+else:
+    hooks = [treadle.CheckpointingHook(4, None)] if kind == "hook" else []
+    make = Own if kind == "Own" else treadle.Trainer
+    trainer = make(model, optimizer, nn.MSELoss(), device="cpu", scheduler=schedule, ema_decay=0.9, hooks=hooks)
+    trainer.train(loader, 3, loader, save_dir=folder, resume_from="auto", early_stopping_patience=9)
+"""
+
+
+@pytest.mark.parametrize("kind", ["Trainer", "Own", "hook", "EpochTrainer"])
+def test_every_step_of_a_script_with_a_trainer_of_epochs_is_equal_to_the_bit(kind, tmp_path, capsys, monkeypatch):
+    script, run = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(OF_EPOCHS)
+    monkeypatch.setattr(sys, "argv", [str(script), kind, str(run)])
+    run_as_main(script, [kind, str(run)])
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for step in (1, 5, 6, 8, 15):
+        found = replayed(capsys, run, "--step", step, "--script", script, "--", kind, run)
+        assert found["equal"] is True
+        near = 4 if kind == "hook" else 5
+        assert found["start_step"] in ((step - 1) // 5 * 5, (step - 1) // near * near)
+        assert len(found["sample_ids"][0]) == 4
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}

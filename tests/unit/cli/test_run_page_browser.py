@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 
@@ -172,3 +173,62 @@ def test_it_fits_a_phone(opened, page):
         "return [...document.querySelectorAll('.plot')].map((one) => one.getBoundingClientRect().right)"
     )
     assert max(widths) <= 360
+
+
+@pytest.fixture(scope="module")
+def sweep_page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    for number in range(12):
+        lr, seed = (0.01, 0.1)[number % 2], number // 2
+        run = make_run(folder / f"run{number + 1}", lr=lr, best=lr + seed)
+        (run / "config.json").write_text(json.dumps({"optimizer": {"lr": lr}, "seed": seed, "out": str(run)}))
+    assert treadle("report", folder) == 0
+    return folder / "report.html"
+
+
+ROWS = """
+return [...document.querySelectorAll('#runs tbody tr')].filter((r) => !r.hidden).map((r) => r.cells[0].textContent)
+"""
+ALONE = "return document.querySelectorAll('#runs tbody tr:not(.away)').length"
+NAMES = (
+    "return document.getElementById('chart-loss').data.filter((t) => t.meta.label === 'training').map((t) => t.name)"
+)
+
+
+def test_a_table_of_settings_and_results_sorts_filters_and_isolates(tab, sweep_page):
+    tab.width(1280)
+    tab.open(sweep_page)
+    tab.wait(DRAWN)
+    assert tab.run(ROWS)[:3] == ["run1", "run2", "run3"]
+    assert tab.run(ROWS)[-1] == "run12"
+    titles = tab.run("return [...document.querySelectorAll('#runs th')].map((h) => h.textContent)")
+    assert titles[:5] == ["run", "status", "optimizer.lr", "seed", "best val_loss"]
+    click(tab, '[data-sort="4"]')
+    assert tab.run(ROWS)[:2] == ["run1", "run2"]
+    click(tab, '[data-sort="4"]')
+    assert tab.run(ROWS)[:2] == ["run12", "run11"]
+    tab.run(
+        "const f = document.getElementById('filter'); f.value = 'lr=0.1 seed<2'; f.dispatchEvent(new Event('input'))"
+    )
+    assert sorted(tab.run(ROWS)) == ["run2", "run4"]
+    click(tab, "#all")
+    click(tab, '[data-row="3"]')
+    assert tab.run(ALONE) == 1
+    click(tab, '[data-row="3"]')
+    assert tab.run(ALONE) == 12
+    assert tab.errors() == []
+
+
+def test_seeds_of_one_setting_are_a_mean_and_a_band_until_they_are_unfolded(tab, sweep_page):
+    tab.width(1280)
+    tab.open(sweep_page)
+    tab.run("sessionStorage.clear()")
+    tab.open(sweep_page)
+    tab.wait(DRAWN)
+    assert tab.run(NAMES) == ["optimizer.lr=0.01 (6 seeds), training", "optimizer.lr=0.1 (6 seeds), training"]
+    assert tab.run("return document.getElementById('chart-loss').data.filter((t) => t.fill === 'tonexty').length") == 4
+    axes = tab.run("return document.getElementById('parallel').layout.annotations.map((one) => one.text)")
+    assert {"optimizer.lr", "seed", "best val_loss"} <= set(axes)
+    click(tab, "#fold")
+    assert len(set(tab.run(NAMES))) == 12
+    assert tab.errors() == []

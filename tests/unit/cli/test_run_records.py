@@ -14,6 +14,7 @@ from rich.console import Console
 import treadle
 from hook_kit import Small, Stop
 from run_page_kit import make_run, session_lines, step_rows, write_checkpoint, write_lines
+from treadle.checkpoint import load_checkpoint, save_checkpoint
 from treadle.checkpoint.lock import holder, run_lock
 from treadle.checkpoint.safe.inspect import glance, inspect_path
 from treadle.cli.runpage import summary
@@ -68,6 +69,22 @@ def test_a_run_of_a_script_with_only_some_hooks(tmp_path):
         Small(4, tmp_path / "failed", [treadle.StepLogHook(), treadle.SessionLogHook(), Stop(3)]).train()
     row = summarize(read_run(tmp_path / "failed"))
     assert (row.status, row.reason, row.step) == ("failed", "RuntimeError: stopped", 3)
+
+
+def test_step_and_epoch_of_a_run_agree(tmp_path):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = treadle.Trainer(model, optimizer, torch.nn.MSELoss(), device="cpu", progress=False)
+    batch = (torch.ones(2, 1), torch.ones(2, 1))
+    trainer.train([batch] * 3, 5, [batch], save_dir=tmp_path, save_freq=None)
+    row = summarize(read_run(tmp_path, brief=True))
+    assert (row.step, row.epoch) == (15, 5)
+    for name in ("steps.jsonl", "sessions.jsonl", "last.pt"):  # as folders of before have no logs
+        (tmp_path / name).unlink(missing_ok=True)
+    tree = load_checkpoint(tmp_path / "best_model.pt")
+    save_checkpoint({**tree, "global_step": 6, "epoch": 2}, tmp_path / "best_model.pt")
+    row = summarize(read_run(tmp_path, brief=True))
+    assert (row.step, row.epoch) == (None, 5)
 
 
 def test_torn_lines_and_files_that_are_being_written(tmp_path):

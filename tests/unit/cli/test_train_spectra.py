@@ -30,7 +30,7 @@ TINY = [
     "epochs=2", "data.max_rows=420", "model.d_model=8", "model.nhead=2", "model.num_layers=1",
     "model.dim_feedforward=8", "model.n_mask=28", "schedule.warmup_epochs=1",
 ]  # fmt: skip
-PICTURES = ("training_curves.png", "reconstructions.png", "latent_map.png", "cluster_map.png")
+PICTURES = ("few_labels.png", "training_curves.png", "reconstructions.png", "latent_map.png", "cluster_map.png")
 
 
 def run(out: Path, *arguments: str, settings: list[str] = TINY) -> int:
@@ -55,6 +55,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the slow part of the evaluation, which one full run shows already."""
     monkeypatch.setattr(spectra_report, "_probe", lambda *args: {})
+    monkeypatch.setattr(spectra_report, "_few_labels", lambda *args: {})
     monkeypatch.setattr(spectra_report, "_MOST_CLUSTERS", 3)
 
 
@@ -77,6 +78,14 @@ def test_metrics_hold_the_honest_figures(finished: Path) -> None:
     history = json.loads((finished / "training_history.json").read_text())
     assert metrics["val_loss"] == min(record["val_loss"] for record in history)  # the scored weights, to the bit
     assert metrics["baselines"]["row_mean"] == 255 / 256
+    for fill in ("gaussian", "pca", "nearest"):  # better than the mean spectrum, on both parts
+        for part in ("val", "test"):
+            assert 0 < metrics["baselines"][f"{fill}_{part}"] < metrics["baselines"][f"mean_spectrum_{part}"]
+    assert list(metrics["few_labels"]) == ["chemomae", "pca8", "pca16", "pca64", "raw", "untrained"]
+    for curve in metrics["few_labels"].values():
+        assert curve["labels"][:4] == [20, 50, 100, 200]
+        assert curve["labels"] == sorted(curve["labels"])
+        assert [len(draws) for draws in curve["draws"].values()] == [50] * (len(curve["labels"]) - 1) + [1]
     assert list(metrics["probe"]) == ["chemomae", "pca64", "untrained"]
     for scores in metrics["probe"].values():
         assert scores["num_features"] == 64
@@ -135,7 +144,7 @@ def test_evaluation_is_repeated_when_only_it_is_missing(copied: Path) -> None:
     weights = (copied / "best_model.pt").read_bytes()
     assert run(copied) == 0
     again = json.loads((copied / "metrics.json").read_text())
-    for left_out in ("probe", "clusters"):
+    for left_out in ("probe", "few_labels", "clusters"):
         del stored[left_out], again[left_out]
     assert again == stored
     assert (copied / "best_model.pt").read_bytes() == weights

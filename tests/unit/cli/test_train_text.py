@@ -40,6 +40,7 @@ TINY = [
     "epochs=2", "data.max_topics=20", "data.vocab_size=280", "data.block_length=32", "data.val_fraction=0.2",
     "model.n_embd=8", "model.n_layer=1", "model.n_head=2", "schedule.warmup_steps=2", "training.checkpoint_interval=5",
     "lora.epochs=2", "lora.r=2", "lora.val_fraction=0.3", "samples.num_tokens=8", "samples.count=2",
+    "data.test_fraction=0", "lora.test_fraction=0",
 ]  # fmt: skip
 BASE_STEPS, LORA_STEPS = 34, 14
 PLACES = ("", "lora/")
@@ -121,7 +122,7 @@ def test_the_validation_loss_is_that_of_every_token_by_hand(finished: Path) -> N
     config = TextConfig()
     for key, value in read(finished, "config.json")["data"].items():
         setattr(config.data, key, value)
-    config.lora.val_fraction = 0.3
+    config.lora.val_fraction, config.lora.test_fraction = 0.3, 0.0
     part = prepare_data(config).val
     total = torch.zeros((), dtype=torch.float64)
     with torch.no_grad():
@@ -139,6 +140,31 @@ def test_topics_are_in_one_part_only_and_those_about_statements_are_kept_for_lor
     assert {"pass", "continue", "break"} <= {*topics["lora_train"], *topics["lora_val"]}
     assert {"await", "numbers"} <= {*topics["train"], *topics["val"]}
     assert all(topics.values())
+
+
+def test_the_test_part_is_of_further_topics_and_leads_the_tables(tmp_path: Path, no_picture: None) -> None:
+    out = tmp_path / "run"
+    assert run(out, settings=[*TINY[:-2], "epochs=1", "lora.epochs=1"]) == 0
+    metrics = read(out, "metrics.json")
+    names = [name for part in metrics["topics"].values() for name in part]
+    assert len(names) == len(set(names))
+    assert len(metrics["topics"]["test"]) == len(metrics["topics"]["lora_test"]) == 1
+    base, tuned = text_report.results(metrics).tables
+    assert base.rows[0][1] == f"{metrics['test']['loss']:.3f}"
+    assert base.rows[-1][1] == f"{metrics['val']['loss']:.3f}"
+    assert [row[1] for row in tuned.rows[:2]] == [
+        f"{metrics['lora'][f'test_{at}']['loss']:.3f}" for at in ("before", "after")
+    ]
+    assert command("evaluate", out, "--split", "test") == 0
+    assert read(out, "eval_results_test.json")["equal_to_metrics"] is True
+
+
+def test_a_run_from_before_there_was_a_test_part_keeps_its_text() -> None:
+    config = text_run.PACK.read_settings(TINY[:-2], "cpu")
+    older = prepare_data(text_run.PACK.read_settings(TINY, "cpu"))
+    assert set(older.parts) == {"train", "val", "lora_train", "lora_val"}
+    assert text_data.prepare_data_of(config, older.fingerprint).fingerprint == older.fingerprint
+    assert text_data.prepare_data_of(config, None).fingerprint != older.fingerprint
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks by a former name

@@ -21,7 +21,7 @@ _END = struct.Struct("<4s4H2LH")
 _LONG_END = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _FLAGS = 0x808  # a name in UTF-8, sizes behind the data; no encryption
-_FOLDER = 0x10  # torch reads such a record as nothing, whatever its CRC-32 says
+_FOLDER = 0x10  # torch reads such a record as nothing, whatever its CRC-32
 _RECORD = re.compile(r"data\.pkl|data/[0-9]+|byteorder|version|\.[a-z_]+|\.data/serialization_id")
 _PROGRAM = re.compile(r"constants\.pkl|code/.*|data/.*\.py")
 
@@ -36,7 +36,7 @@ class Archive:
 
     Attributes:
         storages: bytes of each tensor storage, by its key.
-        pickle: the record that says how the storages make up a tree.
+        pickle: the record that builds the tree from the storages.
     """
 
     storages: dict[str, int]

@@ -26,7 +26,7 @@ class Stage(MovedRuns):
     Args:
         hook: measures.
         workspace: where the files go.
-        pack: whether the target is a pack, whose command puts its files where it is told to.
+        pack: whether the target is a pack, whose command has a run folder as an option.
     """
 
     command = "bench"

@@ -60,7 +60,7 @@ class Watch:
 
     Args:
         engine: prepared, and not in a step.
-        timeline: is told in which part the run is.
+        timeline: receives the present part of the run.
         left_out: a hook that is not looked at.
 
     Attributes:

@@ -19,7 +19,7 @@ class RunAxes:
 
     Args:
         rows: of the step log.
-        values: of the newest checkpoint, which tells the length of an epoch where there is no step log.
+        values: of the newest checkpoint, which has the length of an epoch where there is no step log.
         timeline: of the run.
 
     Example:
@@ -69,7 +69,7 @@ class RunAxes:
 
 
 def _steps_per_epoch(values: Mapping[str, Any]) -> float | None:
-    """Returns the steps of an epoch by what a checkpoint tells of its place; None if it does not."""
+    """Returns the steps of an epoch by the position in a checkpoint; None if it has none."""
     step, epoch = values.get("global_step"), values.get("epoch")
     position, length = values.get("data.position", 0), values.get("data.length")
     if not isinstance(step, int) or not isinstance(epoch, int):

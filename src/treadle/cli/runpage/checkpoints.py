@@ -52,7 +52,7 @@ def read_checkpoints(run: Path, *, newest_only: bool = False) -> list[Checkpoint
 
     Args:
         run: the run folder.
-        newest_only: no more than the newest that says how far the run was; weights alone do not.
+        newest_only: only the newest that holds a step; weights alone do not.
     """
     paths = sorted(weight_files(run), key=write_order, reverse=True)[:_MOST]
     if not newest_only:

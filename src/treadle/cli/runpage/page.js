@@ -15,10 +15,13 @@
   const darkWanted = matchMedia("(prefers-color-scheme: dark)");
   const touched = matchMedia("(pointer: coarse)").matches;
   const state = {
-    axis: page.axes[0], smooth: page.smooth, log: decades(), hidden: [], theme: null, x: null, y: {}, ...load(),
+    axis: page.axes[0], smooth: page.smooth, log: decades(), hidden: [], theme: null, x: null, y: {}, filter: "",
+    fold: page.groups !== null, sort: null, ...load(),
   };
+  const filtered = new Set();  // runs that the filter of the table leaves out
   if (!page.axes.includes(state.axis)) state.axis = page.axes[0];
   let following = false;  // true while charts take over the zoom of another
+  const also = [];  // what is drawn beside the charts: the table of runs and the parallel coordinates
 
   function load() {
     try { return JSON.parse(sessionStorage.getItem(key)) || {}; } catch { return {}; }
@@ -63,23 +66,78 @@
     });
   }
 
+  const folds = () => state.fold && page.groups !== null;
+  const shown = (run) => !state.hidden.includes(run) && !filtered.has(run);
+  const number = (run) => folds() ? page.groups[run] : run;  // which colour and dash a run has
   function colour(one) {
     const palette = palettes[theme()];
-    if (page.runs.length > 1) return palette[one.run % palette.length];
+    if (page.runs.length > 1) return palette[number(one.run) % palette.length];
     const part = parts.indexOf(one.label === "best" ? "validation" : one.label);
     return palette[(part >= 0 ? part : Number(one.label.split(" ").pop()) || 0) % palette.length];
   }
+  function meanAndDeviation(members) {  // of runs that differ by their seed, where at least half of them have a value
+    const points = new Map();
+    for (const one of members) {
+      const place = one.axes.step.some((value) => value !== null) ? one.axes.step : one.axes.epoch;
+      one.y.forEach((value, index) => {
+        if (value === null || place[index] === null) return;
+        const point = points.get(place[index]) || { values: [], axes: { step: [], epoch: [], time: [] } };
+        point.values.push(value);
+        for (const axis of Object.keys(point.axes)) point.axes[axis].push(one.axes[axis][index]);
+        points.set(place[index], point);
+      });
+    }
+    const kept = [...points.entries()].sort((a, b) => a[0] - b[0]).map(([, point]) => point)
+      .filter((point) => 2 * point.values.length >= members.length);
+    const mean = (values) => values.includes(null) ? null : values.reduce((sum, value) => sum + value, 0) / values.length;
+    const centre = kept.map((point) => mean(point.values));
+    const spread = kept.map((point, index) => point.values.length < 2 ? 0 : Math.sqrt(point.values.reduce(
+      (sum, value) => sum + (value - centre[index]) ** 2, 0) / (point.values.length - 1)));
+    const axes = {};
+    for (const axis of ["step", "epoch", "time"]) axes[axis] = kept.map((point) => mean(point.axes[axis]));
+    return { axes, centre, spread };
+  }
+  function foldedTraces(chart) {
+    const sets = new Map(), marks = chart.series.filter((one) => one.style === "mark" && shown(one.run));
+    for (const one of chart.series.filter((one) => one.style !== "mark" && shown(one.run))) {
+      const name = `${page.groups[one.run]}|${one.label}|${one.style}`;
+      sets.set(name, [...(sets.get(name) || []), one]);
+    }
+    const traces = [...sets.values()].flatMap((members) => {
+      const one = members[0], log = state.log, ink = colour(one), name = page.groupNames[page.groups[one.run]];
+      const { axes, centre, spread } = meanAndDeviation(members);
+      const line = state.smooth && chart.smooth && centre.length > page.many ? smoothed : (values) => values;
+      const middle = line(centre), deviation = line(spread), x = places(axes);
+      const dash = one.label === "validation" || one.label === "test" ? "dot" : "solid";
+      const lower = middle.map((value, index) => value - deviation[index]);
+      const least = Math.min(...middle.filter((value) => value > 0)) / 10;
+      const edge = { x, mode: "lines", type: "scatter", hoverinfo: "skip", showlegend: false, line: { width: 0, color: ink },
+        meta: { run: one.run, label: "deviation" } };
+      return [
+        { ...edge, y: lower.map((value) => log && value <= 0 ? least : value) },
+        { ...edge, y: middle.map((value, index) => value + deviation[index]), fill: "tonexty", fillcolor: `${ink}2e` },
+        { x, y: middle, type: "scatter", mode: one.style === "dots" ? "lines+markers" : "lines", marker: { size: 5 },
+          line: { color: ink, width: 2, dash }, name: `${name}, ${one.label}`, meta: { run: one.run, label: one.label },
+          text: deviation.map((value) => value.toPrecision(2)),
+          hovertemplate: `%{y:.4g} ± %{text}<extra>${name}, ${one.label}</extra>` },
+      ];
+    });
+    return [...traces, ...runTraces({ ...chart, series: marks })];
+  }
   function tracesOf(chart) {
+    return folds() ? foldedTraces(chart) : runTraces(chart);
+  }
+  function runTraces(chart) {
     const several = page.runs.length > 1;
     return chart.series.flatMap((one) => {
       const trace = {
         x: places(one.axes), y: one.y, type: "scatter",
         name: several ? `${page.runs[one.run]}, ${one.label}` : one.label,
-        visible: !state.hidden.includes(one.run), meta: { run: one.run, label: one.label },
+        visible: shown(one.run), meta: { run: one.run, label: one.label },
         hovertemplate: `%{y:.4g}<extra>${several ? `${page.runs[one.run]}, ` : ""}${one.label}</extra>`,
       };
       const width = one.style === "line" ? 1.8 : 2;
-      const repeated = dashes[Math.floor(one.run / palettes.light.length) % dashes.length];
+      const repeated = dashes[Math.floor(number(one.run) / palettes.light.length) % dashes.length];
       const dash = one.label === "validation" || one.label === "test" ? "dot" : several ? repeated : "solid";
       if (one.style === "mark") {
         return [{ ...trace, mode: "markers", text: one.texts, hovertemplate: "%{text}<extra></extra>",
@@ -130,6 +188,7 @@
   function draw() {
     document.documentElement.dataset.theme = theme();
     for (const chart of page.charts) Plotly.react(plot(chart), tracesOf(chart), layoutOf(chart), config);
+    for (const part of also) part();
     show();
     save();
   }
@@ -138,16 +197,31 @@
     for (const button of document.querySelectorAll("[data-axis]")) {
       button.setAttribute("aria-pressed", String(button.dataset.axis === state.axis));
     }
-    for (const button of document.querySelectorAll("[data-run]")) {
-      const run = Number(button.dataset.run), palette = palettes[theme()];
-      button.setAttribute("aria-pressed", String(!state.hidden.includes(run)));
-      const swatch = button.querySelector(".swatch");
-      swatch.style.borderTopColor = palette[run % palette.length];
-      swatch.style.borderTopStyle = run >= palette.length ? "dashed" : "solid";
+    for (const kind of ["run", "seeds"]) {
+      for (const button of document.querySelectorAll(`[data-${kind}]`)) {
+        const one = Number(button.dataset[kind]), palette = palettes[theme()];
+        button.parentElement.hidden = (kind === "seeds") !== folds();
+        button.setAttribute("aria-pressed", String(membersOf(kind, one).some(shown)));
+        const swatch = button.querySelector(".swatch");
+        swatch.style.borderTopColor = palette[one % palette.length];
+        swatch.style.borderTopStyle = ["solid", "dashed", "dotted", "double"][Math.floor(one / palette.length) % 4];
+      }
     }
+    const fold = document.getElementById("fold");
+    if (fold) fold.checked = state.fold;
     const smooth = document.getElementById("smooth"), log = document.getElementById("log");
     if (smooth) smooth.value = state.smooth;
     if (log) log.checked = state.log;
+  }
+
+  function membersOf(kind, one) {  // the runs of a button
+    return kind === "run" ? [one] : page.groups.flatMap((group, run) => group === one ? [run] : []);
+  }
+  function isolate(members) {  // shows these runs alone; where they are alone already, all
+    const others = page.runs.map((_, run) => run).filter((run) => !members.includes(run));
+    const alone = members.every(shown) && !others.some((run) => !state.hidden.includes(run));
+    state.hidden = alone ? [] : others;
+    draw();
   }
 
   function follow(chart, change) {
@@ -168,19 +242,26 @@
     save();
   }
 
+  window.treadlePage = { page, state, filtered, shown, colour, css, touched, isolate, draw, also };
   document.documentElement.dataset.theme = theme();
   draw();
   for (const chart of page.charts) plot(chart).on("plotly_relayout", (change) => follow(chart, change));
   for (const button of document.querySelectorAll("[data-axis]")) {
     button.addEventListener("click", () => { state.axis = button.dataset.axis; state.x = null; draw(); });
   }
-  for (const button of document.querySelectorAll("[data-run]")) {
-    button.addEventListener("click", () => {
-      const run = Number(button.dataset.run);
-      state.hidden = state.hidden.includes(run) ? state.hidden.filter((one) => one !== run) : [...state.hidden, run];
-      draw();
-    });
+  for (const kind of ["run", "seeds"]) {
+    for (const button of document.querySelectorAll(`[data-${kind}]`)) {
+      const members = membersOf(kind, Number(button.dataset[kind]));
+      button.addEventListener("click", () => {
+        const others = state.hidden.filter((run) => !members.includes(run));
+        state.hidden = members.some((run) => !state.hidden.includes(run)) ? [...others, ...members] : others;
+        draw();
+      });
+      button.addEventListener("dblclick", () => isolate(members));
+    }
   }
+  const foldBox = document.getElementById("fold");
+  if (foldBox) foldBox.addEventListener("change", () => { state.fold = foldBox.checked; draw(); });
   document.getElementById("theme").addEventListener("click", () => {
     state.theme = theme() === "dark" ? "light" : "dark";
     draw();

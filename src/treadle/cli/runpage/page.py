@@ -11,7 +11,7 @@ from importlib.metadata import version
 from string import Template
 from typing import Any
 
-from treadle.cli.runpage import tables, words
+from treadle.cli.runpage import sweep, tables, words
 from treadle.cli.runpage.charts import axes_in, charts_of
 from treadle.cli.runpage.curves import constants_of, resumes_of, series_of
 from treadle.cli.runpage.pictures import pictures, samples
@@ -42,24 +42,26 @@ def run_page(runs: Sequence[RunRecords], *, reload: float | None = None) -> str:
     rows = [summarize(run) for run in runs]
     charts = charts_of([series_of(run) for run in runs])
     title = ", ".join(run.name for run in runs) if len(runs) <= 3 else f"{len(runs)} runs"
+    columns = sweep.columns_of(runs, rows)
     sections = [
-        tables.overview(runs, rows), tables.events(runs), tables.sessions(runs), tables.results(runs),
-        tables.settings(runs), pictures(runs), samples(runs), tables.checkpoints(runs), tables.environment(runs),
+        tables.events(runs), tables.sessions(runs), tables.settings(runs), pictures(runs), samples(runs),
+        tables.checkpoints(runs), tables.environment(runs),
     ]  # fmt: skip
     return Template(_asset("page.html")).substitute(
         title=escape(title),
         lead=escape(_lead(rows)),
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in _notes(runs, rows)),
         style=_asset("page.css"),
+        first="\n".join(part for part in (sweep.overview(runs, rows, columns), tables.results(runs)) if part),
         controls=_controls(runs, charts),
-        charts="\n".join(_frame(chart) for chart in charts),
+        charts="\n".join(_frame(chart) for chart in charts) + _parallel_frame(runs, columns),
         sections="\n".join(part for part in sections if part),
         written=words.date(time.time()),
         version=version("treadle"),
         reload=f" It loads itself again every {reload:g} seconds." if reload else "",
         library=plotting_library(),
-        data=_data(runs, charts, title=title, reload=reload),
-        script=_asset("page.js"),
+        data=_data(runs, charts, columns, title=title, reload=reload),
+        script=_asset("page.js") + _asset("runs.js"),
     )
 
 
@@ -108,20 +110,21 @@ def _notes(runs: Sequence[RunRecords], rows: Sequence[RunSummary]) -> list[str]:
         same = ", ".join(f"{key} {words.number(value)}" for key, value in constants_of(run).items())
         if len(runs) == 1 and len(read_sessions(run.sessions)) > 1:
             notes.append("A dotted line from top to bottom: a later process took the run up there.")
-        notes += [f"{run.name}, the same in every epoch: {same}."] if same else []
+        notes += [f"{run.name}, the same in every epoch: {same}."] if same and len(runs) <= 3 else []
     if len(runs) > 1 and any(run.epochs for run in runs):
         notes.append("Dots joined by a dotted line: validation. A star: the best epoch.")
     return notes
 
 
 def _controls(runs: Sequence[RunRecords], charts: Sequence[dict[str, Any]]) -> str:
-    buttons = [
-        f'<button type="button" class="run" data-run="{index}"><i class="swatch"></i>{escape(run.name)}</button>'
-        for index, run in enumerate(runs)
-    ]
+    seeds = sweep.seeds_of(runs)
     axes = [f'<button type="button" data-axis="{name}">{_AXES[name]}</button>' for name in axes_in(charts)]
     groups = [
-        f'<div class="group" aria-label="runs">{"".join(buttons)}</div>' if len(runs) > 1 else "",
+        _chips("run", [run.name for run in runs]) if len(runs) > 1 else "",
+        _chips("seeds", seeds.names) if seeds else "",
+        '<div class="group"><label><input id="fold" type="checkbox">seeds as mean and deviation</label></div>'
+        if seeds
+        else "",
         f'<div class="group"><span>x axis</span>{"".join(axes)}</div>' if len(axes) > 1 else "",
         '<div class="group"><label><span>smoothing</span>'
         '<input id="smooth" type="range" min="0" max="0.98" step="0.02"></label></div>',
@@ -131,18 +134,45 @@ def _controls(runs: Sequence[RunRecords], charts: Sequence[dict[str, Any]]) -> s
     return f'<nav class="controls"{"" if charts else " hidden"}>{"".join(groups)}</nav>'
 
 
+def _chips(kind: str, names: Sequence[str]) -> str:
+    """Returns the buttons that show and hide runs, or groups of runs."""
+    buttons = [
+        f'<button type="button" class="run" data-{kind}="{index}"><i class="swatch"></i>{escape(name)}</button>'
+        for index, name in enumerate(names)
+    ]
+    return f'<div class="group chips" aria-label="{kind}">{"".join(buttons)}</div>'
+
+
+def _parallel_frame(runs: Sequence[RunRecords], columns: Sequence[sweep.Column]) -> str:
+    axes = sweep.parallel(columns) if len(runs) > 1 else None
+    if axes is None:
+        return ""
+    return (
+        '\n<figure class="chart whole"><h3>Settings and results, a line each run</h3><div class="wide">'
+        f'<div class="plot" id="parallel" style="min-width:{6 * len(axes)}rem" role="img" '
+        'aria-label="Settings and results of each run"></div></div></figure>'
+    )
+
+
 def _frame(chart: dict[str, Any]) -> str:
     key, title = escape(chart["key"], quote=True), escape(chart["title"])
     plot = f'<div class="plot" id="chart-{key}" role="img" aria-label="{escape(chart["title"], quote=True)}"></div>'
     return f'<figure class="chart"><h3>{title}</h3>{plot}</figure>'
 
 
-def _data(runs: Sequence[RunRecords], charts: Sequence[dict[str, Any]], *, title: str, reload: float | None) -> str:
+def _data(
+    runs: Sequence[RunRecords],
+    charts: Sequence[dict[str, Any]],
+    columns: Sequence[sweep.Column],
+    *,
+    title: str,
+    reload: float | None,
+) -> str:
     many = any(len(one["y"]) > _MANY for chart in charts for one in chart["series"] if one["style"] == "line")
     values = {
         "title": title, "runs": [run.name for run in runs], "charts": charts, "axes": axes_in(charts) or ["step"],
         "smooth": _SMOOTH if many else 0, "many": _MANY, "reload": reload, "written": time.time(),
-        "resumes": resumes_of(runs[0]) if len(runs) == 1 else None,
+        "resumes": resumes_of(runs[0]) if len(runs) == 1 else None, **sweep.as_data(runs, columns),
     }  # fmt: skip
     # Inside of a script element, nothing may look like its end or like a comment.
     return json.dumps(to_json(values), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""All that a run folder tells about its run, read once."""
+"""The records of a run folder, read once."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RunRecords:
 
     @property
     def state(self) -> Checkpoint | None:
-        """The newest checkpoint that says how far the run is."""
+        """The newest checkpoint that holds a step."""
         return next((one for one in self.checkpoints if one.step is not None), None)
 
 

@@ -1,4 +1,4 @@
-"""A run in one line: where it stands, its best metric, how long it took, on what."""
+"""A run in one line: progress, best metric, time, device."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ RUNNING, FINISHED, STOPPED, FAILED, ENDED = "running", "finished", "stopped", "f
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A row of ``treadle runs``; None stands for what no record tells.
+    """A row of ``treadle runs``; None where no record has the value.
 
     Attributes:
         folder: the run folder.
-        status: ``running``, ``finished``, ``stopped``, ``failed``, or ``ended`` where no record says how.
+        status: ``running``, ``finished``, ``stopped``, ``failed``, or ``ended`` where no record has the reason.
         reason: the error of a run that failed, or the process of one that runs.
         step: optimizer steps attempted.
         total_steps: the step at which it ends.
@@ -83,7 +83,7 @@ def summarize(records: RunRecords) -> RunSummary:
 
 
 def device_of(start: dict[str, Any]) -> str:
-    """Returns the device that the start of a session tells, with the number of ranks if there are several.
+    """Returns the device recorded at the start of a session, with the number of ranks if there are several.
 
     Example:
         >>> device_of({"device": "cuda:0", "device_name": "NVIDIA H200", "ranks": 2})
@@ -113,6 +113,11 @@ def _status(records: RunRecords) -> tuple[str, str | None]:
 
 
 def _last_step(records: RunRecords) -> int | None:
+    """Returns the furthest step that is recorded; None where a history without steps is further than every state."""
+    logged, state = bool(records.steps or records.points or records.sessions), records.state
+    epochs = [row["epoch"] for row in records.epochs if isinstance(row.get("epoch"), int)]
+    if not logged and state is not None and max(epochs, default=0) > (state.epoch or 0):
+        return None
     found = [rows[-1]["step"] for rows in (records.steps, records.points, records.sessions) if rows]
     return max([*found, *([] if records.state is None else [records.state.step or 0])], default=None)
 

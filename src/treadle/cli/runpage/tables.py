@@ -11,7 +11,7 @@ from treadle.cli.runpage import words
 from treadle.cli.runpage.curves import event_text, events_of
 from treadle.cli.runpage.records import RunRecords
 from treadle.cli.runpage.sessions import read_sessions
-from treadle.cli.runpage.summary import RunSummary, device_of
+from treadle.cli.runpage.summary import device_of
 
 _MOST_EVENTS, _FEW = 50, 20
 _SURROUNDINGS = {
@@ -75,20 +75,6 @@ def folded(title: str, inside: str) -> str:
     return f"<details>\n<summary>{escape(title)}</summary>\n{inside}\n</details>" if inside else ""
 
 
-def overview(runs: Sequence[RunRecords], rows: Sequence[RunSummary]) -> str:
-    """Returns the table of several runs; what it says of a single one stands in the lead of the page."""
-    head = ["run", "status", "step", "epoch", "best metric", "at epoch", "time", "device", "last written"]
-    cells = [
-        [
-            run.name, row.status, words.steps_done(row), words.number(row.epoch), words.best_metric(row),
-            words.number(row.best_epoch), words.duration(row.seconds), row.device or words.NONE,
-            words.date(row.updated),
-        ]
-        for run, row in zip(runs, rows, strict=True)
-    ]  # fmt: skip
-    return section("Runs", table(head, cells), wide=True) if len(runs) > 1 else ""
-
-
 def checkpoints(runs: Sequence[RunRecords]) -> str:
     """Returns the table of the checkpoints; a link is named beside what it points to."""
     rows = []
@@ -130,15 +116,21 @@ def sessions(runs: Sequence[RunRecords]) -> str:
                 words.duration(one.seconds), words.number((last - first) / one.seconds if one.seconds else None),
             ])  # fmt: skip
     head = ["run", "started", "how it ended", "steps", "time", "steps/s"]
-    return section("Sessions", _of_runs(runs, head, rows, numbers=range(3, 6)), wide=len(runs) > 1)
+    inside = _of_runs(runs, head, rows, numbers=range(3, 6))
+    return section(
+        "Sessions", inside if len(rows) <= _FEW else folded(f"{len(rows)} sessions", inside), wide=len(runs) > 1
+    )
 
 
 def results(runs: Sequence[RunRecords]) -> str:
-    """Returns the numbers that the runs ended with, beside each other."""
+    """Returns the numbers that the runs ended with: those of one run in columns, those of several beside each other."""
     numbers = _beside([run.results for run in runs])
     rows = [[key, *(words.number(value) for value in values)] for key, values in numbers.items()]
     inside = table(["", *(run.name for run in runs)], rows, numbers=range(1, len(runs) + 1))
-    return section("Results", folded(f"{len(rows)} numbers of metrics.json", inside) if len(rows) > _FEW else inside)
+    if len(runs) > 1:
+        return section("Results", folded(f"{len(rows)} numbers of metrics.json", inside), wide=True) if rows else ""
+    pairs = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in rows)
+    return section("Results", f'<dl class="results">{pairs}</dl>', wide=True) if rows else ""
 
 
 def settings(runs: Sequence[RunRecords]) -> str:

@@ -70,7 +70,7 @@ def ago(seconds: float | None, now: float) -> str:
 
 
 def steps_done(run: RunSummary) -> str:
-    """Returns where a run stands, such as ``600 / 1,000``."""
+    """Returns the progress of a run, such as ``600 / 1,000``."""
     total = "" if run.total_steps is None else f" / {run.total_steps:,}"
     return number(run.step) + (total if run.step is not None else "")
 

@@ -94,7 +94,7 @@ class Source:
 
 
 def repeats_first(order: Indices, molecules: Indices) -> Indices:
-    """Moves what stands there more than once to the front, equal ones side by side, so that no later part has it too.
+    """Moves repeated items to the front, equal ones side by side, so that no later part has it too.
 
     Args:
         order: (N,) numbers of graphs.

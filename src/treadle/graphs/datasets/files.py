@@ -30,7 +30,7 @@ def digest(*paths: Path) -> str:
 def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
     """Returns what ``build`` gives, from a file where an equal key has been built before.
 
-    The file holds tensors and plain values and is read without unpickling code. A damaged one is built anew with a
+    The file holds tensors and plain values and is read without unpickling code. A damaged one is rebuilt with a
     warning; a folder that cannot be written costs the time again, and a warning.
 
     Args:

@@ -42,9 +42,9 @@ ATOM_COLUMNS = (
     "aromatic",
     "in ring",
 )
-"""What each column of `x` says of an atom."""
+"""Meaning of each column of `x`, for an atom."""
 BOND_COLUMNS = (*(f"bond {kind}" for kind in _BONDS), "conjugated", "in ring")
-"""What each column of `edge_attr` says of a bond."""
+"""Meaning of each column of `edge_attr`, for a bond."""
 
 # For each property, the column of each of its values.
 _COLUMN_OF = [
@@ -53,7 +53,7 @@ _COLUMN_OF = [
 
 
 class UnusableMoleculeError(ValueError):
-    """A SMILES gives no graph; the message says why."""
+    """A SMILES gives no graph; the message has the reason."""
 
 
 def graph_from_smiles(smiles: str) -> Data:
@@ -154,7 +154,7 @@ def graphs_from_smiles(
 
     Returns:
         The graphs in the given order, each with ``y`` (1, 1), and one line about every molecule that gave none. If
-        there are such, one warning says how many and names the first.
+        there are such, one warning counts them and names the first.
 
     Example:
         >>> graphs, unusable = graphs_from_smiles(["CCO", "C1CC", "c1ccccc1"], source="three", num_workers=0)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
 import torch
 
 from treadle.errors import ConfigError
+from treadle.graphs.encodings.graphs import one_thread
 
 __all__ = ["count_workers", "parallel_map"]
 
@@ -69,21 +69,10 @@ def parallel_map(
     """
     count = count_workers(num_workers)
     if count == 0 or len(items) < _WORTH_IT:
-        with _one_thread():
+        with one_thread():
             return [function(item) for item in items]
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     # One thread each: a child of a process that has used OpenMP waits for ever in a parallel region of its own.
     count = min(count, math.ceil(len(items) / _CHUNK))
     with ProcessPoolExecutor(count, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         return list(pool.map(function, items, chunksize=_CHUNK))
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """As in the other processes, so that sums are taken in the same order; small graphs gain nothing by more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -91,7 +91,7 @@ def get_dataset(
             by ``seed`` in the same sizes; a test set of the source's own stays its test set.
         pe_cache_dir: folder of computed encodings; None: beside the processed graphs.
         use_preprocessed_pe: read encodings from that folder if they were made of the same graphs with the same
-            settings; False computes them anew.
+            settings; False recomputes them.
         num_workers: processes for molecules and encodings; 0: this one, None: one per core, at most 8. The result
             does not depend on it.
         progress: is called with the number of graphs that are encoded and that of all, again and again.

@@ -1,6 +1,6 @@
 """What is asked about a generated graph: six tasks, each at its own level.
 
-A task gives ``x`` (N, F) float32 and ``y``, a value per graph, node or pair as its level says; pairs are listed in
+A task gives ``x`` (N, F) float32 and ``y``, a value per graph, node or pair by its level; pairs are listed in
 ``pair_index`` (2, P). Where the task has no signal of its own, ``x`` is log(1 + degree), one column.
 """
 
@@ -25,7 +25,7 @@ Fields: TypeAlias = dict[str, Tensor]
 
 
 class SyntheticTask:
-    """One task: what it says of itself, and the fields it gives a graph."""
+    """One task: its description, and the fields that it adds to a graph."""
 
     described: Described
 
@@ -73,7 +73,7 @@ class DistanceRegression(SyntheticTask):
 class PECapacity(SyntheticTask):
     """The distance of a pair as a class, from nodes that all look alike: what the encodings alone can tell.
 
-    Class c stands for c + 1 hops, the last one for `max_distance` and more.
+    Class c means c + 1 hops, the last one for `max_distance` and more.
     """
 
     max_distance: int = 8
@@ -96,7 +96,7 @@ class PECapacity(SyntheticTask):
 
 @dataclass(frozen=True)
 class StructuralRole(SyntheticTask):
-    """The core number of every node, as a class; `num_classes` - 1 stands for all above it too."""
+    """The core number of every node, as a class; `num_classes` - 1 includes all above it."""
 
     num_classes: int = 4
 
@@ -113,7 +113,7 @@ class StructuralRole(SyntheticTask):
 
 @dataclass(frozen=True)
 class LocalVsGlobal(SyntheticTask):
-    """Whether a random signal is positive on average near a marked node, or far from it, as `scope` says.
+    """Whether a random signal is positive on average near a marked node, or far from it, by `scope`.
 
     Near are the nodes within `local_threshold` hops, the marked one included; far those at `global_threshold` or more.
     """

@@ -201,7 +201,7 @@ class RandomSignFlip:
         self.columns = columns
 
     def __call__(self, data: Any) -> Any:
-        """Returns a shallow copy of the graph or batch with signs drawn anew."""
+        """Returns a shallow copy of the graph or batch with newly drawn signs."""
         if self.columns == 0:
             return data
         node_pe = data.node_pe

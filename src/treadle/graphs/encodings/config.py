@@ -155,7 +155,7 @@ class RelativePEConfig:
     reduce: Sequence[str] = ("min", "max", "mean")
     """``landmark``: how the landmarks are summed up, one column each."""
     seed: int = 0
-    """``landmark``: seeds the choice of the landmarks, for each graph anew."""
+    """``landmark``: seeds the choice of the landmarks of each graph."""
 
     def __post_init__(self) -> None:
         _check_word("relative.type", self.type, _RELATIVE_TYPES)

@@ -33,7 +33,7 @@ def lap_pe(edge_index: Tensor, num_nodes: int, *, k: int = 16, sign_invariant: s
         sign_invariant: ``"abs"``: the absolute value; where eigenvalues repeat, the root of the mean of φ² over the
             eigenspace. ``"square"``: the mean of φ² over the eigenspace. Neither depends on the basis that was found
             for an eigenspace. ``"flip"``: φ with its largest entry positive (the first of equal ones);
-            :class:`RandomSignFlip` draws the signs anew in training. Where eigenvalues repeat, ``"flip"`` depends on
+            :class:`RandomSignFlip` draws new signs in training. Where eigenvalues repeat, ``"flip"`` depends on
             the numbering of the nodes.
 
     Returns:

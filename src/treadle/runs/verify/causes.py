@@ -127,7 +127,7 @@ def _after_a_kill(difference: Difference, device: str) -> Cause:
         where = "in the forward pass" if "after the forward" in part else "between two steps, a hook for one,"
         return Cause(
             "extra_draw",
-            f"after a resume the {difference.leaf} generator stands elsewhere: something {where} draws or seeds by a "
+            f"after a resume the {difference.leaf} generator has another state: something {where} draws or seeds by a "
             f"value that is not saved{_named(difference)}",
             _KEEP,
         )

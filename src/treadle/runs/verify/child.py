@@ -37,13 +37,14 @@ class Arrangement(MovedRuns):
     """
 
     command = "verify"
+    faces = ("mini", "engine", "functional")
 
     def __init__(self, job: Job, file: RecordFile):
         super().__init__(job.target, job.workspace)
         self.job = job
         self.file = file
         self.watch = SeedWatch()
-        self.pack = False  # the command of a pack puts its files where it is told to
+        self.pack = False  # the command of a pack has a run folder as an option
 
     def before_running(self, engine: Engine) -> None:
         """Moves the files of hooks, sees to checkpoints, and adds the recorder.
@@ -58,6 +59,7 @@ class Arrangement(MovedRuns):
                 self._note(f"a checkpoint every {self.job.interval} steps instead of every {hook.interval}")
                 hook.interval = self.job.interval
         recorder = Recorder(self.job, self.file, self.watch)
+        recorder.replays = not self.pack  # a trainer of epochs leaves the folder of its call alone
         engine.hooks = [recorder, *engine.hooks, Looker(recorder)]
 
     def _arrange_files(self, engine: Engine) -> None:
@@ -91,7 +93,7 @@ def run_job(job: Job) -> NoReturn:
     except BaseException:  # noqa: BLE001  (nothing may return into the server this was forked from)
         traceback.print_exc()
     finally:
-        # As at the end of an interpreter; a plain return would go on in the server.
+        # As at the end of an interpreter; a plain return would continue in the server.
         with contextlib.suppress(OSError):
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()

@@ -40,7 +40,7 @@ def _since(difference: Difference) -> str:
 
 
 def describe_difference(difference: Difference) -> str:
-    """Returns one sentence that says where two runs differ first, with both values.
+    """Returns one sentence with the first difference of two runs and both values.
 
     Example:
         >>> describe_difference(Difference(False, "step", 7, 6, "loss", "0.0", "0.5", "0.25"))

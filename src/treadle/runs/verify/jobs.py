@@ -1,4 +1,4 @@
-"""What one process is asked to do, and the lines in which it says what happened."""
+"""The job of one process, and the lines in which it reports the outcome."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Job:
     Attributes:
         target: path of a script or a configuration, or the name of a pack.
         arguments: of the script, or settings.
-        folder: where workspace, log and records of this run lie.
+        folder: of the workspace, log and records of this run.
         number: which process of this run it is, from 0.
         steps: how many to train; counted from the first step of this process.
         stop_at: the absolute step to stop at, which wins; None where ``steps`` counts.

@@ -1,6 +1,6 @@
 """The recorder: writes one line per step with a digest of everything that happened, and ends the process as planned.
 
-It stands around the target's own hooks. The first hook stops the run at its last step and asks for the record to be
+It wraps the target's own hooks. The first hook stops the run at its last step and asks for the record to be
 written once every hook has seen the step and before any checkpoint is; the last hook looks at the step when the
 others have done what they do.
 """

@@ -32,7 +32,7 @@ class Verification:
 
     Attributes:
         verdict: ``"EXACT"``, ``"NOT EXACT"`` or ``"NOT CHECKED"``.
-        reason: why it is not exact or not checked, where no difference says so.
+        reason: why it is not exact or not checked, where no difference shows it.
     """
 
     target: str
@@ -127,7 +127,7 @@ class Verifier:
         kills: how often it is killed.
         seed: decides at which steps and how.
         folder: where workspaces, output and records go.
-        say: shown what is going on, a line each.
+        say: receives progress, a line each.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ def _one(lines: Sequence[Mapping[str, Any]], kind: str) -> Mapping[str, Any]:
 
 
 def _last_line(log: Path) -> str:
-    """Returns the last line of an output; of an error, not the note that says in which step it was raised."""
+    """Returns the last line of an output; of an error, not the note with the step in which it was raised."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    told = (line.strip() for line in reversed(lines))
-    return next((line for line in told if line and not line.startswith(f"{NOTE} ")), "it wrote nothing")
+    printed = (line.strip() for line in reversed(lines))
+    return next((line for line in printed if line and not line.startswith(f"{NOTE} ")), "it wrote nothing")

@@ -24,7 +24,7 @@ from treadle.runs.verify.child import run_job
 from treadle.runs.verify.jobs import Job
 
 _POLL_SECONDS = 0.02
-# Slow to import and without effects of their own. torch._dynamo comes with the first optimizer.
+# Slow to import and without side effects. torch._dynamo comes with the first optimizer.
 _WARM = ("torch._dynamo", "torch.optim", "torch.utils.data")
 _HARMLESS = ("PIL", "numpy", "pandas", "scipy", "sklearn", "torchvision")
 
@@ -60,7 +60,7 @@ def modules_to_warm(target: str) -> list[str]:
     try:
         tree = ast.parse(Path(target).read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return []  # the child will say what is wrong with it
+        return []  # the child reports the error
     return [name for name in _imported(tree) if name.partition(".")[0] in _HARMLESS]
 
 

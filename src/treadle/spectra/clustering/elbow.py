@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from treadle.errors import ConfigError
 
 from ._rows import DeviceLike, RowsLike, check_count
@@ -38,6 +41,57 @@ def chord_elbow(k_list: Sequence[int], values: Sequence[float]) -> tuple[int, fl
     distances = _chord_distances(k_list, values)
     index = max(range(len(distances)), key=distances.__getitem__)
     return index, distances[index]
+
+
+def curvature_elbow(
+    k_list: Sequence[int],
+    values: Sequence[float],
+    *,
+    smooth: bool = True,
+    window_length: int = 5,
+    polyorder: int = 2,
+) -> tuple[int, NDArray[np.float64]]:
+    """Return the index of the largest curvature of a falling curve, and the curvature of every point.
+
+    The curve is made non-increasing and scaled to the unit square. Its derivatives are those of a Savitzky-Golay filter
+    where there are five evenly spaced points, else of differences. The ends have curvature -inf.
+
+    Raises:
+        ConfigError: fewer than three points, other lengths, numbers that are not finite, or a filter out of range.
+        ImportError: SciPy is not installed.
+
+    Example:
+        >>> curvature_elbow([1, 2, 3, 4, 5, 6, 7], [9.0, 5.0, 2.0, 1.5, 1.3, 1.2, 1.15])[0]
+        3
+    """
+    x, y = np.asarray(k_list, dtype=float), np.asarray(values, dtype=float)
+    if x.ndim != 1 or x.shape != y.shape or len(x) < 3 or not (np.isfinite(x).all() and np.isfinite(y).all()):
+        raise ConfigError("must be a curve of at least 3 finite points, with one value for each K", argument="k_list")
+    if (x <= 0).any() or (x != np.floor(x)).any() or (np.diff(x) <= 0).any():
+        raise ConfigError("must be ascending whole numbers >= 1", argument="k_list", value=list(k_list))
+    if window_length < 3 or window_length % 2 == 0 or not 2 <= polyorder < window_length:
+        raise ConfigError(
+            f"={window_length} must be odd and >= 3, and 2 <= polyorder={polyorder} < window_length",
+            argument="window_length",
+        )
+    y = np.minimum.accumulate(y)
+    x, y = ((axis - axis.min()) / (axis.max() - axis.min() + 1e-12) for axis in (x, y))
+    if smooth and len(x) >= 5 and np.allclose(np.diff(x), x[1] - x[0], rtol=1e-9):
+        from scipy.signal import savgol_filter
+
+        width = min(window_length, len(x) - 1 + len(x) % 2)
+        settings = {
+            "window_length": width,
+            "polyorder": min(polyorder, width - 1),
+            "delta": float(np.median(np.diff(x))),
+        }
+        first, second = (savgol_filter(y, deriv=order, mode="interp", **settings) for order in (1, 2))
+    else:
+        first = np.gradient(y, x)
+        second = np.gradient(first, x)
+    curvature: NDArray[np.float64] = np.abs(second) / (1.0 + first**2) ** 1.5
+    curvature[[0, -1]] = -np.inf
+    return int(curvature.argmax()), curvature
 
 
 def elbow_ckmeans(

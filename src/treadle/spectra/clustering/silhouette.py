@@ -11,10 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._rows import RowsLike, UnitRows, as_tensor, one_hot, resolve_device
+from ._rows import DeviceLike, RowsLike, UnitRows, as_tensor, one_hot, resolve_device
 
 
-def silhouette_samples_cosine(X: RowsLike, labels: RowsLike | Sequence[int], *, chunk: int | None = None) -> Tensor:
+def silhouette_samples_cosine(
+    X: RowsLike, labels: RowsLike | Sequence[int], *, chunk: int | None = None, device: DeviceLike = None
+) -> Tensor:
     """Return the silhouette (b - a) / max(a, b) of every row under the distance 1 - cos.
 
     a is the mean distance to the other rows of its own cluster, b the smallest mean distance to another
@@ -25,6 +27,8 @@ def silhouette_samples_cosine(X: RowsLike, labels: RowsLike | Sequence[int], *, 
         X: (N, D) finite rows, none zero.
         labels: (N,) integers; they need not be consecutive.
         chunk: most rows on the device at once.
+        device: where blocks of rows are worked on; None means that of a tensor on an accelerator, else CUDA, then MPS,
+            then CPU.
 
     Returns:
         (N,) in [-1, 1], in the dtype of X (at least float32), where X lies (on the CPU for an array).
@@ -39,8 +43,8 @@ def silhouette_samples_cosine(X: RowsLike, labels: RowsLike | Sequence[int], *, 
     """
     # Tensors on a device are worked on there; everything else follows the rule for device=None.
     on_device = isinstance(X, Tensor) and X.device.type != "cpu"
-    device = X.device if isinstance(X, Tensor) and on_device else resolve_device(None)
-    rows = UnitRows(X, device=device, chunk=chunk)
+    where = X.device if isinstance(X, Tensor) and on_device and device is None else resolve_device(device)
+    rows = UnitRows(X, device=where, chunk=chunk)
     codes_N, n_clusters = _check_labels(labels, rows.n)
     codes_N = codes_N.to(rows.device)
     counts_K = torch.bincount(codes_N, minlength=n_clusters).to(rows.dtype)
@@ -65,7 +69,9 @@ def silhouette_samples_cosine(X: RowsLike, labels: RowsLike | Sequence[int], *, 
     return out_N
 
 
-def silhouette_score_cosine(X: RowsLike, labels: RowsLike | Sequence[int], *, chunk: int | None = None) -> float:
+def silhouette_score_cosine(
+    X: RowsLike, labels: RowsLike | Sequence[int], *, chunk: int | None = None, device: DeviceLike = None
+) -> float:
     """Return the mean of `silhouette_samples_cosine` over all rows: a float in [-1, 1].
 
     Takes and raises what `silhouette_samples_cosine` does.
@@ -75,7 +81,7 @@ def silhouette_score_cosine(X: RowsLike, labels: RowsLike | Sequence[int], *, ch
         >>> round(silhouette_score_cosine(rows, [0, 0, 1, 1]), 2)
         0.99
     """
-    return float(silhouette_samples_cosine(X, labels, chunk=chunk).double().mean())
+    return float(silhouette_samples_cosine(X, labels, chunk=chunk, device=device).double().mean())
 
 
 def _check_labels(labels: RowsLike | Sequence[int], n_rows: int) -> tuple[Tensor, int]:

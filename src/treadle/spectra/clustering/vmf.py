@@ -209,9 +209,11 @@ class VMFMixture(Estimator):
 
     def bic(self, X: RowsLike, *, chunk: int | None = None) -> float:
         """Return -2 loglik + (K d + K - 1) ln N (Schwarz 1978); lower is better."""
-        width = self.mus.shape[1]
-        free = self.n_components * width + self.n_components - 1
-        return -2.0 * self.loglik(X, chunk=chunk) + free * math.log(len(X))
+        return -2.0 * self.loglik(X, chunk=chunk) + self.num_params() * math.log(len(X))
+
+    def num_params(self) -> int:
+        """Return the number of free parameters, K d + K - 1; RuntimeError before `fit`."""
+        return self.n_components * self.mus.shape[1] + self.n_components - 1
 
     def sample(self, n: int) -> Tensor:
         """Return n draws (n, D) of unit length, on the device; the same draws at every call with one seed.

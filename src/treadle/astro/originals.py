@@ -1,0 +1,127 @@
+"""Weights and checkpoints of astromodal, by the names of this pack.
+
+Its transformer is :class:`CausalTransformerLM` with ``norm_first=False``, and renaming is all it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from treadle.astro.model import CausalTransformerLM
+from treadle.distributed import unwrap
+from treadle.distributed.state_names import check_model_state
+from treadle.engine import Engine
+from treadle.errors import CheckpointError
+from treadle.exchange.adapters import register_adapter, state_in_groups
+from treadle.exchange.foreign import ForeignCheckpoint
+
+_RENAMED = (
+    ("tok_emb.", "token_embedding."),
+    ("type_emb.", "type_embedding."),
+    ("pos_emb.", "position_embedding."),
+    ("enc.layers.", "layers."),
+    ("self_attn.in_proj_", "in_proj."),
+    ("self_attn.out_proj.", "out_proj."),
+)
+
+
+def own_name(name: str) -> str:
+    """Returns the name that a weight of astromodal's transformer has in :class:`CausalTransformerLM`.
+
+    Example:
+        >>> own_name("enc.layers.0.self_attn.in_proj_weight"), own_name("ln.bias")
+        ('layers.0.in_proj.weight', 'norm.bias')
+    """
+    for theirs, ours in _RENAMED:
+        name = name.replace(theirs, ours)
+    return f"norm.{name.removeprefix('ln.')}" if name.startswith("ln.") else name
+
+
+def is_original(tree: Mapping[str, Any]) -> bool:
+    """Returns whether a checkpoint tree was written by the trainer of astromodal.
+
+    Example:
+        >>> is_original({"model": {"tok_emb.weight": 0}, "global_step": 1})
+        True
+    """
+    return "format" not in tree and "tok_emb.weight" in (tree.get("model") or {})
+
+
+def adapt(model: CausalTransformerLM, found: ForeignCheckpoint, optimizer: Optimizer | None) -> ForeignCheckpoint:
+    """Returns weights of astromodal by the names of a model; others as they are.
+
+    Raises:
+        CheckpointError: the layers of the model are pre-norm: the sizes would fit, and it would be another function.
+    """
+    if "tok_emb.weight" not in found.model:
+        return found
+    state = found.optimizer
+    if optimizer is not None and state is not None:
+        state = _own_state(state, found.model, optimizer, model)
+    return replace(found, model=_own_weights(model, found.model), optimizer=state)
+
+
+def _own_weights(model: CausalTransformerLM, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if model.norm_first:
+        raise CheckpointError(
+            "these are weights of astromodal, whose layers normalise their sums: build the model with "
+            "norm_first=False; with norm_first=True they would be another function"
+        )
+    return {own_name(name): value for name, value in weights.items()}
+
+
+def _own_state(
+    state: Mapping[str, Any], weights: Mapping[str, Any], optimizer: Optimizer, model: CausalTransformerLM
+) -> dict[str, Any]:
+    names = [own_name(name) for name in weights]
+    counts = [len(group["params"]) for group in state["param_groups"]]
+    if counts != [len(names)]:
+        raise CheckpointError(
+            f"optimizer: the groups of the file have {counts} parameters, that of astromodal's trainer {len(names)}; "
+            "load without the optimizer"
+        )
+    return state_in_groups(state, [names], optimizer, model)
+
+
+def own_tree(tree: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
+    """Returns a checkpoint of astromodal as a tree that a run of this pack resumes from.
+
+    Its ``global_step`` counts micro-batches, and its learning rate follows from that count; here the schedule moves
+    with applied steps.
+
+    Raises:
+        CheckpointError: the model does not fit, or has pre-norm layers, or the optimizer has other groups.
+    """
+    model: Any = unwrap(engine.model)
+    weights = _own_weights(model, tree["model"])
+    check_model_state(model, weights)
+    micro_steps = int(tree.get("global_step", 0))
+    applied = micro_steps // engine.accumulation_steps
+    own: dict[str, Any] = {
+        "model": weights,
+        "optimizer": _own_state(tree["optimizer"], tree["model"], engine.optimizer, model),
+        "scheduler": None if engine.lr_scheduler is None else _moved(engine.lr_scheduler.state_dict(), applied),
+        "scaler": tree.get("scaler"),
+        "epoch": int(tree.get("epoch", 0)),
+        "global_step": applied,
+        "progress": {"applied_steps": applied, "micro_steps": micro_steps},
+        "selection": None,
+        "history": [],
+        "hooks": {},
+        "config": {
+            key: value for key, value in (tree.get("config") or {}).items() if key not in ("loss_config", "training")
+        },
+    }
+    return own
+
+
+def _moved(state: dict[str, Any], applied: int) -> dict[str, Any]:
+    return {**state, "last_epoch": applied, "_step_count": applied + 1}
+
+
+register_adapter(CausalTransformerLM, adapt)

@@ -1,0 +1,207 @@
+"""Gradient checkpointing as one setting: activations of blocks are computed again in the backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from treadle.capture.compile import repeated_blocks
+from treadle.distributed import unwrap
+from treadle.errors import ConfigError, nearest
+
+Checkpointing = bool | Sequence[str]
+
+
+def check_checkpointing(setting: Any, *, name: str = "gradient_checkpointing") -> Checkpointing:
+    """Returns the setting.
+
+    Args:
+        setting: given by the user.
+        name: of the argument, for the message.
+
+    Raises:
+        ConfigError: it is neither True nor False nor a list of names.
+
+    Example:
+        >>> check_checkpointing(["layers.*"])
+        ['layers.*']
+    """
+    if isinstance(setting, bool):
+        return setting
+    if isinstance(setting, Sequence) and not isinstance(setting, str) and all(isinstance(one, str) for one in setting):
+        return list(setting)
+    raise ConfigError(
+        "use True, False, or a list of names of modules, such as ['layers.*']", argument=name, value=setting
+    )
+
+
+def checkpoint_model(model: nn.Module, setting: Checkpointing = True) -> nn.Module:
+    """Makes a model compute activations again in the backward pass, in place; names in files and all bits stay.
+
+    A model with a method ``gradient_checkpointing_enable``, as those of transformers, is asked to do so itself. Of any
+    other the blocks are wrapped by ``torch.utils.checkpoint``. Random numbers of torch's own generators and the
+    block's buffers, such as running statistics, are the same in both passes and move once. A block that draws from a
+    generator of its own, or counts in Python, cannot be run twice with one result: leave it out by name.
+
+    Args:
+        model: wrapped or not; call it before the model is compiled or spread over ranks.
+        setting: True for the items of its ModuleLists, names of modules with ``*`` and ``?``, or False for none.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigError: no block is found, a name fits no module, blocks lie inside each other, or the model's own method
+            would move running statistics twice.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+        >>> checkpoint_model(model, ["0"])(torch.ones(1, 2)).shape
+        torch.Size([1, 2])
+    """
+    if check_checkpointing(setting) is False:
+        return model
+    inner = unwrap(model)
+    own = getattr(inner, "gradient_checkpointing_enable", None)
+    if setting is True and callable(own):
+        _enable_own(inner, own)
+        return model
+    blocks = _chosen(inner, setting)
+    _refuse_nested(blocks)
+    for block in blocks.values():
+        if not isinstance(vars(block).get("forward"), CheckpointedForward):
+            vars(block)["forward"] = CheckpointedForward(block)
+    return model
+
+
+def is_checkpointed(model: nn.Module) -> bool:
+    """Returns whether a part of a model computes its activations again, by this setting or by the model's own.
+
+    Example:
+        >>> is_checkpointed(nn.Linear(1, 1))
+        False
+    """
+    return any(
+        isinstance(vars(part).get("forward"), CheckpointedForward)
+        or getattr(part, "gradient_checkpointing", None) is True
+        for part in model.modules()
+    )
+
+
+class CheckpointedForward:
+    """Forward pass of a block that keeps its inputs only and is run again in the backward pass.
+
+    It holds the module itself, so copies and pickles of the module call their own.
+
+    Args:
+        module: the block.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> vars(layer)["forward"] = CheckpointedForward(layer)
+        >>> layer(torch.ones(1, 1)).shape
+        torch.Size([1, 1])
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the block, checkpointed where a backward pass may follow."""
+        module = self.module
+        run = functools.partial(type(module).forward, module)
+        if not (module.training and torch.is_grad_enabled()):
+            return run(*args, **kwargs)
+        buffers = list(module.buffers())
+        if not buffers:
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        before = [buffer.detach().clone() for buffer in buffers]
+        contexts = contextlib.nullcontext(), _with_buffers(buffers, before)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
+
+
+@contextlib.contextmanager
+def _with_buffers(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+    """Gives buffers the values of the first pass inside the block, and those of now back afterwards.
+
+    Written through ``.data``: a buffer may be saved for the backward pass, and torch must not count this as a change.
+    """
+    now = [buffer.detach().clone() for buffer in buffers]
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.data.copy_(value)
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, now, strict=True):
+            buffer.data.copy_(value)
+
+
+def _enable_own(model: nn.Module, enable: Any) -> None:
+    name = type(model).__name__
+    if getattr(model, "supports_gradient_checkpointing", True) is False:
+        raise ConfigError(
+            f"{name} does not support it; give names of its blocks instead, such as ['layers.*']",
+            argument="gradient_checkpointing",
+            value=True,
+        )
+    moved = [part for part in model.modules() if getattr(part, "running_mean", None) is not None]
+    if moved:
+        raise ConfigError(
+            f"{name} has a method of its own for it and layers with running statistics ({type(moved[0]).__name__}), "
+            "which that would move twice a step; give names of its blocks instead, such as ['layers.*']",
+            argument="gradient_checkpointing",
+            value=True,
+        )
+    takes = inspect.signature(enable).parameters
+    # Without reentry the step is exact, also where a block's inputs need no gradient.
+    how = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    enable(**(how if set(how) <= set(takes) else {}))
+
+
+def _chosen(model: nn.Module, setting: Checkpointing) -> dict[str, nn.Module]:
+    names = {name: module for name, module in model.named_modules() if name}
+    if setting is True:
+        blocks = {id(block) for block in repeated_blocks(model)}
+        found = {name: module for name, module in names.items() if id(module) in blocks}
+        if not found:
+            raise ConfigError(
+                f"{type(model).__name__} has no ModuleList whose items could be run again; give names of its parts, "
+                f"such as {[next(iter(names), 'layers.*')]}",
+                argument="gradient_checkpointing",
+                value=True,
+            )
+        return found
+    assert not isinstance(setting, bool)
+    found = {}
+    for pattern in setting:
+        # Of 'layers.*' the blocks are meant and not the modules inside them.
+        depth = pattern.count(".")
+        fits = {
+            name: module
+            for name, module in names.items()
+            if name.count(".") == depth and fnmatch.fnmatchcase(name, pattern)
+        }
+        if not fits:
+            raise ConfigError(
+                f"no module has the name {pattern!r}; {nearest(pattern, names)}", argument="gradient_checkpointing"
+            )
+        found.update(fits)
+    return found
+
+
+def _refuse_nested(blocks: dict[str, nn.Module]) -> None:
+    for name in blocks:
+        outer = next((other for other in blocks if name.startswith(f"{other}.")), None)
+        if outer is not None:
+            raise ConfigError(
+                f"{name!r} lies inside {outer!r}, so its activations would be computed three times; name one of them",
+                argument="gradient_checkpointing",
+            )

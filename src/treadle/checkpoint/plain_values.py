@@ -1,0 +1,260 @@
+"""Values of attributes as plain trees: how they are written and restored, and whether two are equal to the bit."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+OPAQUE = object()  # what a value is encoded to that cannot be written
+_SCALARS = frozenset((bool, int, float, str, type(None)))
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
+LONGEST = 1_000_000  # elements of a tensor or items of a flat list that a state may hold
+_MOST_NESTED = 20_000  # items inside containers of containers, each of which is visited at each save
+
+
+def encode(value: Any, *, deep: bool = False, largest: int = LONGEST) -> Any:
+    """Returns a plain copy of a value that :func:`decode` understands, or ``OPAQUE`` where there is none.
+
+    Args:
+        value: any.
+        deep: whether tensors, arrays and containers have one.
+        largest: elements of a tensor that has one.
+
+    Example:
+        >>> encode((1, "a"), deep=True)
+        {'tuple': [1, 'a']}
+    """
+    if type(value) in _SCALARS:
+        return value
+    if isinstance(value, np.generic) and type(value.item()) in _SCALARS:
+        return value.item()
+    if isinstance(value, GENERATORS):
+        return {"generator": _state_of(value)}
+    return _Encoder(largest).of(value) if deep else OPAQUE
+
+
+class _Encoder:
+    """Encodes one value and what it contains, up to a number of items."""
+
+    def __init__(self, largest: int):
+        self._largest = largest
+        self._left = _MOST_NESTED
+
+    def of(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _SCALARS or isinstance(value, (np.generic, *GENERATORS)):
+            return encode(value)
+        if isinstance(value, Tensor):
+            return _encoded_tensor(value, self._largest)
+        if kind is np.ndarray:
+            small = value.dtype.kind in "biuf" and value.size <= self._largest
+            return {"array": torch.from_numpy(value.copy())} if small else OPAQUE
+        if kind in _DICTS:
+            return self._of_dict(value)
+        if kind in (list, tuple, deque, set, frozenset):
+            items = sorted(value, key=repr) if kind in (set, frozenset) else list(value)
+            items = self._of_items(items)
+            return items if kind is list or items is OPAQUE else {kind.__name__: items}
+        return OPAQUE
+
+    def _of_items(self, items: list[Any]) -> Any:
+        if len(items) <= LONGEST and _SCALARS.issuperset(map(type, items)):
+            return items
+        self._left -= len(items)
+        if self._left < 0:
+            return OPAQUE
+        found = []
+        for item in items:
+            found.append(self.of(item))
+            if found[-1] is OPAQUE:
+                return OPAQUE
+        return found
+
+    def _of_dict(self, value: Any) -> Any:
+        keys, items = self._of_items(list(value)), self._of_items(list(value.values()))
+        if keys is OPAQUE or items is OPAQUE:
+            return OPAQUE
+        if {str, int}.issuperset(map(type, keys)):
+            return {"dict": dict(zip(keys, items, strict=True))}
+        return {"pairs": [list(pair) for pair in zip(keys, items, strict=True)]}
+
+
+def _encoded_tensor(value: Tensor, largest: int) -> Any:
+    plain = type(value) is Tensor and value.grad_fn is None and value.layout is torch.strided
+    if not plain or value.device.type == "meta" or value.numel() > largest:
+        return OPAQUE
+    copied = value.detach().to("cpu", copy=True)
+    return copied if value.device.type == "cpu" else {"tensor": copied, "device": value.device.type}
+
+
+def decode(value: Any, held: Any = None) -> Any:
+    """Returns the value that :func:`encode` was given.
+
+    Args:
+        value: what it returned.
+        held: what is in its place now: a generator, a container or a tensor of the same form keeps its identity.
+
+    Example:
+        >>> decode({"tuple": [1, "a"]})
+        (1, 'a')
+    """
+    if isinstance(value, Tensor):
+        return _decoded_tensor(value, held)
+    if isinstance(value, list):
+        return _in_place(held, list, _decoded_items(value, held))
+    if not isinstance(value, Mapping):
+        return value
+    (kind, inner), *_ = value.items()
+    if kind == "generator":
+        generator = held if isinstance(held, GENERATORS) else _generator_like(inner)
+        _set_state(generator, inner)
+        return generator
+    if kind == "tensor":
+        beside = held.device if isinstance(held, Tensor) else torch.device(value["device"])
+        return _decoded_tensor(inner.to(beside), held)
+    if kind == "array":
+        return inner.numpy().copy()
+    if kind in ("dict", "pairs"):
+        pairs = inner.items() if kind == "dict" else [(decode(key), item) for key, item in inner]
+        known = held if isinstance(held, _DICTS) else {}
+        return _in_place(held, _DICTS, {key: decode(item, known.get(key)) for key, item in pairs})
+    kinds: dict[str, Any] = {"tuple": tuple, "deque": deque, "set": set, "frozenset": frozenset}
+    return _in_place(held, (deque, set), kinds[kind](_decoded_items(inner, held)))
+
+
+def _decoded_items(values: list[Any], held: Any) -> list[Any]:
+    known = list(held) if isinstance(held, (list, tuple, deque)) and len(held) == len(values) else [None] * len(values)
+    return [decode(item, now) for item, now in zip(values, known, strict=True)]
+
+
+@torch.no_grad()
+def _decoded_tensor(value: Tensor, held: Any) -> Tensor:
+    if type(held) is Tensor and held.shape == value.shape and held.dtype == value.dtype and not held.is_inference():
+        return held.copy_(value)
+    return value.clone()
+
+
+def _in_place(held: Any, kinds: Any, value: Any) -> Any:
+    """Fills a container that is there, which others may hold too; else returns the new one."""
+    if not isinstance(held, kinds) or (type(held) not in _DICTS and type(held) is not type(value)):
+        return value
+    held.clear()
+    held.extend(value) if isinstance(held, (list, deque)) else held.update(value)
+    return held
+
+
+def _generator_like(state: Any) -> Any:
+    """Returns a new generator of the kind that a state is of."""
+    if isinstance(state, Tensor):
+        return torch.Generator()
+    if isinstance(state, list):
+        return random.Random()
+    if "has_gauss" in state:
+        return np.random.RandomState()
+    return np.random.Generator(getattr(np.random, state["bit_generator"])())
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        version, state, gauss = generator.getstate()
+        return [version, list(state), gauss]
+    state = generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(False)
+    return _without_arrays(state)
+
+
+def _without_arrays(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _without_arrays(value) for key, value in state.items()}
+    return {"array": torch.from_numpy(state.astype(np.int64))} if isinstance(state, np.ndarray) else state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate((state[0], tuple(state[1]), state[2]))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _with_arrays(state)
+    else:
+        generator.set_state(_with_arrays(state))
+
+
+def _with_arrays(state: Any) -> Any:
+    if not isinstance(state, Mapping):
+        return state
+    if "array" in state:
+        array = state["array"].numpy()
+        return (
+            array.astype(np.uint64)
+            if array.max(initial=0) >= 2**32 or array.min(initial=0) < 0
+            else array.astype(np.uint32)
+        )
+    return {key: _with_arrays(value) for key, value in state.items()}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Returns whether two plain trees are equal to the bit: kinds, keys, and tensors with their dtypes; NaN is NaN.
+
+    Example:
+        >>> same({"a": [1.0, torch.ones(1)]}, {"a": [1.0, torch.ones(1)]}), same(1, 1.0)
+        (True, False)
+    """
+    return next(unequal(one, other), None) is None
+
+
+def unequal(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the paths at which two plain trees differ, each with the difference in words."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.dtype != other.dtype:
+            yield path, f"{one.dtype} and {other.dtype}"
+        elif one.shape != other.shape:
+            yield path, f"shape {tuple(one.shape)} and {tuple(other.shape)}"
+        elif not same_bits(one, other):
+            yield path, "other values"
+    elif isinstance(one, Mapping) and isinstance(other, Mapping):
+        for key in one:
+            if key not in other:
+                yield f"{path}.{key}".lstrip("."), "nothing there after loading"
+        for key, value in other.items():
+            if key in one:
+                yield from unequal(one[key], value, f"{path}.{key}".lstrip("."))
+            else:
+                yield f"{path}.{key}".lstrip("."), "nothing there in the file"
+    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        if len(one) != len(other):
+            yield path, f"{len(one)} and {len(other)} items"
+        elif one is not other and not _equal_scalars(one, other):
+            for number, (left, right) in enumerate(zip(one, other, strict=True)):
+                yield from unequal(left, right, f"{path}[{number}]")
+    elif type(one) is not type(other := _plain_number(other)) or not (one == other or (one != one and other != other)):
+        yield path, f"{one!r} and {other!r}"
+
+
+def _equal_scalars(one: Any, other: Any) -> bool:
+    """Returns whether two lists of scalars are equal, at the speed of C; False says nothing."""
+    kinds = list(map(type, one))
+    return _SCALARS.issuperset(kinds) and kinds == list(map(type, other)) and list(one) == list(other)
+
+
+def _plain_number(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors of one dtype and shape hold the same numbers, on any device; NaN equals NaN."""
+    one, other = one.detach(), other.detach().to(one.device)
+    if one.is_sparse or other.is_sparse:
+        one, other = one.to_dense(), other.to_dense()
+    if torch.equal(one, other):
+        return True
+    nan = one.is_floating_point() or one.is_complex()
+    return nan and bool(((one == other) | (one.isnan() & other.isnan())).all())

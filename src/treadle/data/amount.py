@@ -1,0 +1,93 @@
+"""Amounts of batches: a number of them, or a part of an epoch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from treadle.errors import ConfigError
+
+Amount = int | float
+
+
+def check_amount(amount: Any, argument: str) -> None:
+    """Raises ConfigError unless it is None, a whole number >= 1, or a float in (0, 1].
+
+    Example:
+        >>> check_amount(0.25, "limit_train_batches")
+    """
+    if amount is None or (type(amount) is int and amount >= 1) or (type(amount) is float and 0 < amount <= 1):
+        return
+    raise ConfigError(
+        "must be a whole number of batches >= 1, or a float above 0 and up to 1, the part of an epoch",
+        argument=argument,
+        value=amount,
+    )
+
+
+def batches_in(amount: Amount, length: int | None, argument: str) -> int:
+    """Returns an amount as a number of batches.
+
+    Args:
+        amount: a number, or a part of ``length``.
+        length: batches of an epoch, or None where the loader has none.
+        argument: how the amount is called, for the error.
+
+    Raises:
+        ConfigError: it is a part of an unknown length, or comes to no batch at all.
+
+    Example:
+        >>> batches_in(3, None, "limit"), batches_in(0.5, 9, "limit")
+        (3, 4)
+    """
+    if isinstance(amount, int):
+        return amount
+    if length is None:
+        raise ConfigError(
+            "a part of an epoch needs a loader with a length; give a number of batches", argument=argument, value=amount
+        )
+    count = int(length * amount)
+    if count == 0:
+        raise ConfigError(
+            f"of {length} batches that is none; give a number of batches, >= 1", argument=argument, value=amount
+        )
+    return count
+
+
+class FirstBatches:
+    """The first batches of a loader, whose other attributes it has.
+
+    Args:
+        loader: any iterable.
+        amount: batches, or the part of the loader.
+        argument: how the amount is called, for errors.
+
+    Raises:
+        ConfigError: it is a part of an unknown length, or comes to no batch at all.
+
+    Example:
+        >>> list(FirstBatches([1, 2, 3], 2, "limit"))
+        [1, 2]
+    """
+
+    def __init__(self, loader: Iterable[Any], amount: Amount, argument: str):
+        self._loader = loader
+        self._count = batches_in(amount, _length(loader), argument)
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._loader), self._count)
+
+    def __len__(self) -> int:
+        length = _length(self._loader)
+        return self._count if length is None else min(length, self._count)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None

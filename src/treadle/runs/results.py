@@ -1,0 +1,96 @@
+"""What the stages of a pack hand over: a run opened for evaluation, metrics, predictions and results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from treadle.runs.report import Picture, Table
+from treadle.runs.run import Run
+
+Config = TypeVar("Config")
+Data = TypeVar("Data")
+Trainer = TypeVar("Trainer")
+
+
+@dataclass(frozen=True)
+class Opened(Generic[Config, Data, Trainer]):
+    """A run that is evaluated: built again from its folder, with the weights of one checkpoint.
+
+    Attributes:
+        run: with ``home``, the run's folder.
+        data: from :meth:`Pack.prepare`.
+        trainer: from :meth:`Pack.build`; its model has the weights.
+        path: the checkpoint.
+        tree: what it holds.
+    """
+
+    run: Run[Config]
+    data: Data
+    trainer: Trainer
+    path: Path
+    tree: Mapping[str, Any]
+
+    @property
+    def home(self) -> Path:
+        """The folder of the run."""
+        assert self.run.home is not None
+        return self.run.home
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metrics of a split.
+
+    Attributes:
+        metrics: by name.
+        counts: how many of what were evaluated, such as ``{"graphs": 12}``.
+        about: texts that come before the split's name, such as the data set.
+        more: further values for ``eval_results_SPLIT.json``.
+        device: where it was computed.
+        tables: further tables.
+        compared: a file with the run's own results of this split, and whether these are equal to the bit; None where
+            there are none.
+    """
+
+    metrics: Mapping[str, Any]
+    counts: Mapping[str, int] = field(default_factory=dict)
+    about: Mapping[str, str] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+    device: str | None = None
+    tables: Sequence[Table] = ()
+    compared: tuple[Path, bool] | None = None
+
+    def as_values(self) -> dict[str, Any]:
+        """Returns it as plain values, ``compared`` as ``equal_to_<name of the file>``."""
+        equal = {} if self.compared is None else {f"equal_to_{self.compared[0].stem}": self.compared[1]}
+        where = {} if self.device is None else {"device": self.device}
+        return {**self.about, "metrics": self.metrics, **self.more, **self.counts, **where, **equal}
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Arrays by name, with texts that are shown where there are some.
+
+    Attributes:
+        arrays: by name; of the samples of a split, in its order.
+        texts: records of texts, such as a prompt and its continuation.
+    """
+
+    arrays: Mapping[str, Any]
+    texts: Sequence[Mapping[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Results:
+    """The outcome of a training.
+
+    Attributes:
+        metrics: plain values for ``metrics.json``; the version, the device and the settings are added.
+        pictures: for the page.
+    """
+
+    metrics: Mapping[str, Any]
+    pictures: Sequence[Picture] = ()

@@ -1,0 +1,61 @@
+"""New spectra between neighbouring ones, as unresolved pairs of stars are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from treadle.errors import ConfigError
+
+
+class MixedSpectra(Dataset[Tensor]):
+    """Spectra of which some are mixed with one of their nearest neighbours, drawn each time by torch's generator.
+
+    A mixture is ``x + a (neighbour - x)`` with ``a`` uniform in [0, 1], centred and scaled to deviation 1 again.
+
+    Args:
+        spectra: (N, L) after SNV.
+        share: Probability that a spectrum is mixed, 0 to 1.
+        neighbours: Among so many nearest ones the neighbour is drawn, at most N - 1.
+        repeats: How often an epoch passes over the spectra.
+
+    Example:
+        >>> spectra = MixedSpectra(torch.randn(20, 8), share=0.5, neighbours=3, repeats=2)
+        >>> len(spectra), spectra[39].shape, len(spectra.__getitems__([0, 20]))
+        (40, torch.Size([8]), 2)
+    """
+
+    def __init__(self, spectra: Tensor, *, share: float = 0.7, neighbours: int = 10, repeats: int = 1) -> None:
+        if not 0 <= share <= 1:
+            raise ConfigError("must lie between 0 and 1", argument="share", value=share)
+        if not 1 <= neighbours < len(spectra):
+            raise ConfigError(f"must be 1 to {len(spectra) - 1}", argument="neighbours", value=neighbours)
+        if repeats < 1:
+            raise ConfigError("must be 1 or more", argument="repeats", value=repeats)
+        self.spectra, self.share, self.repeats = spectra, share, repeats
+        far = torch.cdist(spectra, spectra)
+        far.fill_diagonal_(torch.inf)
+        self.nearest = far.topk(neighbours, largest=False).indices
+
+    def __len__(self) -> int:
+        return self.repeats * len(self.spectra)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
+        """Returns several spectra at once, as a DataLoader asks for them."""
+        rows_B = torch.tensor(indices) % len(self.spectra)
+        draw = torch.rand(len(rows_B), 3)
+        choice_B = (draw[:, 0] * self.nearest.shape[1]).long()
+        other_BL = self.spectra[self.nearest[rows_B, choice_B]]
+        part_B1 = torch.where(draw[:, 1:2] < self.share, draw[:, 2:], 0.0)
+        mixed_BL = self.spectra[rows_B] + part_B1 * (other_BL - self.spectra[rows_B])
+        centred_BL = mixed_BL - mixed_BL.mean(1, keepdim=True)
+        deviation_B1 = centred_BL.square().mean(1, keepdim=True).sqrt()
+        return list(torch.where(part_B1 > 0, centred_BL / deviation_B1.clamp(min=1e-6), mixed_BL))

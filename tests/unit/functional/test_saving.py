@@ -1,0 +1,146 @@
+"""Which checkpoints of Trainer stay, and what Ctrl-C and SIGTERM leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+
+import treadle
+from functional_kit import constant, evaluations, loader, make, same_weights, scalar
+from treadle import CheckpointingHook, ConfigError, SignalHook
+from treadle.checkpoint import load_checkpoint
+
+
+def numbers(folder):
+    names = (path.stem.rpartition("_")[2] for path in folder.glob("checkpoint_epoch_*.pt"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+# -- retention ----------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_checkpoints_stay(tmp_path):
+    make(save_total_limit=2).train(loader(), 5, save_dir=tmp_path)
+    assert numbers(tmp_path) == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"save_top_k": 2}, [2, 4, 6]),
+        ({"save_top_k": 2, "save_total_limit": 2}, [2, 4, 5, 6]),
+        ({}, [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_those_of_the_best_epochs_stay_as_well_also_over_a_resume(tmp_path, settings, kept):
+    values = [0.5, 0.2, 0.6, 0.1, 0.4, 0.3]
+    for first, last in ((0, 3), (3, 6)):
+        trainer = scalar(evaluations(values[first:last]), **settings)
+        trainer.train([constant(1)], last, [constant(1)], save_dir=tmp_path, resume_from="auto")
+    assert numbers(tmp_path) == kept
+    assert load_checkpoint(tmp_path / "best_model.pt")["epoch"] == 4
+
+
+def test_a_metric_to_maximise_keeps_the_largest(tmp_path):
+    trainer = scalar(evaluations([0.1, 0.9, 0.5, 0.2], "accuracy"), save_top_k=1)
+    trainer.train([constant(1)], 4, [constant(1)], save_dir=tmp_path, best_model_metric="accuracy")
+    assert numbers(tmp_path) == [2, 4]
+
+
+def test_nothing_further_than_the_run_is_deleted(tmp_path):
+    make().train(loader(), 5, save_dir=tmp_path)
+    trainer = make(save_total_limit=1)
+    trainer.train(loader(), 3, save_dir=tmp_path, resume_from=tmp_path / "checkpoint_epoch_2.pt")
+    superseded = sorted(path.name for path in tmp_path.glob("*superseded*"))
+    assert [name for name in superseded if "epoch" in name] == [
+        f"checkpoint_epoch_{epoch}.superseded.pt" for epoch in (3, 4, 5)
+    ]
+    assert numbers(tmp_path) == [2, 3]  # and what it resumed from
+
+
+@pytest.mark.parametrize("name", ["save_total_limit", "save_top_k"])
+def test_none_at_all_cannot_be_kept(name):
+    with pytest.raises(ConfigError, match=f"{name}=0: must be a whole number >= 1, or None"):
+        make(**{name: 0})
+
+
+# -- signals ------------------------------------------------------------------------------------------------------
+
+
+class Kill(treadle.BaseHook):
+    """Sends this process a signal after a step."""
+
+    def __init__(self, step, number=signal.SIGINT):
+        self.step, self.number = step, number
+
+    def on_after_step(self, trainer):
+        if trainer.step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+def train(folder, *hooks, epochs=3, **rest):
+    trainer = make(hooks=hooks)
+    trainer.train(loader(40, 4, shuffle=True), epochs, loader(8, 4), save_dir=folder, resume_from="auto", **rest)
+    return trainer
+
+
+@pytest.mark.parametrize("save_freq", [1, None])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("step", [13, 20])
+def test_a_signal_saves_the_step_and_the_same_call_resumes_there(tmp_path, caplog, number, step, save_freq):
+    caplog.set_level("INFO", "treadle")
+    straight = train(tmp_path / "straight")
+    with pytest.raises(SystemExit) as left:
+        train(tmp_path / "run", Kill(step, number), save_freq=save_freq)
+    assert left.value.code == 128 + number
+    assert f"signal {int(number)}: saving at step {step} and leaving" in caplog.text
+    assert f"last.pt at step {step}, " in caplog.text or f"checkpoint_epoch_2.pt at step {step}" in caplog.text
+    caplog.clear()
+    resumed = train(tmp_path / "run", save_freq=save_freq)
+    assert f"at step {step}, epoch {step // 10 if step % 10 else 1}" in caplog.text
+    assert same_weights(straight, resumed)
+    assert straight.history == resumed.history
+
+
+def test_without_a_folder_and_with_the_setting_off_ctrl_c_is_pythons(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        make(hooks=[Kill(2)]).train(loader(), 2)
+    with pytest.raises(KeyboardInterrupt):
+        make(hooks=[Kill(2)], save_on_signal=False).train(loader(), 2, save_dir=tmp_path)
+
+
+def test_it_stands_back_for_hooks_and_handlers_of_the_user(tmp_path):
+    written = []
+    with pytest.raises(SystemExit) as left:
+        train(tmp_path / "a", Kill(2), SignalHook(lambda: written.append(1), exit_code=7))
+    assert (left.value.code, written) == (7, [1])
+    before = signal.signal(signal.SIGTERM, lambda *_: written.append(2))
+    try:
+        train(tmp_path / "b", Kill(2, signal.SIGTERM), epochs=1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert written == [1, 2]
+
+
+def test_at_a_prompt_ctrl_c_saves_and_leaves_the_prompt(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, Kill(13))
+    assert load_checkpoint(tmp_path / "last.pt")["global_step"] == 13
+
+
+def test_a_hooks_further_state_wins_over_the_best_epoch(tmp_path):
+    def run(*hooks):
+        hook = CheckpointingHook(10, path=tmp_path / "q", exit_signals=[2, 15])
+        return train(tmp_path / "p", hook, *hooks, save_freq=None)
+
+    straight = train(tmp_path / "straight", save_freq=None)
+    with pytest.raises(SystemExit):
+        run(Kill(17))
+    trainer = make(hooks=[CheckpointingHook(10, path=tmp_path / "q")])
+    trainer.train(loader(40, 4, shuffle=True), 0, save_dir=tmp_path / "p", save_freq=None, resume_from="auto")
+    assert trainer.step == 17  # and not 10, where the best epoch is
+    assert same_weights(straight, run())
