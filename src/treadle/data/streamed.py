@@ -39,7 +39,7 @@ def keeps_its_place(dataset: Any) -> bool:
     if not isinstance(dataset, IterableDataset) or not has_state(dataset):
         return False
     try:
-        inspect.signature(dataset.state_dict).bind()  # type: ignore[attr-defined]
+        inspect.signature(dataset.state_dict).bind()
     except TypeError:  # litdata's and mosaicml-streaming's want numbers that only their own loaders have
         return False
     except ValueError:  # no signature to look at
@@ -96,7 +96,7 @@ class SeededStream(IterableDataset[Any]):
             self.dataset.load_state_dict(to_plain(state["dataset"], "dataset"))
         iterator = iter(self.dataset)
         if state is not None and state.get("iterator") is not None and has_state(iterator):
-            iterator.load_state_dict(to_plain(state["iterator"], "iterator"))  # type: ignore[attr-defined]
+            iterator.load_state_dict(to_plain(state["iterator"], "iterator"))
         self._iterator = iterator
         samples = self._samples(worker)
         return samples if has_state(self.dataset) or not has_state(iterator) else _StatefulPass(self, samples)
@@ -131,7 +131,7 @@ class SeededStream(IterableDataset[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place after the sample that was given last."""
-        iterator = getattr(self, "_iterator", None)
+        iterator: Any = getattr(self, "_iterator", None)
         own = iterator is not self.dataset and has_state(iterator)
         return {
             "reads": self._reads,
@@ -250,7 +250,7 @@ def shuffle_buffer_of_datasets(dataset: Any) -> str | None:
     if library is None or not isinstance(dataset, library.IterableDataset):
         return None
     kind = getattr(library.iterable_dataset, "BufferShuffledExamplesIterable", ())
-    waiting = [getattr(dataset, "_ex_iterable", None)]
+    waiting: list[Any] = [getattr(dataset, "_ex_iterable", None)]
     while waiting:
         stage = waiting.pop()
         if isinstance(stage, kind):
@@ -276,7 +276,8 @@ class _Carried:
     tried: tuple[bool, str | None]
 
     def pin_memory(self) -> _Carried:
-        return _Carried(pin_memory(self.batch), self.worker, self.state, self.tried)
+        pinned = pin_memory(self.batch)  # type: ignore[no-untyped-call]
+        return _Carried(pinned, self.worker, self.state, self.tried)
 
 
 class _Carrying:

@@ -73,7 +73,7 @@ class EqualRanksHook(BaseHook):
         """
         if not self.idle:
             self._sum, self._summed_at = _sum_of_weights(trainer), trainer.step
-            self._compare([row[0] for row in distributed.tell_ranks([self._sum], dtype=torch.float64)])
+            self._compare([row[0] for row in distributed.gather_numbers([self._sum], dtype=torch.float64)])
 
     def _compare(self, sums: Sequence[float]) -> None:
         step, self._summed_at = self._summed_at, 0
