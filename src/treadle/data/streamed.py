@@ -38,8 +38,9 @@ def keeps_its_place(dataset: Any) -> bool:
     """
     if not isinstance(dataset, IterableDataset) or not has_state(dataset):
         return False
+    stateful: Any = dataset
     try:
-        inspect.signature(dataset.state_dict).bind()
+        inspect.signature(stateful.state_dict).bind()
     except TypeError:  # litdata's and mosaicml-streaming's want numbers that only their own loaders have
         return False
     except ValueError:  # no signature to look at
