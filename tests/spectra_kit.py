@@ -15,7 +15,9 @@ def spectra(count=40, length=32):
     return SNVScaler().transform(real)
 
 
-def make(out_dir, *, val=True, epochs=4, seed=0, data=None, hooks=(), scheduler=True, workers=0, **settings):
+def make(
+    out_dir, *, val=True, epochs=4, seed=0, data=None, hooks=(), scheduler=True, workers=0, limits=None, **settings
+):
     treadle.set_seed(seed)
     x = spectra() if data is None else data
     train = DataLoader(TensorDataset(x[:28]), batch_size=8, shuffle=True, num_workers=workers)
@@ -28,5 +30,6 @@ def make(out_dir, *, val=True, epochs=4, seed=0, data=None, hooks=(), scheduler=
     schedule = build_scheduler(optimizer, steps_per_epoch=steps, epochs=epochs) if scheduler else None
     cfg = TrainerConfig(**{"out_dir": out_dir, "amp": False, "ema_decay": 0.8, "device": "cpu", **settings})
     return SpectraTrainer(
-        model, optimizer, train, validation if val else None, scheduler=schedule, cfg=cfg, hooks=hooks
-    )
+        model, optimizer, train, validation if val else None, scheduler=schedule, cfg=cfg, hooks=hooks,
+        limits=limits,
+    )  # fmt: skip

@@ -117,12 +117,15 @@ def _both_kinds(path: Sequence[str]) -> str:
     return f"record {'/'.join(path)!r} is a number in one record and a dict in another; use two names"
 
 
-def key_average(records: Sequence[Mapping[str, Any]], *, skip_nan: bool = False) -> dict[str, Any]:
+def key_average(
+    records: Sequence[Mapping[str, Any]], *, skip_nan: bool = False, exclude_nan: bool = False
+) -> dict[str, Any]:
     """Averages nested dicts key by key, each key over the dicts that have it.
 
     Args:
         records: nested dicts of numbers or 0-d tensors.
         skip_nan: leave NaN values out of the mean; by default NaN shows. A key that is always NaN stays NaN.
+        exclude_nan: the same, as mini and trainloop call it.
 
     Returns:
         A nested dict of floats; ``{}`` for no records.
@@ -139,7 +142,7 @@ def key_average(records: Sequence[Mapping[str, Any]], *, skip_nan: bool = False)
         for path, value in flatten_nested_dict(record).items():
             number = float(as_number(path, value))
             values = sums.setdefault(path, [])
-            if not (skip_nan and math.isnan(number)):
+            if not ((skip_nan or exclude_nan) and math.isnan(number)):
                 values.append(number)
     return unflatten({path: _mean(values) for path, values in sums.items()})
 

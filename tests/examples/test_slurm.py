@@ -21,7 +21,8 @@ STUBS = {
     '[ "$HOW" = early ] && kill -TERM "$(cut -d " " -f 4 "/proc/$PPID/stat")"  # the script\n'
     'printf "node7\\nnode8\\n"; else echo "$*" >> "$RECORD"; fi',
     "scancel": 'kill -TERM "$(cat "$RECORD.srun")"',
-    "srun": 'echo $$ > "$RECORD.srun"; trap \'kill -TERM "$task"\' TERM\n"$@" &\ntask=$!\necho waits >> "$RECORD"\nwait "$task"; code=$?\n'
+    "srun": 'echo $$ > "$RECORD.srun"\n'
+    'trap \'kill -TERM "$task"\' TERM\n"$@" &\ntask=$!\necho waits >> "$RECORD"\nwait "$task"; code=$?\n'
     'while kill -0 "$task" 2>/dev/null; do wait "$task"; code=$?; done\nexit "$code"',
     "torchrun": 'echo "torchrun $*" >> "$RECORD"\ncase "$HOW" in done) exit 0 ;; broken) exit 1 ;; esac\n'
     'trap \'sleep 0.2; echo saved >> "$RECORD"; [ "$HOW" = finishes ] && exit 0; exit 1\' TERM\n'

@@ -160,6 +160,25 @@ def test_a_damaged_manifest_is_named_and_the_one_before_it_is_used(tmp_path, url
     assert "fails its CRC-32 check" in said[0]
 
 
+@pytest.mark.parametrize("at", range(2, 9))
+def test_what_a_run_prunes_while_it_is_uploaded_is_uploaded_all_the_same(tmp_path, url, at):
+    remote = workspace(url, tmp_path / "a", lease=60.0)
+    remote.restore()
+    remote.begin()
+    train_to(remote.staging, 1)
+    real = remote.store._files
+    remote.store._files = Requests(real, at, lambda: train_to(remote.staging, 2), after=True)
+    remote.publish()
+    remote.store._files = real
+    other = workspace(url, tmp_path / "b")
+    assert other.restore(pytest.fail)
+    states = other.staging / "checkpoints"
+    assert load_checkpoint(states / "checkpoint_latest.pt")["global_step"] == furthest(other.staging).step == 1
+    remote.publish()
+    remote.claim.release()
+    assert remote.leftovers() == []
+
+
 def test_a_kill_while_the_folder_is_filled_is_made_good(tmp_path, url):
     two_saves(workspace(url, tmp_path / "a"), [])
     for at in (2, 3, 4):

@@ -8,6 +8,7 @@ from strangers.models import MODELS
 from strangers.nested import NESTED
 from strangers.objects import OBJECTS
 from strangers.optimizers import OPTIMIZERS
+from strangers.peers import PEERS
 from strangers.schedulers import SCHEDULERS
 
-TABLE: list[Row] = [*OPTIMIZERS, *SCHEDULERS, *MODELS, *OBJECTS, *DATA_ROWS, *NESTED]
+TABLE: list[Row] = [*OPTIMIZERS, *SCHEDULERS, *MODELS, *OBJECTS, *DATA_ROWS, *NESTED, *PEERS]

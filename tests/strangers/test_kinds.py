@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -350,6 +351,65 @@ def test_a_schedule_that_ends_before_the_last_epoch_is_refused_before_step_1():
     assert engine.step == 0
 
 
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda of: torch.optim.lr_scheduler.CosineAnnealingLR(of, 5), "CosineAnnealingLR(T_max=5) ends after 5 steps"),
+        (lambda of: torch.optim.lr_scheduler.CosineAnnealingLR(of, 8), ""),
+        (lambda of: torch.optim.lr_scheduler.SequentialLR(of, [
+            torch.optim.lr_scheduler.LinearLR(of, 0.1, total_iters=2), torch.optim.lr_scheduler.PolynomialLR(of, 4)],
+            milestones=[2]), "PolynomialLR(total_iters=4) ends after 6 steps"),
+    ],
+    ids=["too short", "long enough", "the last of a sequence"],
+)  # fmt: skip
+def test_a_schedule_that_ends_before_the_run_is_named_before_step_1(make, named, caplog):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(model, optimizer, MeanSquare(), scheduler=make(optimizer), device="cpu", progress=False)
+    engine.run(points_loader(), epochs=2)
+    assert ("ends after" in caplog.text, named in caplog.text) == (bool(named), True)
+
+
+def test_a_model_that_fails_in_an_evaluation_is_found_before_step_1_without_metrics():
+    class FailsInEval(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x: Any) -> Any:
+            if not self.training:
+                raise RuntimeError("no such mode")
+            return self.inner(x)
+
+    engine = engine_of(FailsInEval())
+    with pytest.raises(RuntimeError, match="no such mode"):
+        EpochTrainer(engine).fit(points_loader(), points_loader(), 2)
+    assert engine.step == 0
+
+
+def test_what_a_checkpoint_cannot_hold_of_a_hook_and_a_cache_is_named_once(caplog):
+    class Late(BaseHook):
+        teacher = None
+
+        def on_before_train(self, trainer: Any) -> None:
+            self.teacher = self.teacher or net()
+
+    class Cached(Points):
+        def __init__(self) -> None:
+            super().__init__()
+            self.read = functools.lru_cache(super().__getitem__)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.read(index)
+
+    engine = engine_of(hooks=[Late()])
+    for steps in (2, 3, 4):
+        engine.run(points_loader(Cached()), max_steps=steps)
+        engine.state_dict()
+    assert caplog.text.count("hook Late: teacher has changed, and no checkpoint holds it") == 1
+    assert "Cached.read has changed, and no checkpoint holds it" in caplog.text
+
+
 def test_trying_the_schedule_moves_nothing():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -378,7 +438,7 @@ class Fit(BaseTrainer):
         return self.model(input[0]).square().mean()
 
 
-@pytest.mark.parametrize("name", ["_build", "_run_step", "build_lr_schedular", "build_optimiser", "training_step"])
+@pytest.mark.parametrize("name", ["_train_step", "build_lr_schedular", "build_optimiser", "training_step"])
 def test_a_method_that_nothing_calls_is_named_at_once(name, caplog):
     type("Mine", (Fit,), {name: lambda self: None})(max_steps=1, device="cpu").train()
     assert f"Mine.{name}: nothing calls it" in caplog.text
@@ -403,12 +463,14 @@ def test_an_event_that_does_not_exist_is_named_at_once(name, caplog):
     assert f"Mine.{name}: no event calls it" in caplog.text
 
 
-def test_an_evaluation_that_is_set_on_the_object_is_named(caplog):
+def test_an_evaluation_that_is_set_on_the_object_acts_and_a_step_is_named(caplog):
     model = net()
     trainer = Trainer(model, None, nn.MSELoss(), device="cpu")
-    trainer.evaluate = lambda loader: {"loss": 0.0}
-    trainer.train(points_loader(), 1, points_loader())
-    assert "evaluate: set on this object of Trainer, where nothing calls it" in caplog.text
+    trainer.evaluate = lambda loader: {"loss": 7.0}
+    trainer.eval_step = lambda batch: {"loss": 0.0}
+    assert trainer.train(points_loader(), 1, points_loader())["eval_loss"] == [7.0]
+    assert "eval_step: set on this object of Trainer, where nothing calls it" in caplog.text
+    assert "evaluate: set" not in caplog.text
 
 
 def test_a_second_train_that_trains_nothing_says_so(caplog):

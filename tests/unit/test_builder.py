@@ -444,3 +444,12 @@ def test_the_integration_example_builds_a_trainer_from_its_file(tmp_path, regist
     assert trainer.kwargs == {"max_steps": 10_000, "grad_clip": 1.0, "workspace": "./runs/experiment_1"}
     assert trainer.data_cfg is cfg["data"]
     assert trainer.optimizer.param_groups[0]["lr"] == 3e-4
+
+
+def test_without_a_registry_only_dotted_paths_are_names():
+    assert build_from_cfg({"type": "torch.nn.ReLU"}, None).__class__ is torch.nn.ReLU
+    REGISTRY.register("only_by_name")(dict)
+    with pytest.raises(ConfigError, match="'only_by_name' is not registered"):
+        build_from_cfg({"type": "only_by_name"}, registry=None)
+    with pytest.raises(ConfigError):
+        build_from_cfg([{"type": "only_by_name"}], registry=None, recursive=True)

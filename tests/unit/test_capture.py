@@ -19,7 +19,7 @@ from treadle.capture.check import unordered_kernels
 from treadle.capture.graph import CudaGraph, FixedBatch, Results, shape_of
 from treadle.capture.step import CapturedStep
 from treadle.data.tensors import RowGather
-from treadle.hooks import BaseHook, EmaHook
+from treadle.hooks import BaseHook, EmaHook, SwaHook
 from treadle.optim.ema import Ema
 from treadle.optim.loss_weights import GivenWeights
 
@@ -151,6 +151,14 @@ def test_a_batch_of_unknown_kind_is_refused(on_the_cpu, batch, reason):
 
     with pytest.raises(ConfigError, match=f"a batch holds {reason}"):
         run(True, task=Odd(), loader=[batch] * 3, steps=3)
+
+
+def test_an_equal_average_moves_beside_the_graph(on_the_cpu):
+    hooks = [[SwaHook(5, name="swa")] for _ in range(2)]
+    eager, captured = run(False, hooks=hooks[0]), run(True, hooks=hooks[1])
+    assert Rerun.made
+    assert same(eager, captured)
+    assert hooks[1][0].swa_model.num_updates == 36
 
 
 def test_terms_counted_on_the_host_are_refused(on_the_cpu):

@@ -32,6 +32,14 @@ def test_the_newest_and_the_multiples_of_the_keep_interval_stay(tmp_path):
     assert steps_in(tmp_path) == [3, 6, 8, 9]
 
 
+def test_the_steps_to_keep_are_saved_off_the_interval_and_stay(tmp_path):
+    run(tmp_path, 9, interval=4, keep_previous=1, keep_steps=[3, 4])
+    assert steps_in(tmp_path) == [3, 4, 9]
+    for wrong in ([0], [2.5], [True]):
+        with pytest.raises(ConfigError, match="keep_steps="):
+            CheckpointingHook(4, keep_steps=wrong)
+
+
 @pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3, 4, 5]), (1, [5]), (3, [3, 4, 5])])
 def test_keep_previous_counts_the_newest_too(tmp_path, keep, left):
     run(tmp_path, 5, keep_previous=keep)
@@ -307,7 +315,7 @@ def test_on_a_resume_the_history_file_is_that_of_the_checkpoint_at_once(tmp_path
 
     trainer = None
     hook = HistoryHook(tmp_path / "history.json", lambda: trainer.history)
-    resumed = scalar_engine(hooks=[hook], task=Slopes(fail_at={1: KeyboardInterrupt()}))
+    resumed = scalar_engine(hooks=[hook], task=Slopes(fail_at={n: KeyboardInterrupt() for n in range(1, 9)}))
     trainer = EpochTrainer(resumed)
     resumed.load_state_dict(state)
     with pytest.raises(KeyboardInterrupt):
@@ -322,7 +330,7 @@ def test_epochs_that_never_happened_are_no_history_of_a_run_resumed_inside_its_f
     history_run(tmp_path, 3)
     trainer = None
     hook = HistoryHook(tmp_path / "history.json", lambda: trainer.history)
-    resumed = scalar_engine(hooks=[hook], task=Slopes(fail_at={1: KeyboardInterrupt()}))
+    resumed = scalar_engine(hooks=[hook], task=Slopes(fail_at={n: KeyboardInterrupt() for n in range(1, 9)}))
     trainer = EpochTrainer(resumed)
     resumed.load_state_dict(engine.state_dict())
     with pytest.raises(KeyboardInterrupt):

@@ -64,7 +64,7 @@ def test_the_defaults_of_a_callable_are_parameters(write):
 def test_a_parameter_goes_to_every_callable_that_has_it(write):
     write("base.py", "def config(width=1, only=0): return {'base': width, 'only': only}")
     child = write("a.py", "parents = 'base.py'\ndef config(width=2): return {'child': width}")
-    assert load_config(child) == {"base": 1, "only": 0, "child": 2}
+    assert load_config(child) == {"base": 2, "only": 0, "child": 2}
     assert load_config(child, {"width": 5, "only": 6}) == {"base": 5, "only": 6, "child": 5}
 
 
@@ -96,6 +96,18 @@ def test_star_arguments_are_no_parameters(write):
     assert load_config(path) == {"n": 0}
     with pytest.raises(ConfigError, match="unknown parameter 'x'"):
         load_config(path, {"x": 1})
+
+
+def test_the_default_of_a_file_replaces_its_parents_and_a_parameter_without_one_takes_theirs(write):
+    write("far.py", "def config(steps, warmup=100, **rest): return {'far': steps, 'rest': rest}")
+    write("near.py", "parents = 'far.py'\ndef config(steps=1000, extra=False): return {'near': [steps, extra]}")
+    child = write("a.py", "parents = 'near.py'\ndef config(steps=5000, *, warmup): return {'a': steps + warmup}")
+    heir = write("b.py", "parents = 'near.py'\ndef config(steps, warmup): return {'b': steps // 10 + warmup}")
+    assert load_config(child) == {"far": 5000, "rest": {"extra": False}, "near": [5000, False], "a": 5100}
+    assert load_config(heir) == {"far": 1000, "rest": {"extra": False}, "near": [1000, False], "b": 200}
+    found = load_config(heir, {"steps": 7, "extra": True})
+    assert found == {"far": 7, "rest": {"extra": True}, "near": [7, True], "b": 100}
+    assert load_config([heir, write("c.py", "def config(steps=3): return {}")])["near"] == [3, False]
 
 
 @pytest.mark.parametrize(
@@ -445,6 +457,11 @@ def config():
         ("betas[0]=0.8", ["betas"], (0.8, 0.99)),
         ("l+=x", ["l"], [1, {"type": "x"}, "y", "x"]),
         ("l+=[1]", ["l"], [1, {"type": "x"}, "y", [1]]),
+        ("colours+=x", ["colours"], ["x"]),
+        ("a.names+=x", ["a", "names"], ["x"]),
+        ("p.q+=x", ["p"], {"q": ["x"]}),
+        ("+l[4]=z", ["l"], [1, {"type": "x"}, "y", None, "z"]),
+        ("+p.q[1].r=1", ["p"], {"q": [None, {"r": 1}]}),
         ("l-=y", ["l"], [1, {"type": "x"}]),
         ("l-={'type': 'x'}", ["l"], [1, "y"]),
         ("betas+=1", ["betas"], (0.9, 0.99, 1)),
@@ -503,16 +520,15 @@ def test_removing_takes_the_first_equal_entry_of_the_same_type():
         ("aa.c.d=1", r"no key 'aa'; did you mean 'a'\?"),
         ("a.x.y=1", r"no key 'a\.x'; known: b, c"),
         ("a.cc!=", r"no key 'a\.cc'; did you mean 'a\.c'\?$"),
-        ("ll+=1", r"no key 'll'; did you mean 'l'\?$"),
+        ("ll+=1", r"no key 'll'; did you mean 'l'\?; a new list needs the form '\+ll=\[1\]'"),
         ("['a.b']=1", r"no key '\['a\.b'\]'|no key \"\['a\.b'\]\""),
         ("[[]]=1", "no path"),
         ("l[3]=1", r"l has 3 entries and no \[3\]; append with 'l\+=…'"),
-        ("+l[3]=1", r"l has 3 entries"),
+        ("+l[-4]=1", r"l has 3 entries"),
         ("l[-4]!=", r"l has 3 entries"),
         ("l.x=1", r"l is a list and takes an index such as \[0\], not 'x'"),
         ("l[True]=1", r"\[True\] is neither an index nor a key"),
         ("[{}]=1", r"\[\{\}\] is neither an index nor a key"),
-        ("+p.q[0].x=1", r"there is no list 'p.*' to take an entry of; add a list first"),
         ("lr.x=1", r"lr is 0\.1, which has no keys"),
         ("+lr.x=1", r"lr is 0\.1, which has no keys"),
         ("l-=yy", r"l has no entry 'yy'; did you mean 'y'\?"),
@@ -673,19 +689,27 @@ def test_the_formatted_text_is_an_expression_of_the_same_value(config):
 
 
 def test_short_configurations_stay_on_one_line_and_long_ones_have_a_key_a_line():
-    assert format_config({"lr": 0.1}) == "{'lr': 0.1}"
+    assert format_config({"lr": 0.1}) == '{"lr": 0.1}'
     long = {"model": {"type": "torch.nn.Linear", "widths": list(range(11))}, "name": "x" * 60, "one": (1,), "none": {}}
     assert format_config(long) == (
         "{\n"
-        "    'model': {'type': 'torch.nn.Linear', 'widths': [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]},\n"
-        f"    'name': '{'x' * 60}',\n"
-        "    'one': (1,),\n"
-        "    'none': {},\n"
+        '    "model": {"type": "torch.nn.Linear", "widths": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]},\n'
+        f'    "name": "{"x" * 60}",\n'
+        '    "one": (1,),\n'
+        '    "none": {},\n'
         "}"
     )
     nested = format_config({"a": {"b": list(range(100, 130))}}).splitlines()
-    assert nested[:4] == ["{", "    'a': {", "        'b': [", "            100,"]
+    assert nested[:4] == ["{", '    "a": {', '        "b": [', "            100,"]
     assert max(map(len, nested)) <= 88
+
+
+def test_texts_stand_in_double_quotes_unless_they_have_some(tmp_path):
+    assert format_config({"a": "it's", "b": 'say "x"', "c": b"x", "d": ["\n"]}) == (
+        """{"a": "it's", "b": 'say "x"', "c": b"x", "d": ["\\n"]}"""
+    )
+    save_config({"lr": 0.1}, tmp_path / "run.py")
+    assert (tmp_path / "run.py").read_text() == '# fmt: off\n# Auto-generated config snapshot\nconfig = {"lr": 0.1}\n'
 
 
 def test_formatting_shows_objects_by_their_repr_but_saving_refuses_them(tmp_path):

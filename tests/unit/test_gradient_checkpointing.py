@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import treadle
 from functional_kit import loader
+from treadle.capture import steps
 from treadle.capture.checkpointing import CheckpointedForward, is_checkpointed
 
 
@@ -136,3 +138,12 @@ def test_what_cannot_be_run_twice_is_refused(model, setting, message):
     with pytest.raises(treadle.ConfigError, match=message) as error:
         treadle.checkpoint_model(model, setting)
     assert error.value.argument == "gradient_checkpointing"
+
+
+def test_a_captured_step_says_why_it_is_not(monkeypatch):
+    monkeypatch.setattr(steps, "skips_on_device", lambda optimizer, device: True)
+    engine = SimpleNamespace(
+        device=torch.device("cuda"), hooks=[], optimizer=None, num_ranks=1, precision=SimpleNamespace(scaled=False),
+        model=treadle.checkpoint_model(nn.Sequential(nn.Linear(1, 1)), ["0"]),
+    )  # fmt: skip
+    assert "gradient checkpointing" in steps._why_not(engine)

@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import astro_trainer_kit
+import graph_kit
+import spectra_kit
 import treadle
 from functional_kit import loader, make, same_weights
 from treadle import BaseTrainer, CheckpointingHook, ConfigError, Limits, TensorLoader, ValidationHook
@@ -150,8 +153,9 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("cut", [4, 5, 6], ids="at step {}".format)
+@pytest.mark.parametrize(
+    ("kind", "cut"), [("shuffled", 4), ("shuffled", 6), *((kind, 5) for kind in LOADERS)], ids="{}".format
+)
 def test_a_limited_run_that_stops_inside_or_between_epochs_equals_the_straight_one(kind, cut, tmp_path):
     straight = Fit(12, data=LOADERS[kind](), limit_train_batches=5)
     straight.train()
@@ -309,6 +313,47 @@ def test_a_fast_dev_run_of_trainer_trains_and_evaluates_one_batch_and_writes_not
     assert (trainer.step, history["epoch"]) == (1, [1])
     assert list(tmp_path.iterdir()) == []
     assert "fast_dev_run=True: a short trial; nothing is written or resumed, without " in caplog.text
+
+
+def test_a_fast_dev_run_ends_where_epochs_go_through_an_own_train_epoch():
+    class Own(treadle.Trainer):
+        def train_epoch(self, *args, **kwargs):
+            return super().train_epoch(*args, **kwargs)
+
+    trainer = make(Own, fast_dev_run=2)
+    trainer.train(loader(40, 4), 30, loader(8, 4))
+    assert (trainer.step, trainer.epoch) == (2, 1)
+
+
+def graphs(folder, epochs, limits):
+    trainer, data = graph_kit.make(folder, limits=limits), graph_kit.loader(graph_kit.graphs())
+    trainer.fit(data, data, epochs=epochs, resume_from="auto")
+    return trainer
+
+
+def astro(folder, epochs, limits):
+    trainer = astro_trainer_kit.make(folder, limits=limits)
+    trainer.train(epochs, astro_trainer_kit.loader(), resume_from="auto")
+    return trainer
+
+
+def spectra(folder, epochs, limits):
+    trainer = spectra_kit.make(folder, limits=limits)
+    trainer.fit(epochs)
+    return trainer
+
+
+@pytest.mark.parametrize("train", [graphs, astro, spectra])
+def test_the_trainers_of_packs_have_limits_too(train, tmp_path):
+    trial = train(tmp_path / "trial", 9, {"fast_dev_run": True})
+    assert (trial.step, trial.epoch) == (1, 1)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    limits = {"limit_train_batches": 2, "limit_eval_batches": 1}
+    straight = train(tmp_path / "straight", 3, limits)
+    for epochs in (1, 3):
+        stopped = train(tmp_path / "stopped", epochs, limits)
+    assert straight.step == stopped.step == 6
+    assert same_weights(straight, stopped)
 
 
 def test_a_fast_dev_run_of_the_step_face_makes_so_many_steps_and_validates(tmp_path):

@@ -12,6 +12,7 @@ from torchmetrics.functional import classification as of_all
 from torchmetrics.functional import mean_absolute_error, mean_squared_error, r2_score
 
 import treadle
+from treadle import distributed
 from treadle.engine.metrics import METRIC_NAMES, EpochMetrics
 
 CPU = torch.device("cpu")
@@ -89,6 +90,14 @@ def test_a_function_sees_the_whole_set_in_order():
 
     found = fed([median_gap], outputs, targets)
     assert torch.equal(found["median_gap"], (outputs[:, 0] - targets).median())
+
+
+def test_a_function_sees_the_rows_of_every_rank(monkeypatch):
+    outputs, targets = classes()
+    other = [(outputs + 1, targets), None]
+    monkeypatch.setattr(distributed, "gather_objects", lambda value: [value, other] if value else [value])
+    found = fed({"rows": lambda out, tgt: len(out), "top": lambda out, tgt: out.max()}, outputs, targets)
+    assert found == {"rows": 22, "top": outputs.max() + 1}
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,7 @@ def test_a_nan_shows_in_the_average():
 
 def test_a_nan_can_be_left_out():
     assert key_average([{"a": 1, "b": math.nan}, {"a": 3, "b": 4}], skip_nan=True) == {"a": 2, "b": 4}
+    assert key_average([{"a": 1, "b": math.nan}, {"a": 3, "b": 4}], exclude_nan=True) == {"a": 2, "b": 4}
 
 
 def test_a_key_that_is_always_nan_stays_in_sight_when_nan_is_left_out():

@@ -127,10 +127,10 @@ def test_what_does_not_fit_is_named(run, tmp_path):
         open_run(tmp_path / "none")
     with pytest.raises(ConfigError, match=r"holds no checkpoint that can be read"):
         open_run(tmp_path)
-    with pytest.raises(ConfigError, match=r"trainer=None: is the run of a script.*load_weights\('.*best_model.pt'\)"):
+    with pytest.raises(ConfigError, match=r"trainer=None: is the run of a script.*load_weights\('.*best.pt'\)"):
         open_run(folder)
     with pytest.raises(ConfigError, match="must be a BaseTrainer"):
         open_run(folder, "model")
-    with pytest.raises(CheckpointError, match=r"best_model\.pt: "):
+    with pytest.raises(CheckpointError, match=r"best\.pt: "):
         open_run(folder, make(ema_decay=0.5, model=nn.Linear(4, 1)))
     assert load_checkpoint(find_checkpoint(folder, "last"))["epoch"] == 3

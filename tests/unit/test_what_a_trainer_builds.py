@@ -97,3 +97,66 @@ def test_a_method_named_almost_as_an_event_is_a_warning(caplog):
     assert warnings[0] == "Misspelt.on_after_stp: no event calls it; did you mean 'on_after_step'?"
     assert warnings[1].startswith("Misspelt.on_something_else: no event calls it; the events are on_before_train")
     assert len(warnings) == 2
+
+
+def test_a_build_of_the_subclass_acts_around_ours_and_must_call_it():
+    class Around(Line):
+        def _build(self):
+            super()._build()
+            self.built = (type(self.model).__name__, self.optimizer.param_groups[0]["lr"])
+
+    class Never(Line):
+        def _build(self):
+            self.model = nn.Linear(1, 1)
+
+    class Helper(Line):
+        given_hooks = []
+
+        def _build(self, width):
+            return nn.Linear(width, 1)
+
+        def build_model(self):
+            return self._build(1)
+
+    trainer = Around(2, device="cpu")
+    trainer.given_hooks = []
+    trainer.train()
+    assert trainer.built == ("Linear", 0.1)
+    with pytest.raises(ConfigError, match=r"Never\._build\(\) did not call super\(\)\._build\(\)"):
+        Never(2, device="cpu").train()
+    Helper(2, device="cpu").train()
+
+
+def test_a_run_step_that_nothing_would_call_is_refused_when_the_trainer_is_made():
+    class Own(Line):
+        def _run_step(self):
+            super()._run_step()
+
+    class Helper(Line):
+        def _run_step(self):
+            return 1
+
+        def forward(self, input):
+            self._run_step()
+            return super().forward(input)
+
+    with pytest.raises(ConfigError, match=r"Own\._run_step: nothing calls it; override train_step\(group\)"):
+        Own(2, device="cpu")
+    assert Helper(2, device="cpu").max_steps == 2
+
+
+def test_a_step_tells_its_retries_by_the_names_of_trainloop_too():
+    trainer = Line(1, device="cpu", max_non_finite_grad_retries=1)
+    trainer.given_hooks, calls = [], []
+    trainer.build_data_loader = lambda: [(torch.ones(2, 1), torch.ones(2, 1))] * 2
+
+    def forward(input):
+        calls.append(1)
+        return trainer.model(input[0]).sum() * (float("inf") if len(calls) == 1 else 1.0), {}
+
+    trainer.forward = forward
+    trainer.train()
+    info = trainer.step_info
+    assert info["retries"] == info["non_finite_grad_retries"] == info["non_finite_grad_retry_count"] == 1
+    with pytest.raises(KeyError, match="non_finite"):
+        info["non_finite"]

@@ -12,14 +12,15 @@ than a part are several objects, so that no upload of several requests can be le
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from treadle.checkpoint.files import make_folder, write_bytes
 from treadle.checkpoint.lock import LOCK_NAME
@@ -31,6 +32,7 @@ from treadle.errors import CheckpointError
 
 _RESTORING = ".treadle-restoring"
 _MANIFESTS, _OBJECTS = "manifests/", "objects/"
+_LOOKS = 100
 _Stamp = tuple[int, int, int]
 
 
@@ -212,8 +214,7 @@ class RemoteWorkspace:
 
     def changed(self) -> bool:
         """Returns whether the staging folder has other states than those that were published last."""
-        now = {name: stamp for name, stamp in _stamps(self.staging).items() if is_state(name)}
-        return now != {name: stamp for name, stamp in self._stamps.items() if is_state(name)}
+        return _of_states(_stamps(self.staging)) != _of_states(self._stamps)
 
     def publish(self) -> None:
         """Uploads what is new in the staging folder, then the manifest, and deletes what no manifest needs any more.
@@ -224,40 +225,60 @@ class RemoteWorkspace:
         """
         if self.claim.is_lost():
             raise CheckpointError(f"{self.store.url} was claimed by another process; nothing more is uploaded here")
-        stamps, before = _stamps(self.staging), self.manifest
-        own = before is not None and before.claim == self.claim.number
-        self._number += 1
-        manifest = Manifest(self.claim.number, self._number, furthest(self.staging) or Reach())
-        for name, stamp in stamps.items():
-            path = self.staging / name
-            if path.is_symlink():
-                manifest.files[name] = {"link": os.readlink(path)}
-            elif own and before is not None and self._stamps.get(name) == stamp and name in before.files:
-                manifest.files[name] = before.files[name]
-            else:
-                entry = self._upload(name, stamp)
-                if entry is not None:
-                    manifest.files[name] = entry
+        before = self.manifest
+        known = before.files if before is not None and before.claim == self.claim.number else {}
+        with contextlib.ExitStack() as opened:
+            stamps, links, files, reach = self._seen_at_once(known, opened)
+            self._number += 1
+            manifest = Manifest(self.claim.number, self._number, reach)
+            for name, stamp in stamps.items():
+                if name in links:
+                    manifest.files[name] = {"link": links[name]}
+                else:
+                    manifest.files[name] = self._upload(name, stamp, files[name]) if name in files else known[name]
         if not self.store.create(manifest.key, manifest.packed()):
             raise CheckpointError(f"{self.store.url}/{manifest.key} was written by another process")
         self.manifest, self._stamps = manifest, stamps
         self._clean(manifest, before)
 
-    def _upload(self, name: str, stamp: _Stamp) -> dict[str, Any] | None:
-        """Uploads a file as it is now, up to the size it had; returns None where it is gone, as pruned ones are."""
-        try:
-            file = open(self.staging / name, "rb")  # noqa: SIM115  (closed below)
-        except FileNotFoundError:
-            return None
+    def _seen_at_once(
+        self, known: Mapping[str, Any], opened: contextlib.ExitStack
+    ) -> tuple[dict[str, _Stamp], dict[str, str], dict[str, BinaryIO], Reach]:
+        """Opens the files that are to be uploaded, as they are at one moment: the run goes on, saves and prunes.
+
+        A file that is open can be read to its end after it was pruned. Where states or links changed meanwhile, all is
+        looked at again.
+
+        Returns:
+            Stamps of all files, targets of links, the open files, and how far the furthest state is.
+
+        Raises:
+            CheckpointError: the folder changes faster than it can be listed.
+        """
+        for _ in range(_LOOKS):
+            with contextlib.ExitStack() as trial, contextlib.suppress(FileNotFoundError):
+                stamps = _stamps(self.staging)
+                links = {
+                    name: os.readlink(self.staging / name) for name in stamps if (self.staging / name).is_symlink()
+                }
+                new = [n for n in stamps if n not in links and (n not in known or self._stamps.get(n) != stamps[n])]
+                files = {name: trial.enter_context(open(self.staging / name, "rb")) for name in new}
+                reach = furthest(self.staging) or Reach()
+                if _of_states(_stamps(self.staging)) == _of_states(stamps):
+                    opened.enter_context(trial.pop_all())
+                    return stamps, links, files, reach
+        raise CheckpointError(f"{self.staging} changes faster than it can be listed; save less often")
+
+    def _upload(self, name: str, stamp: _Stamp, file: BinaryIO) -> dict[str, Any]:
+        """Uploads a file up to the size it has now; logs grow meanwhile."""
         entry: dict[str, Any] = {"size": 0, "parts": [], "written": stamp[1]}
         crc, left = 0, os.fstat(file.fileno()).st_size
-        with file:
-            while left > 0 and (data := file.read(min(self.part, left))):
-                key = f"{_OBJECTS}{self.claim.number:08d}/{self._number:08d}/{name}.{len(entry['parts']):04d}"
-                self.store.put(key, data)
-                crc, left = zlib.crc32(data, crc), left - len(data)
-                entry["parts"].append({"key": key, "size": len(data)})
-                entry["size"] += len(data)
+        while left > 0 and (data := file.read(min(self.part, left))):
+            key = f"{_OBJECTS}{self.claim.number:08d}/{self._number:08d}/{name}.{len(entry['parts']):04d}"
+            self.store.put(key, data)
+            crc, left = zlib.crc32(data, crc), left - len(data)
+            entry["parts"].append({"key": key, "size": len(data)})
+            entry["size"] += len(data)
         return {**entry, "crc32": f"{crc:08x}"}
 
     def _clean(self, manifest: Manifest, before: Manifest | None) -> None:
@@ -295,6 +316,10 @@ def is_state(name: str) -> bool:
         (True, False)
     """
     return name.endswith((".pt", f"/{MARKER}"))
+
+
+def _of_states(stamps: Mapping[str, _Stamp]) -> dict[str, _Stamp]:
+    return {name: stamp for name, stamp in stamps.items() if is_state(name)}
 
 
 def furthest(folder: Path) -> Reach | None:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,7 @@ class Retention:
     Attributes:
         keep_previous: the N with the largest numbers stay; None keeps all.
         keep_interval: numbers divisible by this stay for ever; None or 0: none.
+        keep_steps: numbers that stay for ever.
 
     Example:
         >>> Retention(keep_previous=2, keep_interval=1000).keep_previous
@@ -59,6 +60,11 @@ class Retention:
 
     keep_previous: int | None = None
     keep_interval: int | None = None
+    keep_steps: Collection[int] = ()
+
+    def keeps(self, number: int) -> bool:
+        """Returns whether a number stays for ever, and so is also saved."""
+        return number in self.keep_steps or bool(self.keep_interval and number % self.keep_interval == 0)
 
     def prune(self, folder: Path, pattern: str, protect: Iterable[Path] = ()) -> list[Path]:
         """Deletes what the rule does not keep, oldest number first.
@@ -84,8 +90,7 @@ class Retention:
         numbered = [(int(match.group(1)), folder / name) for name in names if (match := re.fullmatch(pattern, name))]
         deleted = []
         for number, path in sorted(numbered)[: -self.keep_previous]:
-            kept_for_ever = self.keep_interval and number % self.keep_interval == 0
-            if kept_for_ever or os.path.realpath(path) in safe:
+            if self.keeps(number) or os.path.realpath(path) in safe:
                 continue
             try:
                 remove_folder(path) if path.is_dir() else os.unlink(path)

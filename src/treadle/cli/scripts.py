@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def train(cfg: Any) -> float | None:
         The best validation metric, which a sweeper of Hydra may look for.
     """
     from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
 
     from treadle.engine.observers import observing
     from treadle.graphs.run_config import GraphsConfig
@@ -64,6 +66,9 @@ def train(cfg: Any) -> float | None:
             weights=None if options["checkpoint"] is None else Path(options["checkpoint"]),
             given=list(hydra.overrides.task),
         )
+        if run.resume and hydra.mode is RunMode.MULTIRUN and PACK.holds_another(run):
+            messages.print(f"{run.out}: holds a run of another sweep, which is set aside", style="yellow", markup=False)
+            run = dataclasses.replace(run, resume=False)
         metrics = PACK.run(run, show_report)
     best: float | None = None if metrics is None else metrics["best_val_metric"]
     return best

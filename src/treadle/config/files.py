@@ -31,16 +31,23 @@ class _File:
     config: Mapping[str, Any] | Callable[..., Any]
     parameters: Mapping[str, inspect.Parameter]
     module: types.ModuleType | None
+    takes_all: bool = False  # of config(**params)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The parameters that have a default, with it."""
+        found = ((name, parameter.default) for name, parameter in self.parameters.items())
+        return {name: default for name, default in found if default is not inspect.Parameter.empty}
 
     def values(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the file's own configuration under the given parameters."""
         if isinstance(self.config, Mapping):
             return self.config
-        chosen = {name: given[name] for name in self.parameters if name in given}
-        for name, parameter in self.parameters.items():
-            if name not in chosen and parameter.default is parameter.empty:
+        chosen = dict(given) if self.takes_all else {name: given[name] for name in self.parameters if name in given}
+        for name in self.parameters:
+            if name not in chosen:
                 raise ConfigError(
-                    f"{self.path}: the parameter {name!r} of config has no default; "
+                    f"{self.path}: the parameter {name!r} of config has no default, here or in another file; "
                     f"give it one, or pass params={{{name!r}: …}}"
                 )
         with _visible(self.module):
@@ -62,11 +69,15 @@ def load_config(
     share is merged once. Dicts are merged key by key, all other values replaced; see :data:`DELETE` and
     :class:`REPLACE`.
 
+    Parameters are shared by all callables: the default of the last file that has one counts everywhere, so that of a
+    file replaces its parents', and a parameter without a default takes theirs.
+
     Python configuration files run as code. Load only files that you trust.
 
     Args:
         path: a ``.py``, ``.yaml`` or ``.yml`` file, or a sequence of them.
-        params: values for parameters of the files' callables; each goes to every callable that has it.
+        params: values for parameters of the files' callables; each goes to every callable that has it, or that takes
+            all as ``**params``.
 
     Returns:
         A new dict that shares no container with ``params``.
@@ -89,8 +100,8 @@ def load_config(
     files: list[_File] = []
     for name in names:
         files += _with_parents(Path(name), (), {file.path.resolve() for file in files})
-    given = dict(params or {})
-    _refuse_unknown_params(given, files)
+    _refuse_unknown_params(params or {}, files)
+    given = {name: value for file in files for name, value in file.defaults.items()} | dict(params or {})
     merged: dict[str, Any] = {}
     for file in files:
         merged = merge_configs(merged, file.values(given), where=str(file.path))
@@ -149,7 +160,9 @@ def _read(path: Path) -> _File:
         return _File(path, parents, config, {}, module)
     if not callable(config):
         raise ConfigError(f"{path}: config must be a dict or a callable that returns one, not {config!r}")
-    return _File(path, parents, config, _parameters(path, config), module)
+    kinds = {parameter.kind for parameter in inspect.signature(config).parameters.values()}
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+    return _File(path, parents, config, _parameters(path, config), module, takes_all)
 
 
 def _parents(path: Path, given: Any) -> tuple[str, ...]:

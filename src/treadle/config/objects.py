@@ -95,7 +95,7 @@ REGISTRY = Registry()
 """The shared registry, the default of ``build_from_cfg``."""
 
 
-def build_from_cfg(cfg: Any, registry: Registry = REGISTRY, recursive: bool = False, **kwargs: Any) -> Any:
+def build_from_cfg(cfg: Any, registry: Registry | None = REGISTRY, recursive: bool = False, **kwargs: Any) -> Any:
     """Calls what ``cfg["type"]`` names with the other entries of ``cfg`` as arguments.
 
     ``type`` is a registered name or a dotted path such as ``torch.nn.Linear``; with the prefix ``partial:`` a
@@ -103,7 +103,7 @@ def build_from_cfg(cfg: Any, registry: Registry = REGISTRY, recursive: bool = Fa
 
     Args:
         cfg: the configuration; not changed; built objects get copies of its dicts, lists and tuples.
-        registry: where names are looked up before they are taken for dotted paths.
+        registry: where names are looked up before they are taken for dotted paths; None takes dotted paths alone.
         recursive: also build every nested dict that has a ``type``, in dicts, lists and tuples.
         **kwargs: more arguments, passed on as they are, never built; they win over those of ``cfg``.
 
@@ -119,6 +119,7 @@ def build_from_cfg(cfg: Any, registry: Registry = REGISTRY, recursive: bool = Fa
         >>> build_from_cfg({"type": "torch.nn.Linear", "*": [3], "out_features": 2}, bias=False)
         Linear(in_features=3, out_features=2, bias=False)
     """
+    registry = Registry() if registry is None else registry
     if isinstance(cfg, Mapping) and "type" in cfg:
         return build_at("", cfg, registry, recursive, kwargs)
     if not recursive or not isinstance(cfg, (Mapping, list, tuple)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,8 +21,9 @@ def apply_overrides(config: dict[str, Any], overrides: Iterable[str]) -> dict[st
     form     what it does
     ======== =====================================================================================
     a.b=1    sets a key that exists; ``l[0]=x`` an entry of a list
-    +a.b=1   sets a key that may be new, and makes the dicts on the way to it
-    l+=x     appends to a list
+    +a.b=1   sets a key that may be new, and makes the dicts and lists on the way to it
+    +l[3]=x  sets an entry that may be new; entries before it that are missing are None
+    l+=x     appends to a list, or makes one where no key has such a name or a near one
     l-=x     removes the first entry that is equal
     a.b!=    deletes a key, or with ``l[0]!=`` an entry
     ======== =====================================================================================
@@ -70,13 +72,8 @@ def _apply(node: Any, override: Assignment, depth: int, fit: Fit) -> Any:
         return same_tuple(node, _apply(list(node), override, depth, fit))
     key = override.keys[depth]
     last = depth + 1 == len(override.keys)
-    if override.new and isinstance(node, dict):
-        if key not in node and any(isinstance(later, int) for later in override.keys[depth + 1 :]):
-            raise override.error(
-                f"there is no list {override.place(depth + 1)!r} to take an entry of; add a list first"
-            )
-        if not last:
-            node.setdefault(key, {})
+    if override.new or _begins_list(node, override, depth):
+        _make_room(node, override, depth)
     else:
         _require(node, override, depth)
     if last:
@@ -86,18 +83,50 @@ def _apply(node: Any, override: Assignment, depth: int, fit: Fit) -> Any:
     return node
 
 
+def _begins_list(node: Any, override: Assignment, depth: int) -> bool:
+    """Returns whether ``l+=x`` names a list that is yet to be made: no key beside it is named like it."""
+    key = override.keys[depth]
+    if override.sign != "+=" or not isinstance(node, dict) or key in node:
+        return False
+    return not difflib.get_close_matches(str(key), map(str, node), n=1)
+
+
+def _make_room(node: Any, override: Assignment, depth: int) -> None:
+    """Makes the place of a key or index that may be new, with a dict or list where the path goes on."""
+    key, last = override.keys[depth], depth + 1 == len(override.keys)
+    made: Any = None if last else [] if isinstance(override.keys[depth + 1], int) else {}
+    if isinstance(node, dict):
+        if not last and node.get(key) is None:
+            node[key] = made
+        elif last and override.sign == "+=":
+            node.setdefault(key, [])
+    elif isinstance(node, list) and isinstance(key, int):
+        node += [None] * (key + 1 - len(node))
+        if key < -len(node):
+            _require(node, override, depth)
+        if not last and node[key] is None:
+            node[key] = made
+    else:
+        _require(node, override, depth)
+
+
 def _require(node: Any, override: Assignment, depth: int) -> None:
     """Refuses a key or index that ``node`` does not have."""
     key, place = override.keys[depth], override.place(depth)
     if isinstance(node, dict):
         if key not in node:
             hint = f"; a new key needs the form {'+' + override.text!r}" if override.sign == "=" else ""
+            if override.sign == "+=":
+                hint = f"; a new list needs the form '+{override.key}=[{override.raw}]'"
             raise override.error(f"no key {override.place(depth + 1)!r}; {_nearest_path(node, override, depth)}{hint}")
     elif isinstance(node, list):
         if not isinstance(key, int):
             raise override.error(f"{place} is a list and takes an index such as [0], not {key!r}")
         if not -len(node) <= key < len(node):
-            raise override.error(f"{place} has {len(node)} entries and no [{key}]; append with '{place}+=…'")
+            raise override.error(
+                f"{place} has {len(node)} entries and no [{key}]; append with '{place}+=…', or let it grow with "
+                f"{'+' + override.text!r}"
+            )
     else:
         raise override.error(f"{place} is {node!r}, which has no keys")
 

@@ -14,9 +14,7 @@ from treadle.config.tree import join_path
 from treadle.errors import ConfigError
 
 _WIDTH = 88
-_HEADER = (
-    '"""A configuration for treadle. Files of this kind run as code when loaded: load only those you trust."""\n\n'
-)
+_HEADER = "# fmt: off\n# Auto-generated config snapshot\n"
 
 
 def format_config(config: Mapping[str, Any]) -> str:
@@ -30,7 +28,7 @@ def format_config(config: Mapping[str, Any]) -> str:
 
     Example:
         >>> print(format_config({"lr": 0.1, "betas": (0.9,), "limit": float("inf")}))
-        {'lr': 0.1, 'betas': (0.9,), 'limit': float('inf')}
+        {"lr": 0.1, "betas": (0.9,), "limit": float("inf")}
     """
     return _expression(config, 0, 0)
 
@@ -52,7 +50,7 @@ def save_config(config: Mapping[str, Any], path: str | os.PathLike[str]) -> None
         >>> file = pathlib.Path(tempfile.mkdtemp()) / "run.py"
         >>> save_config({"lr": 0.1, "betas": (0.9, 0.999)}, file)
         >>> print(file.read_text().splitlines()[-1])
-        config = {'lr': 0.1, 'betas': (0.9, 0.999)}
+        config = {"lr": 0.1, "betas": (0.9, 0.999)}
     """
     target = Path(path)
     suffix = target.suffix.lower()
@@ -128,12 +126,20 @@ def _line(value: Any) -> str:
         return f"{opening}{', '.join(_line(item) for item in value)}{comma}{closing}"
     if isinstance(value, float):
         text = float.__repr__(value)
-        return text if math.isfinite(value) else f"float({text!r})"
+        return text if math.isfinite(value) else f'float("{text}")'
     # The repr of a subclass, such as an enumeration or a numpy number, is no literal; that of its base is.
     for plain in (bool, int, str, bytes):
         if isinstance(value, plain):
-            return plain.__repr__(value)
+            return _double_quoted(plain.__repr__(value))
     return repr(value)
+
+
+def _double_quoted(literal: str) -> str:
+    """Returns the ``repr`` of a text in double quotes, unless these would have to be escaped in it."""
+    body = literal.lstrip("b")
+    if body[:1] != "'" or '"' in body:
+        return literal
+    return literal[: len(literal) - len(body)] + '"' + body[1:-1] + '"'
 
 
 def _brackets(value: Any) -> tuple[str, str]:

@@ -30,6 +30,21 @@ if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
 _PLAIN = (float, int, str, type(None))
+_OTHER_NAMES = {"non_finite_grad_retries": "retries", "non_finite_grad_retry_count": "retries"}
+
+
+class StepInfo(dict[str, Any]):
+    """The record of a step, which answers to trainloop's names of its entries too.
+
+    Example:
+        >>> StepInfo(retries=1)["non_finite_grad_retries"]
+        1
+    """
+
+    def __missing__(self, key: str) -> Any:
+        if key in _OTHER_NAMES:
+            return self[_OTHER_NAMES[key]]
+        raise KeyError(key)
 
 
 class Attempt:
@@ -71,10 +86,10 @@ class Attempt:
         self.term_totals = term_totals
         self.outputs: list[StepOutput] = []
         self.rank_messages: list[list[float]] = []
-        self.info: dict[str, Any] = {} if group is None else {
+        self.info: dict[str, Any] = StepInfo() if group is None else StepInfo({
             "loss": [], "weight": [], "records": [], "data_time": group.data_time, "lr": rates,
             "applied": False, "retries": tries - 1, "reason": None, "num_samples": 0,
-        }  # fmt: skip
+        })  # fmt: skip
         self._num_ranks = num_ranks
         self._keeps_outputs = keeps_outputs
 

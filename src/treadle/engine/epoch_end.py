@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
 
-def finish_epoch(engine: Engine) -> None:
+def finish_epoch(engine: Engine, *, moves_schedule: bool = True) -> None:
     """Finishes a complete epoch, in the order that ``treadle.hooks.base`` writes down.
+
+    Args:
+        engine: whose epoch is complete.
+        moves_schedule: False where the scheduler was stepped by the user's own loop.
 
     Raises:
         DataExhaustedError: the epoch had no batch at all.
@@ -40,7 +44,8 @@ def finish_epoch(engine: Engine) -> None:
     except EvaluationAbandoned:
         leave_on_signal(engine)
         raise
-    _step_epoch_scheduler(engine, value)
+    if moves_schedule:
+        _step_epoch_scheduler(engine, value)
     engine.cursor.next_epoch()
     engine.progress.end_epoch()
     if engine.target.out_of_time:

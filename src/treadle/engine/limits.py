@@ -74,7 +74,7 @@ class Limits:
         max_time: how long one call trains; it ends after the step in which the time is over, and the next call resumes
             there. Seconds, ``"HH:MM:SS"``, ``"DD:HH:MM:SS"``, ``"1h30m"`` or a timedelta.
         limit_train_batches: micro-batches of an epoch; the rest of the loader is not used.
-        limit_eval_batches: batches of each evaluation while training and of ``validate``.
+        limit_eval_batches: batches of ``evaluate`` and ``validate``, also while training; ``test`` takes all.
         overfit_batches: train on these first batches in every epoch, read once and kept in memory, and evaluate as
             many of the evaluation's.
         fast_dev_run: True or a number of batches: train so many steps and evaluate so many batches, once; hooks that

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 FOREIGN = {
-    "_build": "build_model, build_optimizer and build_data_loader", "_run_step": "train_step or forward",
     "_train_step": "train_step", "_build_model": "build_model", "_build_optimizer": "build_optimizer",
     "training_step": "forward", "train_batch": "forward", "run_step": "train_step", "compute_loss": "forward",
     "configure_optimizers": "build_optimizer and build_lr_scheduler", "train_dataloader": "build_data_loader",
@@ -52,11 +51,72 @@ def uncalled_methods(kind: type, base: type, *, known: Collection[str], foreign:
 
 def names_used_in(owner: type) -> Iterator[str]:
     """Yields the names that the methods of a class use."""
-    waiting = [value.__code__ for value in vars(owner).values() if isinstance(value, types.FunctionType)]
+    for value in vars(owner).values():
+        if isinstance(value, types.FunctionType):
+            yield from names_used_by(value)
+
+
+def names_used_by(function: types.FunctionType) -> Iterator[str]:
+    """Yields the names that a function uses, those of functions inside it included."""
+    waiting = [function.__code__]
     while waiting:
         code = waiting.pop()
         yield from code.co_names
         waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
+
+def replaces(kind: type, base: type, method: str) -> bool:
+    """Returns whether a subclass has a method in place of its base's: no override of it leads to that one.
+
+    Args:
+        kind: the user's class.
+        base: the class that it extends.
+        method: the name of the method.
+
+    Example:
+        >>> class Base:
+        ...     def step(self): ...
+        >>> class Adds(Base):
+        ...     def step(self): return super().step()
+        >>> class Replaces(Base):
+        ...     def step(self): return 1
+        >>> replaces(Adds, Base, "step"), replaces(Replaces, Base, "step"), replaces(Base, Base, "step")
+        (False, True, False)
+    """
+    owners = kind.__mro__[: kind.__mro__.index(base)]
+    own = {name: value for owner in owners for name, value in vars(owner).items()}
+    overrides = [vars(owner)[method] for owner in owners if isinstance(vars(owner).get(method), types.FunctionType)]
+    return any(method not in _names_reached(override, own) for override in overrides)
+
+
+def _names_reached(function: types.FunctionType, own: Mapping[str, Any]) -> set[str]:
+    """Returns the names that a method uses, itself or through other methods of its class."""
+    found: set[str] = set()
+    waiting = list(names_used_by(function))
+    while waiting:
+        name = waiting.pop()
+        helper = own.get(name)
+        if name not in found and isinstance(helper, types.FunctionType) and helper is not function:
+            waiting += names_used_by(helper)
+        found.add(name)
+    return found
+
+
+def is_own_helper(kind: type, base: type, name: str) -> bool:
+    """Returns whether other methods of a user's class call a method of this name, so that it is the user's own.
+
+    Example:
+        >>> class Base: ...
+        >>> class Mine(Base):
+        ...     def _build(self): ...
+        ...     def build_model(self): return self._build()
+        >>> is_own_helper(Mine, Base, "_build")
+        True
+    """
+    owners = kind.__mro__[: kind.__mro__.index(base)]
+    methods = [item for owner in owners for item in vars(owner).items() if isinstance(item[1], types.FunctionType)]
+    defined = any(method == name for method, _ in methods)
+    return defined and any(name in names_used_by(function) for method, function in methods if method != name)
 
 
 def overridden_on_instance(owner: Any, methods: Collection[str]) -> Iterator[str]:

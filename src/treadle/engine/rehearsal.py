@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 from treadle.checkpoint.attributes import has_state
 from treadle.checkpoint.schema import to_plain
@@ -111,21 +118,50 @@ def _copied(engine: Engine) -> Any:
 
 
 def check_length_of_schedule(engine: Engine) -> None:
-    """Raises for a schedule that raises before the run has reached its target.
+    """Raises for a schedule that raises before the run has reached its target; warns of one that ends before.
 
     Raises:
         ConfigError: a OneCycleLR has fewer moves left than the run has steps.
     """
-    scheduler, target = engine.lr_scheduler, engine.target.total_steps(engine)
-    if not isinstance(scheduler, OneCycleLR) or target is None or engine.scheduler_interval != "step":
+    scheduler, moves = engine.lr_scheduler, _moves_left(engine)
+    if scheduler is None or moves is None or engine.state.length_checked:
         return
-    moves = target - engine.progress.step
-    if scheduler.last_epoch + moves > scheduler.total_steps:
+    engine.state.record_length_checked()
+    if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + moves > scheduler.total_steps:
         raise ConfigError(
             f"OneCycleLR has total_steps={scheduler.total_steps} and is at {scheduler.last_epoch}; this run has "
-            f"{moves} more steps and the schedule would raise before its end; build it with total_steps={target}",
+            f"{moves} more {engine.scheduler_interval}s and the schedule would raise before its end; build it with "
+            f"total_steps={scheduler.last_epoch + moves}",
             argument="scheduler",
         )
+    for name, length, effect in _lengths(scheduler):
+        if scheduler.last_epoch + moves > length:
+            engine.logger.warning(
+                "scheduler: %s ends after %d %ss and this run has %d: from there on the rate %s; build it for the "
+                "whole run if that is not meant",
+                name, length, engine.scheduler_interval, scheduler.last_epoch + moves, effect,
+            )  # fmt: skip
+
+
+def _moves_left(engine: Engine) -> int | None:
+    """Returns how often the schedule moves until the target, or None where that is not known."""
+    if engine.scheduler_interval == "epoch":
+        return None if engine.target.epochs is None else engine.target.epochs - engine.epoch
+    total = engine.target.total_steps(engine)
+    return None if total is None else total - engine.progress.step
+
+
+def _lengths(scheduler: Any, start: int = 0) -> Iterator[tuple[str, int, str]]:
+    """Yields schedules of torch that end, with the number of moves after which they do and what follows."""
+    if isinstance(scheduler, CosineAnnealingLR):
+        yield f"CosineAnnealingLR(T_max={scheduler.T_max})", start + scheduler.T_max, "rises again"
+    elif isinstance(scheduler, PolynomialLR):
+        yield f"PolynomialLR(total_iters={scheduler.total_iters})", start + scheduler.total_iters, "is 0"
+    elif isinstance(scheduler, SequentialLR):
+        yield from _lengths(scheduler._schedulers[-1], start + scheduler._milestones[-1])
+    elif isinstance(scheduler, ChainedScheduler):
+        for inner in scheduler._schedulers:
+            yield from _lengths(inner, start)
 
 
 def try_folders(engine: Engine) -> None:
@@ -150,7 +186,7 @@ def try_folders(engine: Engine) -> None:
 def try_evaluation(
     model: nn.Module, loader: Iterable[Any], task: Task | None, *, precision: Precision, eval_seed: int = 0
 ) -> None:
-    """Reads the first batch of a loader and feeds it to the metrics, if there are any; keeps nothing of it.
+    """Reads the first batch of a loader and evaluates it, with the metrics if there are any; keeps nothing of it.
 
     Args:
         model: on the device of ``precision``.
@@ -167,13 +203,14 @@ def try_evaluation(
             cursor.restart()
             cursor.open(loader)
             batches = cursor.take(1).batches
-            metrics = task.new_metrics() if isinstance(task, HasMetrics) and batches else None
-            if not metrics:
+            if task is None or not batches:
                 return
-            metrics.reset()
+            metrics = task.new_metrics() if isinstance(task, HasMetrics) else None
+            if metrics:
+                metrics.reset()
             with precision.autocast():
                 output = as_step_output(task.step(model, batches[0]), training=False)
-            if output.outputs is not None:
+            if metrics and output.outputs is not None:
                 update_of(metrics)(output.outputs)
                 if isinstance(metrics, EpochMetrics):
                     metrics.try_first_batch()

@@ -79,6 +79,7 @@ class RunState:
         num_loads: how often a state was loaded; tensors of the optimizer are in other memory after each.
         training: whether a run takes steps.
         num_runs: runs that took steps, of this object.
+        length_checked: whether the length of the schedule was compared with that of the run.
         modules: state of the model that its state dict does not hold.
         objects: the user's own objects on the trainer and the task.
         hook_objects: those that hooks without state of their own hold, by the hooks' keys.
@@ -109,6 +110,7 @@ class RunState:
         self._trial: Callable[[], None] | None = None
         self._rehearsed = False
         self._warned: set[str] = set()
+        self.length_checked = False
 
     def prepare(self, engine: Engine) -> None:
         """Takes fingerprints of the frozen weights, and notes how the user's objects were built."""
@@ -144,9 +146,14 @@ class RunState:
         self.modules.restore(engine.model, modules, ready=False)
         self.objects.restore_attributes(objects)
 
+    def record_length_checked(self) -> None:
+        """Records that the schedule was found long enough for this run, or was named."""
+        self.length_checked = True
+
     def begin_run(self) -> None:
         """Records that steps are being taken."""
         self.training, self.num_runs = True, self.num_runs + 1
+        self.length_checked = False
 
     def end_run(self, engine: Engine) -> None:
         """Records that no more steps are taken, and the modes that the modules were left in."""

@@ -86,12 +86,7 @@ def find_learning_rate(
         >>> len(found.rates)
         5
     """
-    if not 0 < lowest < highest:
-        raise ConfigError("must be > 0 and below highest", argument="lowest", value=lowest)
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 2:
-        raise ConfigError("must be a whole number of steps >= 2", argument="num_steps", value=num_steps)
-    if not divergence > 1:
-        raise ConfigError("must be > 1", argument="divergence", value=divergence)
+    _check_search(lowest, highest, num_steps, divergence)
     engine, loader = _ready(trainer, loader)
     rates, losses = list[float](), list[float]()
     mean = 0.0
@@ -111,6 +106,15 @@ def find_learning_rate(
             if losses[-1] - lowest_loss > (divergence - 1) * abs(lowest_loss):
                 break
     return LearningRates(rates, losses)
+
+
+def _check_search(lowest: float, highest: float, num_steps: Any, divergence: float) -> None:
+    if not 0 < lowest < highest:
+        raise ConfigError("must be > 0 and below highest", argument="lowest", value=lowest)
+    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 2:
+        raise ConfigError("must be a whole number of steps >= 2", argument="num_steps", value=num_steps)
+    if not divergence > 1:
+        raise ConfigError("must be > 1", argument="divergence", value=divergence)
 
 
 def find_batch_size(
@@ -168,6 +172,7 @@ def find_batch_size(
 
 def _fits(trainer: Any, loader: Iterable[Any], num_steps: int, *, must: bool) -> bool:
     engine, loader = _ready(trainer, loader)
+    fits = True
     try:
         with undone(engine, loader) as steps:
             for _ in range(num_steps):
@@ -175,12 +180,12 @@ def _fits(trainer: Any, loader: Iterable[Any], num_steps: int, *, must: bool) ->
     except BaseException as error:
         if must or not is_out_of_memory(error):
             raise
-        return False
-    finally:
-        gc.collect()
-        if engine.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return True
+        fits = False
+    if not fits:
+        gc.collect()  # the error's frames held tensors
+    if engine.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return fits
 
 
 def _ready(trainer: Any, loader: Iterable[Any] | None) -> tuple[Engine, Iterable[Any]]:

@@ -24,7 +24,7 @@ from treadle.engine.events import Events
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Duration, Limits
-from treadle.engine.names import FOREIGN, uncalled_methods
+from treadle.engine.names import FOREIGN, is_own_helper, uncalled_methods
 from treadle.engine.observers import announce_building
 from treadle.engine.predictions import predicted, scored_weights
 from treadle.engine.progress import Progress
@@ -92,7 +92,7 @@ class BaseTrainer(Engine):
         progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
         max_time: how long one call of ``train`` may take: seconds, ``"HH:MM:SS"``, ``"1h30m"`` or a timedelta.
         limit_train_batches: micro-batches of an epoch, or a float, the part of it.
-        limit_eval_batches: batches of an evaluation while training and of ``validate``, or a float.
+        limit_eval_batches: batches of ``evaluate`` and ``validate``, also while training, or a float.
         overfit_batches: batches at the start of the loader that make every epoch, read once.
         fast_dev_run: True or a number: so many steps and batches of an evaluation; nothing is written or resumed.
         num_sanity_eval_steps: batches that a ValidationHook evaluates before step 1 of a fresh run; -1 for all.
@@ -119,6 +119,7 @@ class BaseTrainer(Engine):
     model: Any
     optimizer: Any
     hooks: Any
+    data_loader: Any
 
     def __init__(
         self,
@@ -148,6 +149,7 @@ class BaseTrainer(Engine):
         fast_dev_run: bool | int = False,
         num_sanity_eval_steps: int = 0,
     ):
+        self._refuse_own_loop()
         if not isinstance(max_steps, int) or max_steps < 0:
             raise ConfigError("must be a whole number of optimizer steps, >= 0", argument="max_steps", value=max_steps)
         check_precision(mixed_precision, argument="mixed_precision")
@@ -158,14 +160,12 @@ class BaseTrainer(Engine):
         )
         settings = EngineSettings(
             face="mini", scheduler_interval=scheduler_interval, device_asked=device, grad_clip=grad_clip,
-            grad_clip_value=grad_clip_value,
-            accumulation_steps=accumulation_steps, syncs_each=not no_sync_accumulate,
+            grad_clip_value=grad_clip_value, accumulation_steps=accumulation_steps, syncs_each=not no_sync_accumulate,
             max_non_finite_grad_retries=max_non_finite_grad_retries, capture=capture, progress=progress, limits=limits,
         )  # fmt: skip
         logger, options = logger or logging.getLogger("treadle.trainer"), state_options(state_dict_options)
         self._configure(settings, mixed_precision, logger=logger, state_options=options)
-        self.max_steps = max_steps
-        self.trackers = trackers
+        self.max_steps, self.trackers = max_steps, trackers
         self.compile_setting = check_compile(compile)
         self.checkpointing_setting = check_checkpointing(gradient_checkpointing)
         self._given_hooks = check_hooks(hooks)
@@ -176,16 +176,20 @@ class BaseTrainer(Engine):
         self.workspace = None if folder is None else Path(folder).absolute()
         self.state_dict_options = state_dict_options
         self.task = _ForwardTask(self)
-        self.model = self.optimizer = self.lr_scheduler = self.hooks = None
-        self.grad_scaler: torch.amp.GradScaler | None = None
-        self.data_loader: Any = None
+        self._clear_parts()
+        given = {"grad_clip_value": grad_clip_value, "gradient_checkpointing": gradient_checkpointing}
         self.config = {
             "max_steps": max_steps, "grad_clip": grad_clip, "max_non_finite_grad_retries": max_non_finite_grad_retries,
             "mixed_precision": mixed_precision, "gradient_accumulation_steps": accumulation_steps,
             "scheduler_interval": scheduler_interval, "capture": capture, "compile": compile,
-            "grad_clip_value": grad_clip_value, "gradient_checkpointing": gradient_checkpointing,
-            **limits.given(),
+            **{name: value for name, value in given.items() if value}, **limits.given(),
         }  # fmt: skip
+
+    def _clear_parts(self) -> None:
+        """Sets the parts that :meth:`prepare` builds to None."""
+        self.model = self.optimizer = self.lr_scheduler = self.hooks = None
+        self.grad_scaler: torch.amp.GradScaler | None = None
+        self.data_loader: Any = None
 
     def train(self) -> None:
         """Trains to ``max_steps``; a finished run is a no-op. An exception leaves unchanged."""
@@ -328,21 +332,40 @@ class BaseTrainer(Engine):
             for warning in uncalled_methods(type(self), BaseTrainer, known=_OVERRIDABLE, foreign=FOREIGN):
                 self.logger.warning("%s", warning)
             announce_building(self)
-            self.data_loader = self._built("build_data_loader")
-            self.model = checkpoint_model(self._built("build_model"), self.checkpointing_setting)
-            compile_model(self.model, self.compile_setting)
-            self.optimizer = self._built("build_optimizer")
-            self.lr_scheduler = self.build_lr_scheduler()
-            self.grad_scaler = self.build_grad_scaler()
-            self.precision = Precision(self.precision.name, self.device, scaler=self.grad_scaler)
-            hooks = self._built("build_hooks")
-            if self._given_hooks:
-                hooks = [*check_hooks(hooks), *self._given_hooks]
-            hooks = with_trackers(hooks, self.trackers)
-            if self._remote is not None:
-                hooks = [self._remote, *hooks]
-            self.hooks = with_default_hooks(hooks, given=hooks, progress=self.settings.progress)
+            # A helper that a subclass calls itself has the name by chance.
+            BaseTrainer._build(self) if is_own_helper(type(self), BaseTrainer, "_build") else self._build()
+            if self.hooks is None:
+                raise ConfigError(
+                    f"{type(self).__name__}._build() did not call super()._build(), which builds every part; call it, "
+                    "and change a part by overriding its own method, such as build_model"
+                )
         super().prepare()
+
+    def _build(self) -> None:
+        """Builds every part; a subclass may do something around ``super()._build()``."""
+        self.data_loader = self._built("build_data_loader")
+        self.model = checkpoint_model(self._built("build_model"), self.checkpointing_setting)
+        compile_model(self.model, self.compile_setting)
+        self.optimizer = self._built("build_optimizer")
+        self.lr_scheduler = self.build_lr_scheduler()
+        self.grad_scaler = self.build_grad_scaler()
+        self.precision = Precision(self.precision.name, self.device, scaler=self.grad_scaler)
+        hooks = self._built("build_hooks")
+        if self._given_hooks:
+            hooks = [*check_hooks(hooks), *self._given_hooks]
+        hooks = with_trackers(hooks, self.trackers)
+        if self._remote is not None:
+            hooks = [self._remote, *hooks]
+        self.hooks = with_default_hooks(hooks, given=hooks, progress=self.settings.progress)
+
+    def _refuse_own_loop(self) -> None:
+        """Raises ConfigError for a ``_run_step`` of mini's or trainloop's, which nothing here would call."""
+        kind = type(self)
+        if hasattr(kind, "_run_step") and not is_own_helper(kind, BaseTrainer, "_run_step"):
+            raise ConfigError(
+                f"{type(self).__name__}._run_step: nothing calls it; override train_step(group), which returns what "
+                "super().train_step(group) does, or use on_before_step and on_after_step of a hook"
+            )
 
     def _refuse_replaced_parts(self) -> None:
         for name, kind in _PARTS.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
@@ -30,6 +31,19 @@ from treadle.optim.schedules import follow_shape
 _log = logging.getLogger("treadle.functional")
 # What `train` calls the arguments of a best rule.
 _OURS = {"mode": "best_mode", "patience": "early_stopping_patience"}
+
+
+def in_argument_order(optimizer: Any, loss_fn: Any) -> tuple[Any, Any]:
+    """Returns ``(optimizer, loss_fn)``, exchanged where they came in the order of ``qurious.llms.trainer``.
+
+    Example:
+        >>> in_argument_order(nn.MSELoss(), None)
+        (None, MSELoss())
+    """
+    is_loss = isinstance(optimizer, (nn.Module, types.FunctionType)) and not isinstance(optimizer, Optimizer)
+    if is_loss and (loss_fn is None or isinstance(loss_fn, Optimizer)):
+        return loss_fn, optimizer
+    return optimizer, loss_fn
 
 
 def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: TrainingSettings) -> Optimizer:
@@ -226,7 +240,7 @@ def check_callback(callback: Any) -> None:
         instead = "; to stop early pass early_stopping_patience= and best_model_metric= to train()"
     elif isinstance(callback, BaseHook):
         instead = "; it is a hook: pass it as hooks=[...] when the trainer is made"
-    elif callable(callback) and _takes(callback, 3):
+    elif callable(callback) and takes(callback, 3):
         return
     raise ConfigError(
         f"{callback!r} cannot be called with (trainer, epoch, metrics){instead or '; write a function of these'}",
@@ -234,8 +248,13 @@ def check_callback(callback: Any) -> None:
     )
 
 
-def _takes(function: Callable[..., Any], count: int) -> bool:
-    """Returns whether a function can be called with so many arguments; True where its signature is not known."""
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Returns whether a function can be called with so many arguments; True where its signature is not known.
+
+    Example:
+        >>> takes(lambda batches, epoch: {}, 3)
+        False
+    """
     try:
         inspect.signature(function).bind(*[None] * count)
     except TypeError:
@@ -358,7 +377,7 @@ _METHODS = (
     "train_step", "train_epoch", "eval_step", "evaluate", "_prepare_batch", "_forward_pass", "_compute_loss",
     "_loss_weight",
 )  # fmt: skip
-_LOOKED_UP_ON_THE_CLASS = ("train_step", "train_epoch", "eval_step", "evaluate")
+_LOOKED_UP_ON_THE_CLASS = ("train_step", "eval_step")
 _FOREIGN = {
     "training_step": "train_step or _compute_loss", "_train_step": "train_step", "compute_loss": "_compute_loss",
     "validation_step": "eval_step", "_run_step": "train_step", "_evaluate": "evaluate",

@@ -12,9 +12,12 @@ from treadle.data.amount import FirstBatches
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules, refuse_no_batch
+from treadle.engine.own_loop import run_own_epochs
 from treadle.engine.session import BetweenRuns, ranks_stop, resume_from_hooks
+from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
 from treadle.faces.selection import SelectingEpochs
+from treadle.functional.replaced import EpochBatches, OwnSteps
 from treadle.functional.task import EvalTask, numbers_from
 from treadle.nested import as_number, flatten_nested_dict
 
@@ -43,25 +46,32 @@ class FaceEpochs(SelectingEpochs):
     Args:
         engine: runs the steps.
         task: what evaluations ask for a batch.
-        evaluate: a subclass's own evaluation, or None.
+        evaluate: returns the evaluation of a subclass or of the object, or None.
 
     Example:
-        >>> # epochs = FaceEpochs(engine, task, evaluate=None)
+        >>> # epochs = FaceEpochs(engine, task, evaluate=lambda: None)
     """
 
-    def __init__(self, engine: Engine, task: EvalTask, *, evaluate: Evaluate | None):
+    def __init__(self, engine: Engine, task: EvalTask, *, evaluate: Callable[[], Evaluate | None]):
         super().__init__(engine, prefix=PREFIX)
         self._task = task
-        self._own_evaluate = evaluate
+        self._find_evaluate = evaluate
         self._evaluating = False
         self._epochs_run = 0
         self._through = False  # epochs go through the trainer's own train_epoch
         self._incomplete = False  # which adds to the record of the running epoch
+        self._own_steps: OwnSteps | None = None  # of a train_epoch that replaces the loop
 
     # -- training -------------------------------------------------------------------------------------------------
 
     def one_epoch(self, train_loader: Iterable[Any], val_loader: Iterable[Any] | None) -> dict[str, Any]:
         """Trains the running epoch to its end, or one more; returns its record, or means alone if it was cut short."""
+        if self._own_steps is not None:
+            raise ConfigError(
+                "the override reaches the trainer's own loop by a way that was not seen when it was made; call it as "
+                "super().train_epoch(...)",
+                argument="train_epoch",
+            )
         if not self._through:  # asked for by itself: nothing is selected, and nothing ends it early
             self.select_by(None)
         self.engine.prepare()
@@ -96,9 +106,10 @@ class FaceEpochs(SelectingEpochs):
         resume_from_hooks(engine)
         engine.should_stop, self._through = False, True
         self.deadline = engine.settings.limits.deadline()
+        last = engine.settings.limits.target(None, epochs)[1] or 0
         try:
             with BetweenRuns(engine) as between:
-                while engine.epoch < epochs and not (self.finished or ranks_stop(engine)):
+                while engine.epoch < last and not (self.finished or ranks_stop(engine)):
                     record = self._one_through(train_epoch)
                     with between.acting():
                         if record is not None:
@@ -131,6 +142,75 @@ class FaceEpochs(SelectingEpochs):
         record.update(_as_record({key: value for key, value in result.items() if key not in record}, prefix=""))
         return record
 
+    def fit_replaced(
+        self,
+        train_epoch: Callable[[Iterable[Any], int], Any],
+        train_loader: Iterable[Any],
+        epochs: int,
+        after_epoch: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Trains each epoch by ``train_epoch(batches, epoch)``, a loop that somebody else wrote.
+
+        The batches come from the cursor, so that the position is saved and restored as in a loop of the engine's.
+
+        Raises:
+            ConfigError: it read no batch, or returned no dict.
+        """
+        engine, result = self.engine, dict[str, Any]()
+        own_steps = OwnSteps(engine)
+
+        def one_epoch() -> bool:
+            own_steps.start()
+            result.clear()
+            result.update(self._result_of(train_epoch(EpochBatches(engine, train_loader), engine.epoch)))
+            own_steps.stop()
+            return own_steps.moves.schedule_moved
+
+        target = Target(
+            epochs=epochs,
+            score_epoch=lambda: self._score_result(result),
+            after_epoch=lambda: after_epoch(self.history[-1]),
+        )
+        self._own_steps = own_steps
+        try:
+            run_own_epochs(engine, target, one_epoch)
+        finally:
+            own_steps.close()
+            self._own_steps = None
+
+    def _result_of(self, result: Any) -> dict[str, Any]:
+        if not isinstance(result, Mapping):
+            raise ConfigError(
+                f"the override returned a {type(result).__name__}; return a dict of numbers with train_loss",
+                argument="train_epoch",
+            )
+        if self.engine.cursor.position == 0:
+            raise ConfigError(
+                "the override read no batch of the train_dataloader that it was given; an epoch is what it reads there",
+                argument="train_epoch",
+            )
+        return _as_record(result, prefix="")
+
+    def _score_result(self, result: Mapping[str, Any]) -> float:
+        """Appends the record of an epoch that an override trained; returns what plateau schedulers watch."""
+        means = self.train_record(self.engine.train_means())
+        loss = {"train_loss": result.get("train_loss", result.get("loss", means["train_loss"]))}
+        numbers = {name: value for name, value in result.items() if name not in ("epoch", "loss", "train_loss", "lr")}
+        rates = self.engine.last_lr
+        record = {
+            "epoch": self.engine.epoch + 1,
+            **means,
+            **loss,
+            **numbers,
+            "lr": float(rates[0]) if rates else math.nan,
+        }
+        value = float(record.get(f"{PREFIX}loss", record["train_loss"]))
+        if self.best is not None:
+            value = self.best.value_in(record)
+            self.improved = self.best.update(record["epoch"], value)
+        self.history.append(record)
+        return value
+
     def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
         """Returns ``train_loss``, and ``train_<name>`` of what an overridden ``train_step`` adds."""
         added = flatten_nested_dict(means.get("records", {}))
@@ -140,18 +220,19 @@ class FaceEpochs(SelectingEpochs):
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, Any]:
         """Returns the results of the evaluation in force, without the prefix, as plain numbers."""
-        if self._own_evaluate is None:
+        own_evaluate = self._find_evaluate()
+        if own_evaluate is None:
             return self.measure(loader)
         limit = self.engine.settings.limits.evaluation
         with self.scored_weights(), self._inside_the_rules(loader), self._busy():
             first = loader if limit is None else FirstBatches(loader, limit, "limit_eval_batches")
-            values = numbers_from("evaluate", self._own_evaluate(first))
+            values = numbers_from("evaluate", own_evaluate(first))
         return _as_record(values)
 
     def _try_evaluation(self, val_loader: Iterable[Any]) -> None:
         """Evaluates one batch before step 1 by the task; an overridden ``evaluate`` has a loop that is not entered."""
         with self._busy():
-            self._try_batch(val_loader, self._task if self._own_evaluate is None else None)
+            self._try_batch(val_loader, self._task if self._find_evaluate() is None else None)
 
     def measure(self, loader: Iterable[Any]) -> dict[str, Any]:
         """Returns the weighted means over a loader by the engine's own evaluation.

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from treadle import distributed
 from treadle.checkpoint.order import is_aside
@@ -33,6 +34,9 @@ class NumberedFolder(RunFolder):
         retention: which numbered checkpoints stay.
         best_epochs: returns the epochs whose numbered checkpoints stay as well.
 
+    Attributes:
+        other_names: returns parts of a tree under further names, which take no more room in the file.
+
     Example:
         >>> # folder = NumberedFolder(engine, trainer._save_checkpoint, HistoryFile(lambda: []))
     """
@@ -54,6 +58,7 @@ class NumberedFolder(RunFolder):
         self._history = history
         self._save = save
         self._save_freq = 0
+        self.other_names: Callable[[dict[str, Any]], dict[str, Any]] = lambda tree: {}
         self._written: list[Path] | None = None  # at the end of the present epoch, while it is written
 
     def use(self, path: str | Path | None, save_freq: int | None = None) -> None:
@@ -172,6 +177,7 @@ class NumberedFolder(RunFolder):
         tree = self.engine.state_dict()
         if metric_value is not None:
             tree["best_metric"] = float(metric_value)
+        tree |= self.other_names(tree)
         written = on_rank_0(lambda: save_checkpoint(tree, path))
         self.engine.state.record_saved(written, self.engine.step)
         on_rank_0(lambda: self._name(written))

@@ -45,11 +45,16 @@ class SaveAtSignals(BaseHook):
             return None
         if any(hook is not self and hook.exit_plan(trainer) is not None for hook in trainer.hooks):
             return None
-        free = [number for number in _SIGNALS if signal.getsignal(number) in _DEFAULT]
+        free = [number for number in _SIGNALS if _is_free(signal.getsignal(number), trainer)]
         return ExitPlan(tuple(free), self._write) if free else None
 
 
 _DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
+
+
+def _is_free(handler: Any, trainer: Engine) -> bool:
+    """Returns whether a handler is Python's own, or that of this trainer, around the runs of single epochs."""
+    return handler in _DEFAULT or getattr(handler, "__self__", None) is trainer.signals
 
 
 def own_hooks(settings: TrainingSettings, history: BaseHook, *, given: Sequence[BaseHook]) -> list[BaseHook]:

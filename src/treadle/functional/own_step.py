@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from treadle import distributed
 from treadle.data.cursor import Group
 from treadle.engine import Engine
 from treadle.engine.settings import Outcome
 from treadle.errors import ConfigError
+from treadle.functional.replaced import ReplacedStep
 
 OwnStep = Callable[[Any], Any]
 _STEP_KEYS = ("loss", "lr", "grad_norm")
@@ -20,10 +22,11 @@ class OwnStepEngine(Engine):
     """Calls ``own_step(batch)`` for each step, which comes back through :meth:`inner_step` exactly once.
 
     The loop, the counters, the hooks and what happens to a step that is refused stay the engine's. Numbers that the
-    override adds become records of the step.
+    override adds become records of the step. An override that replaces the step does not come back.
 
     Args:
         own_step: the trainer's overridden method.
+        replaced: whether it replaces the step; see :class:`ReplacedStep`.
         weighted: gives numbers of the last batch with what they are a mean over.
         kwargs: those of the engine.
 
@@ -32,9 +35,15 @@ class OwnStepEngine(Engine):
     """
 
     def __init__(
-        self, *args: Any, own_step: OwnStep, weighted: Callable[[Mapping[str, Any]], dict[str, Any]], **kwargs: Any
+        self,
+        *args: Any,
+        own_step: OwnStep,
+        weighted: Callable[[Mapping[str, Any]], dict[str, Any]],
+        replaced: bool = False,
+        **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
+        self._replaced = ReplacedStep(self, own_step) if replaced else None
         self._weighted = weighted
         self._own_step: OwnStep | None = own_step
         self._waiting: Group | None = None  # the group whose step the override is to run
@@ -52,12 +61,20 @@ class OwnStepEngine(Engine):
                 "through an overridden train_step, which sees one; override _compute_loss, or accumulate nothing",
                 argument="gradient_accumulation_steps",
             )
+        if self._replaced is not None and distributed.world_size() > 1:
+            raise ConfigError(
+                "the override replaces this trainer's step, and on several ranks nothing would exchange its gradients; "
+                "call super().train_step(batch), or override _forward_pass or _compute_loss",
+                argument="train_step",
+            )
         super().run(*args, **kwargs)
 
     def train_step(self, group: Group) -> Outcome:
         """Lets the override run the step, once."""
         if self._own_step is None:
             return super().train_step(group)
+        if self._replaced is not None:
+            return self._replaced.run(group)
         self._outcomes, self._waiting = [], group
         try:
             result = self._own_step(group.batches[0])
@@ -65,8 +82,8 @@ class OwnStepEngine(Engine):
             self._waiting = None
         if not self._outcomes:
             raise ConfigError(
-                "the override did not call super().train_step(batch), so nothing was trained; it may add "
-                "to that step, not replace it: override _forward_pass or _compute_loss for another one",
+                "the override did not call super().train_step(batch) for this batch, as it does for others; call it "
+                "for every batch, or nowhere: then it replaces the step",
                 argument="train_step",
             )
         self._note_added(result)
@@ -78,6 +95,12 @@ class OwnStepEngine(Engine):
         Raises:
             ConfigError: it ran already.
         """
+        if self._replaced is not None and self.progress.in_step:
+            raise ConfigError(
+                "the override reaches the trainer's own step by a way that was not seen when it was made; call it as "
+                "super().train_step(batch)",
+                argument="train_step",
+            )
         if self._waiting is None:
             return False
         if self._outcomes:

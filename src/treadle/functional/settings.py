@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import logging
@@ -9,6 +10,7 @@ import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, get_args
 
 from treadle.capture.checkpointing import Checkpointing, check_checkpointing
@@ -25,7 +27,44 @@ _FIRST = (
     "max_grad_norm", "scheduler_step_per_batch", "weight_decay", "learning_rate", "gradient_accumulation_steps",
     "mixed_precision", "max_non_finite_grad_retries", "log_interval", "min_delta", "ema_decay",
 )  # fmt: skip
-_UNUSED = ("batch_size", "num_epochs", "seed")
+_UNUSED = ("batch_size", "num_epochs", "epochs", "seed", "max_eval_samples")
+_OF_FILES = ("checkpoint_dir", "save_interval")
+_NOWHERE = {"eval_interval": "evaluations come after each epoch; ValidationHook(interval=...) evaluates between steps"}
+
+
+class _Default(int):
+    """A default value that a config may replace, unlike the same number given by the user."""
+
+
+EVERY_EPOCH = _Default(1)
+
+
+@dataclass(frozen=True)
+class RunDefaults:
+    """Files of a run as a config names them, for arguments of ``train`` that are not given.
+
+    Raises:
+        ConfigError: the interval is no number of epochs.
+
+    Example:
+        >>> RunDefaults("runs", 5).files(None, EVERY_EPOCH), RunDefaults("runs", 5).files("other", 1)
+        (('runs', 5), ('other', 1))
+    """
+
+    checkpoint_dir: str | Path | None = None
+    save_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        interval = self.save_interval
+        if interval is not None and (isinstance(interval, bool) or not isinstance(interval, Integral) or interval < 0):
+            raise ConfigError(
+                "must be a whole number of epochs >= 0, or None", argument=f"{_WHERE}.save_interval", value=interval
+            )
+
+    def files(self, save_dir: str | Path | None, save_freq: int | None) -> tuple[str | Path | None, int | None]:
+        """Returns the folder of a call and the epochs between two numbered checkpoints."""
+        given = save_freq if self.save_interval is None or type(save_freq) is not _Default else self.save_interval
+        return self.checkpoint_dir if save_dir is None else save_dir, None if given is None else int(given)
 
 
 @dataclass(frozen=True)
@@ -65,7 +104,7 @@ class TrainingSettings:
     limit_train_batches: Amount | None = None
     """Micro-batches of an epoch, or a float, the part of it."""
     limit_eval_batches: Amount | None = None
-    """Batches of an evaluation while training and of ``validate``, or a float, the part of the loader."""
+    """Batches of ``evaluate`` and ``validate``, also while training, or a float, the part of the loader."""
     overfit_batches: Amount | None = None
     """Batches at the start of the loader that make every epoch, read once."""
     fast_dev_run: bool | int = False
@@ -200,7 +239,7 @@ def read_settings(config: Any, keywords: Mapping[str, Any] | None = None) -> Tra
         >>> read_settings(None) == read_settings({}) == TrainingSettings()
         True
     """
-    part = config.get("training") if isinstance(config, Mapping) else getattr(config, "training", None)
+    part = _part_of(config, "training")
     if part is None and config is not None and not isinstance(config, Mapping):
         _warn_of_flat_settings(config)
     values = {} if part is None else _fields_of(part)
@@ -219,11 +258,29 @@ def read_settings(config: Any, keywords: Mapping[str, Any] | None = None) -> Tra
             "config: only its 'training' part is read, and %r lies outside: write {'training': {%r: ...}}",
             misplaced[0], misplaced[0],
         )  # fmt: skip
-    refuse_unknown(_WHERE, values, [*known, *_UNUSED])
+    refuse_unknown(_WHERE, values, [*known, *_UNUSED, *_OF_FILES, *_NOWHERE])
+    for name in values.keys() & _NOWHERE.keys():
+        _log.warning("config.training.%s=%s is not read: %s", name, values[name], _NOWHERE[name])
     given = {name: value for name, value in values.items() if name in known}
     # Where None means off it is kept; elsewhere it stands for the default.
     kept = {name: value for name, value in given.items() if value is not None or name == "log_interval"}
     return TrainingSettings(**{**kept, **_checked_keywords(keywords or {}, known)})
+
+
+def read_run_defaults(config: Any) -> RunDefaults:
+    """Returns the files of a run that ``config.training`` names.
+
+    Example:
+        >>> read_run_defaults({"training": {"checkpoint_dir": "runs"}})
+        RunDefaults(checkpoint_dir='runs', save_interval=None)
+    """
+    part = _part_of(config, "training")
+    values = {} if part is None else _fields_of(part)
+    return RunDefaults(**{name: values[name] for name in _OF_FILES if name in values})
+
+
+def _part_of(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
 def _checked_keywords(keywords: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
@@ -270,12 +327,39 @@ def _fields_of(part: Any, *, closed: bool = False) -> dict[str, Any]:
         declared = getattr(type(part), names, None)
         if declared:
             return {name: getattr(part, name) for name in (getattr(one, "name", one) for one in declared)}
+    if isinstance(part, type):
+        return _public(_attributes_of(part))
     if callable(getattr(part, "keys", None)) and hasattr(type(part), "__getitem__"):  # as ml_collections' ConfigDict
         return {str(name): part[name] for name in part.keys()}  # noqa: SIM118  (it need not be iterable)
-    found = _attributes_of(part)
-    if not found and not closed and not isinstance(part, type) and type(part) is not types.SimpleNamespace:
+    if hasattr(type(part), "__iter__") and hasattr(type(part), "__getitem__"):  # as qurious' Config
+        return {str(name): part[name] for name in part}
+    attributes = _attributes_of(part)
+    found = {**_served_by(part), **_public(attributes)}
+    # A bare namespace, or an object with nothing but hidden attributes that serves no key either.
+    if not found and not closed and type(part) is not types.SimpleNamespace and (not attributes or _serves(part)):
         _refuse_closed(part)
-    return {name: value for name, value in found.items() if not name.startswith("_") and not _is_method(value)}
+    return found
+
+
+def _public(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if not name.startswith("_") and not _is_method(value)}
+
+
+def _serves(part: Any) -> bool:
+    return hasattr(type(part), "__getattr__") or "__getattribute__" in vars(type(part))
+
+
+def _served_by(part: Any) -> dict[str, Any]:
+    """Returns the settings that an object gives by ``__getattr__``, which has no list of them."""
+    if not _serves(part):
+        return {}
+    found = {}
+    for name in (*(field.name for field in dataclasses.fields(TrainingSettings)), *_UNUSED, *_OF_FILES, *_NOWHERE):
+        with contextlib.suppress(AttributeError, KeyError):
+            value = getattr(part, name)
+            if value is not None and not _is_method(value):
+                found[name] = value
+    return found
 
 
 def _attributes_of(part: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from treadle.engine import Engine
 from treadle.engine.best import Mode
 from treadle.engine.hook import BaseHook
 from treadle.engine.metrics import EpochMetrics
+from treadle.engine.names import replaces
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
 from treadle.faces.build import place
@@ -32,12 +33,14 @@ from treadle.functional.checks import (
     check_call,
     check_loss_fn,
     eval_losses,
+    in_argument_order,
     known_keys,
     optimizer_for,
     rule_for,
     say_if_finished,
     scheduler_for,
     set_length,
+    takes,
     unused_names,
     warn_of_idle_interval,
 )
@@ -47,7 +50,8 @@ from treadle.functional.folder import NumberedFolder
 from treadle.functional.losses import loss_weight, missing_loss, model_loss
 from treadle.functional.own_hooks import SaveAtSignals, own_hooks
 from treadle.functional.own_step import OwnStepEngine, numbers_of
-from treadle.functional.settings import read_settings
+from treadle.functional.replaced import warn_of_replaced_epoch, warn_of_replaced_step
+from treadle.functional.settings import EVERY_EPOCH, read_run_defaults, read_settings
 from treadle.functional.task import EvalTask, OverriddenEvalTask, TrainerTask
 from treadle.hooks.trackers import TrackerChoice, with_trackers
 from treadle.optim.precision import in_full_precision
@@ -91,14 +95,15 @@ class Trainer(EpochFace):
         ([1, 2], 6)
     """
 
+    _face: ClassVar[type[Trainer]]  # the class of this library whose methods a subclass overrides
     _epochs: FaceEpochs
     _folder: NumberedFolder
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
-        loss_fn: Callable[..., Any] | None,
+        optimizer: Optimizer | None = None,
+        loss_fn: Callable[..., Any] | None = None,
         config: Any = None,
         device: torch.device | str | int | None = None,
         scheduler: LRScheduler | ReduceLROnPlateau | None = None,
@@ -113,8 +118,10 @@ class Trainer(EpochFace):
         progress: bool = True,
         **settings: Any,
     ):
+        optimizer, loss_fn = in_argument_order(optimizer, loss_fn)
         self.config = config
         self.settings = read_settings(config, settings)
+        self._run_defaults = read_run_defaults(config)
         self.model, self.optimizer, self.device = place(
             model, partial(optimizer_for, optimizer=optimizer, settings=self.settings), device=device,
             scheduler=scheduler, compile=compile, parallel=parallel,
@@ -135,8 +142,9 @@ class Trainer(EpochFace):
             retention=self.settings.retention(), best_epochs=self._best_epochs,
         )  # fmt: skip
         self._epochs = FaceEpochs(
-            self._engine, self._eval_task, evaluate=self.evaluate if self._overrides("evaluate") else None
+            self._engine, self._eval_task, evaluate=lambda: self.evaluate if self._is_own("evaluate") else None
         )
+        self._warn_of_replaced_methods()
 
     def _build_engine(
         self, device: Any, hooks: Sequence[BaseHook], eval_seed: int, capture: Capture, progress: bool
@@ -148,7 +156,8 @@ class Trainer(EpochFace):
         if settings.save_on_signal:
             every.append(SaveAtSignals(lambda: self._folder.save_and_log()))
         if self._overrides("train_step"):
-            make = partial(OwnStepEngine, own_step=self.train_step, weighted=task.weighted)
+            replaced = self._replaces("train_step")
+            make = partial(OwnStepEngine, own_step=self.train_step, weighted=task.weighted, replaced=replaced)
         return make(
             self.model,
             self.optimizer,
@@ -166,7 +175,21 @@ class Trainer(EpochFace):
         )
 
     def _overrides(self, method: str) -> bool:
-        return getattr(type(self), method) is not getattr(Trainer, method)
+        return getattr(type(self), method) is not getattr(self._face, method)
+
+    def _is_own(self, method: str) -> bool:
+        """Returns whether a method is the user's: of a subclass, or set on this object."""
+        return method in vars(self) or self._overrides(method)
+
+    def _replaces(self, method: str) -> bool:
+        """Returns whether a method of the user's does not lead to the one that it overrides."""
+        return method in vars(self) or replaces(type(self), self._face, method)
+
+    def _warn_of_replaced_methods(self) -> None:
+        if self._replaces("train_step"):
+            warn_of_replaced_step(self.settings)
+        if self._replaces("train_epoch"):
+            warn_of_replaced_epoch(self.settings)
 
     # -- what happened so far -------------------------------------------------------------------------------------
 
@@ -233,6 +256,9 @@ class Trainer(EpochFace):
     def train_step(self, batch: Any) -> dict[str, float]:
         """Runs one optimizer step on one micro-batch, with its hooks, and reads what it gave.
 
+        An override may add to ``super().train_step(batch)``, or replace the step: then it runs forward, backward and
+        the optimizer itself and returns a dict with ``loss``, as a warning explains when the trainer is made.
+
         Returns:
             ``loss`` (NaN if nothing in the batch counts), ``lr``, and ``grad_norm`` before clipping where there was
             a gradient.
@@ -253,7 +279,8 @@ class Trainer(EpochFace):
 
         Called by itself it selects no best epoch and writes no file. A subclass may override it to do something
         around ``super().train_epoch(...)`` and to add numbers to what that returns; ``train`` then goes through it,
-        and each epoch is a run of its own to the hooks.
+        and each epoch is a run of its own to the hooks. An override that does not call it replaces the loop: it gets
+        the loader, the evaluation's loader and the epoch, and returns a dict with ``train_loss``.
 
         Args:
             train_dataloader: micro-batches.
@@ -274,7 +301,7 @@ class Trainer(EpochFace):
         num_epochs: int,
         eval_dataloader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
         save_dir: str | Path | None = None,
-        save_freq: int | None = 1,
+        save_freq: int | None = EVERY_EPOCH,
         best_model_metric: str | None = "eval_loss",
         early_stopping_patience: int | None = None,
         callbacks: Sequence[Callback] | None = None,
@@ -290,17 +317,17 @@ class Trainer(EpochFace):
             eval_dataloader: evaluated after each epoch; of a dict each loader, as ``eval_<name>_loss`` and so on, and
                 ``"eval_loss"`` then means the loss of the first.
             save_dir: folder of ``checkpoint_epoch_{n}.pt``, ``best_model.pt``, ``history.json``, and ``pretrained``
-                with the best weights of a model with ``save_pretrained``; None writes nothing.
-            save_freq: epochs between numbered checkpoints; None or 0 writes none. The state that the call ends with is
-                always written: under the number of its epoch, or as ``last.pt`` without numbers or inside an epoch.
+                with the best weights of a model with ``save_pretrained``; None takes the config's ``checkpoint_dir``.
+            save_freq: epochs between numbered checkpoints, else the config's ``save_interval``; None or 0 writes none.
+                The state that the call ends with is always written: under the number of its epoch, or as ``last.pt``.
             best_model_metric: a key of the epoch's record, with ``eval_`` or without; selects the best epoch, stops
                 early, and moves a plateau scheduler. Without ``eval_dataloader``, ``"eval_loss"`` means the training
                 loss. None selects nothing.
             early_stopping_patience: epochs without improvement until training stops.
             callbacks: called as ``callback(trainer, epoch, metrics)`` after each epoch, ``epoch`` counted from 0.
             best_mode: ``"min"``, ``"max"``, or None for the direction of the metric's name.
-            resume_from: None, ``"auto"`` (the furthest intact checkpoint in ``save_dir`` and the folders of hooks that
-                load the latest), or a path, also in ``save_dir``.
+            resume_from: None, ``"auto"`` (the furthest intact checkpoint in ``save_dir`` or a loading hook's folder),
+                or a path, also in ``save_dir``.
 
         Returns:
             The history: lists by key, one entry per completed epoch.
@@ -309,7 +336,7 @@ class Trainer(EpochFace):
             ConfigError: an argument is out of range, or the metric is not in the record.
             CheckpointError: another process trains in ``save_dir``, or no checkpoint is intact.
         """
-        for warning in unused_names(self, Trainer):
+        for warning in unused_names(self, self._face):
             _log.warning("%s", warning)
         check_call(num_epochs, save_freq, callbacks=callbacks, loaders=(train_dataloader, eval_dataloader))
         losses = eval_losses(eval_dataloader)
@@ -317,16 +344,15 @@ class Trainer(EpochFace):
             best_model_metric = losses[0] if losses else "train_loss"
         make_rule = rule_for(
             best_model_metric, best_mode, patience=early_stopping_patience, min_delta=self.settings.min_delta,
-            known=known_keys(self._overrides, losses=losses, has_metrics=bool(self._eval_task.metrics)),
+            known=known_keys(self._is_own, losses=losses, has_metrics=bool(self._eval_task.metrics)),
         )  # fmt: skip
         set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
-        self._folder.use(save_dir, save_freq)
-        after_epoch = partial(self._end_epoch, callbacks or ())
+        self._folder.use(*self._run_defaults.files(save_dir, save_freq))
         with speaking(self._engine), self._folder.held():
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             say_if_finished(self._epochs, num_epochs)
-            self._train_to(num_epochs, train_dataloader, eval_dataloader, after_epoch)
+            self._train_to(num_epochs, train_dataloader, eval_dataloader, partial(self._end_epoch, callbacks or ()))
             self._folder.write_end()
         return self.history
 
@@ -337,8 +363,16 @@ class Trainer(EpochFace):
         eval_loader: Iterable[Any] | None,
         after_epoch: Callable[[dict[str, Any]], None],
     ) -> None:
-        if self._overrides("train_epoch"):
-            self._epochs.fit_through(partial(self.train_epoch, train_loader, eval_loader), num_epochs, after_epoch)
+        if self._is_own("train_epoch"):
+            own = self.train_epoch
+
+            def train_epoch(batches: Iterable[Any], epoch: int) -> Any:
+                return own(batches, eval_loader, epoch) if takes(own, 3) else own(batches, eval_loader)
+
+            if self._replaces("train_epoch"):
+                self._epochs.fit_replaced(train_epoch, train_loader, num_epochs, after_epoch)
+            else:
+                self._epochs.fit_through(partial(train_epoch, train_loader), num_epochs, after_epoch)
         else:
             self._epochs.fit(train_loader, eval_loader, num_epochs, after_epoch=after_epoch)
 
@@ -352,7 +386,7 @@ class Trainer(EpochFace):
     def _end_epoch(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
         improved = None if self._epochs.best is None else self._epochs.improved
         self._folder.write_epoch(improved=improved, best=self.best_metric, scored_weights=self._epochs.scored_weights)
-        if not self._overrides("train_epoch"):  # which says so itself
+        if not self._is_own("train_epoch") or self._replaces("train_epoch"):  # else it logs the line itself
             log_epoch(self.epoch - 1, record)
         for callback in callbacks:
             callback(self, self.epoch - 1, in_order(record))
@@ -423,3 +457,6 @@ class Trainer(EpochFace):
         if epoch != self.epoch:
             _log.warning("_save_checkpoint(epoch=%d): the state is that of epoch %d, saved as such", epoch, self.epoch)
         self._folder.write(Path(path), metric_value)
+
+
+Trainer._face = Trainer

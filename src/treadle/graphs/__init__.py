@@ -8,7 +8,7 @@ from __future__ import annotations
 from treadle.device import get_device
 from treadle.engine.best import EarlyStopping
 from treadle.graphs.buckets import PadBucket, plan_buckets
-from treadle.graphs.datasets import GraphDataset, dataset_names, get_dataset
+from treadle.graphs.datasets import GraphDataset, dataset_names, get_dataset, list_available_datasets
 from treadle.graphs.encoding_cache import cached_encodings
 from treadle.graphs.encodings import (
     AddPositionalEncodings,
@@ -45,7 +45,7 @@ from treadle.graphs.model import GraphTransformer, get_model
 from treadle.graphs.model_options import ModelOptions
 from treadle.graphs.optimizer import get_optimizer, get_optimizer_from_config
 from treadle.graphs.padded import PaddedGraphBatch, PaddingCollater, pad_batch
-from treadle.graphs.scheduler import get_scheduler
+from treadle.graphs.scheduler import get_scheduler, get_scheduler_from_config
 from treadle.graphs.statistics import GraphStatistics, graph_statistics
 from treadle.graphs.task import GraphTask
 from treadle.graphs.trainer import GraphTrainer
@@ -99,11 +99,13 @@ __all__ = [
     "get_optimizer",
     "get_optimizer_from_config",
     "get_scheduler",
+    "get_scheduler_from_config",
     "graph_statistics",
     "hks_pe",
     "hop_distances",
     "landmark_pe",
     "lap_pe",
+    "list_available_datasets",
     "log_model_info",
     "pad_batch",
     "parse_pe_config",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 
-from treadle.errors import ConfigError, nearest
+from treadle.errors import ConfigError, nearest, refuse_unknown
 from treadle.graphs.optimizer import say_what_is_idle
 from treadle.optim.schedules import check_warmup, warmup_cosine_factor
 
@@ -85,6 +86,32 @@ def get_scheduler(
     warmup = 0 if scheduler_type == "cosine" else warmup_epochs
     curve = _Curve(warmup, total_epochs, start=warmup_start_lr, end=min_lr, offset=warmup_offset)
     return _follow(curve, scheduler_type, optimizer)
+
+
+def get_scheduler_from_config(optimizer: Optimizer, config: Mapping[str, Any]) -> LRScheduler | None:
+    """Builds a schedule from the keys of a configuration.
+
+    Args:
+        optimizer: its groups' learning rates are the base rates.
+        config: ``type`` (default ``"cosine_warmup"``), ``total_epochs`` or ``epochs``, and the other arguments of
+            `get_scheduler` by name.
+
+    Raises:
+        ConfigError: a key or a type is unknown, the epochs are given twice, or a number is out of range.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        >>> scheduler = get_scheduler_from_config(optimizer, {"type": "step", "step_size": 1, "gamma": 0.5})
+        >>> optimizer.step(); scheduler.step(); scheduler.get_last_lr()
+        [0.5]
+    """
+    values = dict(config)
+    refuse_unknown("scheduler", values, ["type", "total_epochs", "epochs", *_DEFAULTS])
+    if {"total_epochs", "epochs"} <= values.keys():
+        raise ConfigError("and total_epochs both say how long the run is; give one", argument="scheduler.epochs")
+    total_epochs = values.pop("total_epochs", values.pop("epochs", 100))
+    return get_scheduler(optimizer, values.pop("type", "cosine_warmup"), total_epochs, **values)
 
 
 @dataclass(frozen=True)

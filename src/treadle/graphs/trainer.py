@@ -191,6 +191,11 @@ class GraphTrainer(EpochFace):
         return as_history(self._epochs.history)
 
     @property
+    def current_epoch(self) -> int:
+        """Epochs completed; the same as ``epoch``."""
+        return self.epoch
+
+    @property
     def best_metric(self) -> float | None:
         """The best value so far; None before the first improvement."""
         known = self._epochs.selection

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -79,6 +79,7 @@ class CheckpointingHook(BaseHook):
         sharded: True writes folders, False single files, also of a sharded model, whose weights then pass through
             rank 0 one by one; None: folders if the model is sharded and ``state_dict_options`` do not ask for whole
             states.
+        keep_steps: also save, and never delete, these steps.
 
     One process at a time trains in a folder; a second one is refused before it reads or writes anything.
 
@@ -104,6 +105,7 @@ class CheckpointingHook(BaseHook):
         *,
         background: bool = False,
         sharded: bool | None = None,
+        keep_steps: Collection[int] = (),
     ):
         if interval < 1:
             raise ConfigError("must be at least 1 step", argument="interval", value=interval)
@@ -115,9 +117,12 @@ class CheckpointingHook(BaseHook):
             raise ConfigError(
                 "must be >= 1 step, or None or 0 to turn it off", argument="keep_interval", value=keep_interval
             )
+        if any(isinstance(step, bool) or not isinstance(step, int) or step < 1 for step in keep_steps):
+            raise ConfigError("must be step numbers, >= 1", argument="keep_steps", value=keep_steps)
         self.interval = interval
         self.keep_interval = keep_interval or None
-        self.retention = Retention(keep_previous, self.keep_interval)
+        self.keep_steps = frozenset(keep_steps)
+        self.retention = Retention(keep_previous, self.keep_interval, self.keep_steps)
         self.path = Path(path)
         self.load = load
         self._exit = (exit_signals, exit_code, exit_wait)
@@ -202,7 +207,7 @@ class CheckpointingHook(BaseHook):
         if self._writer.in_flight and self._writer.ended(trainer.rank_notices(self._writer.notice)):
             trainer.request_write(self.wait_for_writes)
         due = trainer.step % self.interval == 0 or trainer.is_last_step
-        if due or (self.keep_interval and trainer.step % self.keep_interval == 0):
+        if due or self.retention.keeps(trainer.step):
             trainer.request_write(lambda: self.save(trainer))
 
     def notice(self, trainer: Engine) -> Callable[[], float]:

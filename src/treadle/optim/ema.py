@@ -89,11 +89,6 @@ class Ema(AveragedModel):
         self.module.requires_grad_(False)
 
     @property
-    def weight(self) -> float:
-        """Share of the model's weights in the next move."""
-        return 1.0 - self.decay
-
-    @property
     def recordable(self) -> bool:
         """Whether every applied step moves the average alike, so that one recording serves all of them."""
         return self.update_interval == 1
@@ -109,8 +104,11 @@ class Ema(AveragedModel):
         self.__dict__["num_updates"] += 1  # at each step, and a module's own way to set an attribute is a long one
 
     @torch.no_grad()
-    def move(self, model: nn.Module) -> None:
-        """Moves the shadow towards the model's weights and counts nothing, so that it can be recorded."""
+    def move(self, model: nn.Module, weight: float | None = None) -> None:
+        """Moves the shadow towards the model's weights by ``weight``, by default 1 - decay.
+
+        It counts nothing, so that it can be recorded.
+        """
         source = unwrap(model)
         shadows: list[Tensor] = []
         lives: list[Tensor] = []
@@ -122,7 +120,7 @@ class Ema(AveragedModel):
             else:
                 shadow.copy_(live)
         if shadows:
-            torch._foreach_lerp_(shadows, lives, self.weight)
+            torch._foreach_lerp_(shadows, lives, 1.0 - self.decay if weight is None else weight)
 
     def lies_beside(self, model: nn.Module) -> bool:
         """Returns whether each weight of the average is on the device of the model's weight."""

@@ -52,11 +52,6 @@ class Swa(Ema):
         self.start = start
 
     @property
-    def weight(self) -> float:
-        """Share of the model's weights in the next move."""
-        return 1.0 / (self.num_updates + 1)
-
-    @property
     def recordable(self) -> bool:
         """Returns False: the share is another one in every step."""
         return False
@@ -65,7 +60,7 @@ class Swa(Ema):
     def update(self, model: nn.Module, *, applied_steps: int) -> None:
         """Adds the model's weights to the average if ``applied_steps`` is due; before the start it copies them."""
         if applied_steps >= self.start and (applied_steps - self.start) % self.update_interval == 0:
-            self.move(model)
+            self.move(model, 1.0 / (self.num_updates + 1))
             self.count_update()
             return
         for shadow, live, is_buffer in self._pairs(unwrap(model)):

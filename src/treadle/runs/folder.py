@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,13 +12,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from treadle.checkpoint.files import write_text
+from treadle.checkpoint.files import copy_file, write_text
 from treadle.config.yaml_files import parse
 from treadle.errors import CheckpointError, ConfigError, nearest
 from treadle.runs.settings import changes
 
 SPLITS = ("train", "val", "test")
 RUN_FILE = "run.json"
+CHECKPOINTS = "checkpoints"
+_EARLIER, _MOVING = "earlier", ".earlier-moving"
+_LOGS = (".log", ".out", ".err")
+CHECKPOINTS = "checkpoints"
 _log = logging.getLogger("treadle.cli")
 
 
@@ -202,6 +207,63 @@ def set_aside(folder: Path) -> None:
         aside = next_free(folder)
         folder.rename(aside)
         _log.info("%s belonged to an earlier run and is now %s", folder.name, aside.name)
+
+
+def set_run_aside(out: Path, *, parts: Collection[str] = ()) -> None:
+    """Moves the whole run of a folder into ``earlier.N`` inside it: settings, results, pages, pictures, states, logs.
+
+    The folder it becomes is a run folder. Log files that other programs may be writing stay, and so does what a run
+    left that was killed before it had a state. A move that was cut off is ended by the next call.
+
+    Args:
+        out: the run folder; it may not be there.
+        parts: further names that only a run with a state or results has, beside ``checkpoints`` and ``metrics.json``.
+    """
+    moving = out / _MOVING
+    if not (moving.is_dir() or any(_has_content(out / name) for name in ("checkpoints", "metrics.json", *parts))):
+        return
+    moving.mkdir(exist_ok=True)
+    for path in sorted(out.iterdir(), key=lambda path: path.name == RUN_FILE):  # the record last
+        if not (path.name.startswith(".") or path.suffix in _LOGS or re.fullmatch(rf"{_EARLIER}\.\d+", path.name)):
+            path.rename(_free(moving / path.name))
+    _end_move(out, "the earlier run")
+
+
+def set_results_aside(out: Path, names: Collection[str]) -> None:
+    """Moves results of a run, which continues with other settings, into ``earlier.N``, with a copy of its settings.
+
+    Args:
+        out: the run folder.
+        names: of its results.
+    """
+    found = [out / name for name in names if _has_content(out / name)]
+    if not (found or (out / _MOVING).is_dir()):
+        return
+    (out / _MOVING).mkdir(exist_ok=True)
+    for name in (RUN_FILE, "config.json", "config.yaml"):
+        if (out / name).is_file():
+            copy_file(out / name, out / _MOVING / name)
+    for path in found:
+        path.rename(_free(out / _MOVING / path.name))
+    _end_move(out, "results with the earlier settings")
+
+
+def _end_move(out: Path, what: str) -> None:
+    aside = _free(out / f"{_EARLIER}.1")
+    (out / _MOVING).rename(aside)
+    _log.info("%s: %s", aside, what)
+
+
+def _free(path: Path) -> Path:
+    number, stem = 1, path.name.removesuffix(".1")
+    while path.exists():
+        number += 1
+        path = path.with_name(f"{stem}.{number}")
+    return path
+
+
+def _has_content(path: Path) -> bool:
+    return any(not inner.name.startswith(".") for inner in path.iterdir()) if path.is_dir() else path.exists()
 
 
 def explain_changes(differences: Mapping[str, tuple[Any, Any]], folder: str, *, free: Collection[str]) -> list[str]:

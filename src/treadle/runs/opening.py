@@ -20,9 +20,9 @@ from treadle.errors import CheckpointError, ConfigError
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.epochs import EpochTrainer
 from treadle.faces.step import BaseTrainer
-from treadle.runs.folder import run_folder_of
+from treadle.runs.folder import CHECKPOINTS, run_folder_of
 from treadle.runs.packs import pack_of_folder
-from treadle.runs.record import CHECKPOINTS, recorded_config
+from treadle.runs.record import recorded_config
 
 BEST = ("checkpoints/best.pt", "best.pt", "best_model.pt")
 """States of the best epoch in a run folder, in the order in which they are looked for."""

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -70,8 +71,8 @@ class Pack(Generic[Config, Data, Trainer]):
         flags: settings that are no settings of the command -> what to use instead.
         free: settings that a run may change when it resumes.
         needed: files that a finished run must have beside ``metrics.json``.
-        made: folders and files of a training, set aside by a fresh start.
-        results: files that are deleted when a run starts afresh.
+        made: folders and files of a training, by which a fresh start finds that there was one.
+        results: files of the end of a run, set aside when it continues with other settings.
         parts: folders inside of a run that hold further trainings of it.
         splits: parts of the data that can be evaluated.
         takes: options of ``treadle predict`` that have an effect.
@@ -319,11 +320,11 @@ class Pack(Generic[Config, Data, Trainer]):
         return metrics
 
     def _train(self, run: Run[Config]) -> dict[str, Any] | None:
-        resumes, outdated = by_rank_0(lambda: self._look_into(run))
+        resumes, set_aside = by_rank_0(lambda: self._look_into(run))
         run = dataclasses.replace(run, home=run.out if resumes else None)
         data = self.prepare(run)
         trainer = self.build(run, data)
-        by_rank_0(lambda: self._ready(run, data, outdated))
+        by_rank_0(lambda: self._ready(run, data, set_aside))
         start = self.resume(run, trainer) if resumes else f"fresh{_with_weights(run)}"
         with self.held(run):
             decided = self.describe(run, data, trainer)
@@ -439,8 +440,14 @@ class Pack(Generic[Config, Data, Trainer]):
 
     # -- the run folder ---------------------------------------------------------------------------------------------
 
-    def _look_into(self, run: Run[Config]) -> tuple[bool, Sequence[str]]:
-        """Returns whether the run of the folder resumes, and what is set aside; warns of changes, writes nothing."""
+    def holds_another(self, run: Run[Config]) -> bool:
+        """Returns whether the folder of a run holds one of this pack that it could not continue."""
+        record = folders.read_record(run.out)
+        differences = {} if record is None else changes(record.config, self.values(run.config))
+        return any(key not in self.free for key in differences)
+
+    def _look_into(self, run: Run[Config]) -> tuple[bool, Callable[[], None]]:
+        """Returns whether the run of the folder resumes, and what sets aside; warns of changes, writes nothing."""
         out = run.out
         folders.refuse_other_run(out, self.name)
         for place in (out, out / "checkpoints"):
@@ -449,24 +456,25 @@ class Pack(Generic[Config, Data, Trainer]):
             record = folders.read_record(out)
             begun = any(not name.startswith(".") for name in _names(out / "checkpoints"))
         if not (run.resume and begun):
-            return False, self.made
-        if record is None:
-            return True, ()
-        differences = changes(record.config, self.values(run.config))
+            return False, partial(folders.set_run_aside, out, parts=(*self.made, *self.results))
+        differences = {} if record is None else changes(record.config, self.values(run.config))
         for sentence in folders.explain_changes(differences, str(out), free=self.free):
             _log.warning("%s", sentence)
-        return True, self.outdated(run, differences)
+        outdated = () if record is None else self.outdated(run, differences)
+        return True, partial(self._set_results_aside, out, outdated, changed=bool(differences))
 
-    def _ready(self, run: Run[Config], data: Data, outdated: Sequence[str]) -> None:
+    def _set_results_aside(self, out: Path, outdated: Sequence[str], *, changed: bool) -> None:
+        if changed:
+            folders.set_results_aside(out, (*self.results, "page.html", "pictures"))
+        for name in outdated:
+            folders.set_aside(out / name)
+
+    def _ready(self, run: Run[Config], data: Data, set_aside: Callable[[], None]) -> None:
         """Writes the settings, and sets aside what an earlier run left."""
         with folders.writable(run.out):
             run.out.mkdir(parents=True, exist_ok=True)
-            if outdated:
-                # Else a killed fresh start would be taken for the finished run that was here before.
-                for name in self.results:
-                    (run.out / name).unlink(missing_ok=True)
-            for name in outdated:
-                folders.set_aside(run.out / name)
+            # Else a killed fresh start would be taken for the finished run that was here before.
+            set_aside()
             record = {"face": self.name, "config": self.values(run.config), **self.identity(data)}
             folders.write_record(run.out, record)
             self.keep(run, data)

@@ -13,7 +13,6 @@ from treadle.errors import ConfigError
 from treadle.runs.folder import RUN_FILE
 
 _log = logging.getLogger("treadle.cli")
-CHECKPOINTS = "checkpoints"
 SESSIONS = "sessions.jsonl"
 
 

@@ -13,8 +13,8 @@ from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.hooks.files import to_json
 from treadle.hooks.sessionlog import SessionLogHook
-from treadle.runs.folder import RUN_FILE, write_record
-from treadle.runs.record import CHECKPOINTS, SESSIONS, from_literal, read_entries
+from treadle.runs.folder import CHECKPOINTS, RUN_FILE, write_record
+from treadle.runs.record import SESSIONS, from_literal, read_entries
 from treadle.runs.settings import changes
 
 _log = logging.getLogger("treadle.cli")
@@ -73,8 +73,10 @@ class SessionKeeper:
 
 def _same(last: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
     # Which settings came from the command line does not matter where the whole is known.
-    keys = ("file", "config", "arguments") if entry["config"] is None else ("file", "config")
-    return all(last[key] == entry[key] for key in keys)
+    if entry["config"] is None or last["config"] is None:
+        return all(last[key] == entry[key] for key in ("file", "config", "arguments"))
+    before = format_config(from_literal(last["config"])).split("\n")  # an earlier version wrote other quotes
+    return bool(last["file"] == entry["file"] and before == entry["config"])
 
 
 def _say_changes(last: Mapping[str, Any], entry: Mapping[str, Any], folder: str) -> None:

@@ -22,7 +22,7 @@ from treadle.hooks import BaseHook, NonFiniteHook
 from treadle.hooks.flight import batch_as_plain, ids_as_plain, layer_norms
 from treadle.hooks.steplog import StepRows
 from treadle.means import read_scalars
-from treadle.runs.record import CHECKPOINTS
+from treadle.runs.folder import CHECKPOINTS
 from treadle.runs.script import run_as_main, train_from
 
 

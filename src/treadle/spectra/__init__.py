@@ -30,7 +30,8 @@ from treadle.spectra.clustering import (
     vmf_log_normalizer,
 )
 from treadle.spectra.config import TrainerConfig
-from treadle.spectra.encoder import SpectrumDecoder, SpectrumEncoder
+from treadle.spectra.encoder import SpectrumDecoder as ChemoDecoderLP
+from treadle.spectra.encoder import SpectrumEncoder as ChemoEncoder
 from treadle.spectra.inference import Extractor, ExtractorConfig, Tester, TesterConfig
 from treadle.spectra.losses import masked_mse, masked_sse
 from treadle.spectra.masks import make_band_mask, make_block_mask
@@ -44,9 +45,6 @@ from treadle.spectra.task import SpectraTask
 from treadle.spectra.trainer import SpectraTrainer
 
 Trainer = SpectraTrainer
-# Names of chemomae 0.1.
-ChemoEncoder = SpectrumEncoder
-ChemoDecoderLP = SpectrumDecoder
 
 __all__ = [
     "ChemoDecoderLP",

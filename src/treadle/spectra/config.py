@@ -22,7 +22,6 @@ _ALLOWED = {
     "amp_dtype": ("bf16", "fp16"),
     "loss_type": ("mse", "sse"),
     "reduction": ("sum", "mean", "batch_mean"),
-    "loss_region": ("masked", "all"),
     "selection": ("best", "last"),
 }
 
@@ -137,8 +136,6 @@ class TrainerConfig:
     """Whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses."""
     compile: bool | str = False
     """True compiles the model in place, ``"blocks"`` each of its repeated blocks; see ``treadle.compile_model``."""
-    loss_region: str = "masked"
-    """``"masked"``: the loss is taken over hidden channels; ``"all"``: over all of them."""
 
     def __post_init__(self) -> None:
         for field, allowed in _ALLOWED.items():

@@ -122,16 +122,15 @@ class SpectraTask:
         fixed = None if given.visible_mask is None else moved(given.visible_mask, self.device)
         visible_mask = fixed if self.fixed_visible is None else self._visible_for(x)
         x_recon, _, visible_mask, unsure = model(seen, visible_mask, with_uncertainty=True)
+        mask = self.counted(visible_mask)
         loss = masked_uncertain(
-            x_recon, x, ~visible_mask, log_variance=unsure.log_variance, prior_variance=unsure.prior_variance,
+            x_recon, x, mask, log_variance=unsure.log_variance, prior_variance=unsure.prior_variance,
             reduction=self.reduction,
         )  # fmt: skip
         if self.reduction == "sum":
             return StepOutput(loss, reduction="sum", num_samples=len(x))
         weight = self._weight_of(given)
-        return StepOutput(
-            loss, weight=as_count((~visible_mask).sum()) if weight is None else weight, num_samples=len(x)
-        )
+        return StepOutput(loss, weight=as_count(mask.sum()) if weight is None else weight, num_samples=len(x))
 
     def counted(self, visible_mask: Tensor) -> Tensor:
         """Returns where the loss counts, (B, L) bool."""

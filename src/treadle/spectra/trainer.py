@@ -127,7 +127,7 @@ class SpectraTrainer(EpochFace):
             self.cfg.selection = "last"  # of the trainer's own copy
         return self.cfg.selection == "best"
 
-    # What a subclass may replace: the epochs, the folder, the task and the hooks of its own.
+    # What a subclass may replace: the epochs, the folder, the task, its settings in checkpoints, hooks of its own.
 
     def _make_epochs(self, rule: BestRule | None) -> SpectraEpochs:
         return SpectraEpochs(self._engine, best=rule)
@@ -137,10 +137,10 @@ class SpectraTrainer(EpochFace):
 
     def _make_task(self, augmenter: Augmenter | None) -> SpectraTask:
         cfg = self.cfg
-        return SpectraTask(
-            self.device, loss_type=cfg.loss_type, reduction=cfg.reduction, loss_region=cfg.loss_region,
-            augmenter=augmenter,
-        )  # fmt: skip
+        return SpectraTask(self.device, loss_type=cfg.loss_type, reduction=cfg.reduction, augmenter=augmenter)
+
+    def _describe(self) -> dict[str, Any]:
+        return self.cfg.to_dict()
 
     def _make_hooks(self, out_dir: Path) -> list[BaseHook]:
         keys = ("epoch", "train_loss", "val_loss", "lr")
@@ -182,7 +182,7 @@ class SpectraTrainer(EpochFace):
             capture=check_capture(cfg.capture),
             logger=_log,
             face="spectra",
-            config=cfg.to_dict(),
+            config=self._describe(),
             workspace=out_dir,
         )
 

@@ -84,6 +84,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
     example = "epochs=20 model.n_layer=4"
     free = FREE
     made = ("checkpoints", _BEST, "pretrained", LORA)
+    results = ("metrics.json", "samples.txt")
     parts = (LORA,)
     splits = ("train", "val", "test", "lora_train", "lora_val", "lora_test")
     takes = ("prompt", "count", "num_tokens", "seed", "greedy")

@@ -120,6 +120,20 @@ def test_a_sweep_gives_every_run_a_folder_and_its_own_result(tmp_path: Path, run
     assert read(tmp_path / "logs" / "alone" / "test_results.json") == results[1]
 
 
+def test_a_second_sweep_sets_the_runs_of_the_first_aside_whole(tmp_path: Path, run: Callable[..., str]) -> None:
+    run("train.py", tmp_path, "-m", "seed=0,1", *CHOICES, *SMALL, "experiment_name=sweep")
+    folders = [tmp_path / "logs" / "sweep" / number for number in "01"]
+    first = [read(folder / "test_results.json") for folder in folders]
+    shown = run("train.py", tmp_path, "-m", "seed=2,1", "resume=true", *CHOICES, *SMALL, "experiment_name=sweep")
+    assert "holds a run of another sweep, which is set aside" in " ".join(shown.split())
+    assert read(folders[0] / "test_results.json")["seed"] == 2
+    assert read(folders[0] / "earlier.1" / "test_results.json") == first[0]
+    for name in ("run.json", "metrics.json", "page.html", "checkpoints/best.pt"):
+        assert (folders[0] / "earlier.1" / name).exists(), name
+    assert read(folders[1] / "test_results.json") == first[1]  # of the same settings: it is finished
+    assert not (folders[1] / "earlier.1").exists()
+
+
 @pytest.mark.parametrize(("base", "name"), [("synthetic/ring", "synthetic_ring"), ("nci", "nci")])
 def test_a_file_of_ones_own_builds_on_a_choice_of_the_package(
     base: str, name: str, tmp_path: Path, run: Callable[..., str]

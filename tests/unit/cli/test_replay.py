@@ -377,7 +377,7 @@ def test_every_step_of_a_script_with_a_trainer_of_epochs_is_equal_to_the_bit(kin
     monkeypatch.setattr(sys, "argv", [str(script), kind, str(run)])
     run_as_main(script, [kind, str(run)])
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    for step in (1, 5, 6, 8, 15):
+    for step in (5, 6, 15) if kind == "Trainer" else (8,):
         found = replayed(capsys, run, "--step", step, "--script", script, "--", kind, run)
         assert found["equal"] is True
         near = 4 if kind == "hook" else 5

@@ -202,7 +202,7 @@ def test_no_resume_starts_afresh_with_new_tokens_and_sets_the_old_checkpoints_as
     with observing(Stop("on_before_optimizer_step", 3, kill)), pytest.raises(Killed):
         run(copied, "tokens.v_image=5", "--no-resume")
     assert "start     fresh" in capsys.readouterr().err
-    assert differences(load_weights(copied / "checkpoints.1" / "best.pt"), old) == []
+    assert differences(load_weights(copied / "earlier.1" / "checkpoints" / "best.pt"), old) == []
     assert len(load_tokenizers(copied / "tokenizers.safetensors").image.codebook) == 5
     assert not (copied / "metrics.json").exists()
 

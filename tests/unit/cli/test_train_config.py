@@ -349,7 +349,7 @@ def test_a_run_that_starts_anew_has_a_new_record(config):
     treadle("train", config, "trainer.max_steps=4", "model.width=5")
     (entry,) = entries(run)
     assert entry["from_step"] == 0
-    assert "'width': 5" in "".join(entry["config"])
+    assert '"width": 5' in "".join(entry["config"])
 
 
 def test_a_project_that_moved_is_replayed_by_naming_its_file(config, capsys, tmp_path):
@@ -376,3 +376,12 @@ def test_a_configuration_that_holds_objects_is_loaded_again_for_a_replay(config,
     (entry,) = entries(tmp_path / "run")
     assert entry["config"] is None
     assert replayed(capsys, tmp_path / "run", "--step", 3)["equal"] is True
+
+
+def test_a_record_that_an_earlier_version_wrote_in_other_quotes_is_the_same():
+    from treadle.runs.record_hooks import _same
+
+    entry = {"file": "fit.yaml", "arguments": [], "config": ['{"lr": 0.1, "name": "a"}']}
+    assert _same({**entry, "config": ["{'lr': 0.1, 'name': 'a'}"]}, entry)
+    assert not _same({**entry, "config": ["{'lr': 0.2, 'name': 'a'}"]}, entry)
+    assert not _same({**entry, "config": None}, entry)

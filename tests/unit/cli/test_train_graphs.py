@@ -238,14 +238,17 @@ def test_another_model_or_encoding_is_refused_and_nothing_is_lost(
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_no_resume_starts_afresh_and_sets_the_old_checkpoints_aside(
+def test_no_resume_starts_afresh_and_sets_the_whole_old_run_aside(
     copied: Path, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old = load_weights(copied / "checkpoints" / "best.pt")
+    before = {path.name: path.read_bytes() for path in copied.iterdir() if path.is_file()}
     with observing(Stop("on_before_optimizer_step", 3, kill)), pytest.raises(Killed):
         run(root, copied, "seed=1", "--no-resume")
     assert "start     fresh" in capsys.readouterr().err
-    assert differences(load_weights(copied / "checkpoints.1" / "best.pt"), old) == []
+    assert differences(load_weights(copied / "earlier.1" / "checkpoints" / "best.pt"), old) == []
+    for name in ("metrics.json", "test_results.json", "page.html", "run.json"):
+        assert (copied / "earlier.1" / name).read_bytes() == before[name], name
     assert run(root, copied, "seed=1") == 0  # the killed fresh start, not the finished run that was here before
     assert differences(load_weights(copied / "checkpoints" / "best.pt"), old) != []
 

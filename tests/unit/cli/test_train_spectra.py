@@ -132,7 +132,7 @@ def test_no_resume_starts_afresh(copied: Path, capsys: pytest.CaptureFixture[str
     before = load_weights(copied / "best_model.pt")
     assert run(copied, "--no-resume", "seed=1") == 0
     assert "start     fresh" in capsys.readouterr().err
-    assert (copied / "training_history.1.json").exists()
+    assert (copied / "earlier.1" / "training_history.json").exists()
     after = load_weights(copied / "best_model.pt")
     assert any(not torch.equal(before[name], after[name]) for name in before)
 

@@ -473,9 +473,9 @@ def test_no_resume_starts_afresh_and_sets_the_old_run_aside(copied: Path, capsys
     with observing(Stop(1, "on_before_optimizer_step", 3, kill)), pytest.raises(Killed):
         main(["train", "text", *TINY, "seed=1", "--out", str(copied), "--device", "cpu", "--no-resume"])
     assert "start     fresh" in capsys.readouterr().err
-    assert (copied / "checkpoints.1").is_dir()
-    assert (copied / "lora.1").is_dir()
-    assert differences(load_weights(copied / "best_model.1.pt"), old) == []
+    assert (copied / "earlier.1" / "checkpoints").is_dir()
+    assert (copied / "earlier.1" / "lora").is_dir()
+    assert differences(load_weights(copied / "earlier.1" / "best_model.pt"), old) == []
     assert run(copied, "seed=1") == 0  # the killed fresh start, not the finished run that was here before
     assert any(not torch.equal(old[name], value) for name, value in load_weights(copied / "best_model.pt").items())
 

@@ -10,7 +10,7 @@ import pytest
 
 import treadle
 from functional_kit import constant, evaluations, loader, make, same_weights, scalar
-from treadle import CheckpointingHook, ConfigError, SignalHook
+from treadle import CheckpointingHook, ConfigError, SignalHook, open_run
 from treadle.checkpoint import load_checkpoint
 
 
@@ -81,15 +81,20 @@ class Kill(treadle.BaseHook):
             os.kill(os.getpid(), self.number)
 
 
-def train(folder, *hooks, epochs=3, **rest):
-    trainer = make(hooks=hooks)
+class Own(treadle.Trainer):
+    def train_epoch(self, *args, **kwargs):
+        return super().train_epoch(*args, **kwargs)
+
+
+def train(folder, *hooks, epochs=3, cls=None, **rest):
+    trainer = make(cls, hooks=hooks)
     trainer.train(loader(40, 4, shuffle=True), epochs, loader(8, 4), save_dir=folder, resume_from="auto", **rest)
     return trainer
 
 
-@pytest.mark.parametrize("save_freq", [1, None])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("step", [13, 20])
+@pytest.mark.parametrize(
+    ("number", "step", "save_freq"), [(signal.SIGINT, 13, 1), (signal.SIGTERM, 13, None), (signal.SIGINT, 20, 1)]
+)
 def test_a_signal_saves_the_step_and_the_same_call_resumes_there(tmp_path, caplog, number, step, save_freq):
     caplog.set_level("INFO", "treadle")
     straight = train(tmp_path / "straight")
@@ -103,6 +108,16 @@ def test_a_signal_saves_the_step_and_the_same_call_resumes_there(tmp_path, caplo
     assert f"at step {step}, epoch {step // 10 if step % 10 else 1}" in caplog.text
     assert same_weights(straight, resumed)
     assert straight.history == resumed.history
+
+
+@pytest.mark.parametrize("step", [13, 20])
+def test_a_signal_saves_the_step_where_epochs_go_through_an_own_train_epoch(tmp_path, step):
+    straight = train(tmp_path / "straight", cls=Own)
+    with pytest.raises(SystemExit):
+        train(tmp_path / "run", Kill(step), cls=Own)
+    stopped = open_run(tmp_path / "run", make(Own), checkpoint="last")
+    assert stopped.step == step
+    assert same_weights(straight, train(tmp_path / "run", cls=Own))
 
 
 def test_without_a_folder_and_with_the_setting_off_ctrl_c_is_pythons(tmp_path):

@@ -36,7 +36,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(tmp_path):
 def test_every_name_has_its_reader():
     from treadle.graphs.datasets.registry import _loader
 
-    assert len(dataset_names()) == 32
+    assert len(dataset_names()) == 33
     for name in dataset_names():
         assert callable(_loader(name)), name
 

@@ -29,7 +29,7 @@ def no_network(monkeypatch):
         (Path(self.raw_dir) / "half.zip").write_bytes(b"half")
         raise URLError("no network")
 
-    for kind in (benchmarks.ZINC, benchmarks.QM9, benchmarks.LRGBDataset):
+    for kind in (benchmarks.ZINC, benchmarks.QM9, benchmarks.LRGBDataset, benchmarks.GNNBenchmarkDataset):
         monkeypatch.setattr(kind, "download", fail)
 
     def fail_url(url, folder, log=True):
@@ -285,3 +285,27 @@ def test_tables_of_ogb_that_do_not_fit_each_other_are_an_error(tmp_path):
     (tmp_path / "ogbg_molesol" / "raw" / "edge.csv.gz").write_bytes(short)
     with pytest.raises(ConfigError, match=r"edge\.csv\.gz has 1 lines.*6"):
         get_dataset("ogbg_molesol", tmp_path)
+
+
+def test_cifar10_is_read_from_its_one_file_with_colours_places_and_a_class_per_picture(tmp_path):
+    path = tmp_path / "CIFAR10-SP" / "CIFAR10" / "raw" / "CIFAR10_v2.pt"
+    path.parent.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    pictures = [
+        [
+            {
+                "x": torch.rand(3, 3, generator=generator), "pos": torch.rand(3, 2, generator=generator),
+                "edge_index": EDGES, "edge_attr": torch.rand(4, generator=generator), "y": torch.tensor([number]),
+            }
+            for number in range(size)
+        ]
+        for size in SIZES.values()
+    ]  # fmt: skip
+    torch.save(pictures, path)
+    data = get_dataset("CIFAR10-SP", tmp_path)
+    assert (data.level, data.task_type, data.num_classes) == ("graph", "classification", 10)
+    assert [len(split) for split in data.get_splits()] == list(SIZES.values())
+    graph, first = data.train[0], pictures[0][0]
+    assert torch.equal(graph.x, torch.cat([first["x"], first["pos"]], dim=1))
+    assert (graph.x.shape[1], graph.edge_attr.shape) == (data.num_features, (4, data.num_edge_features))
+    assert [graph.y.tolist() for graph in data.val] == [[number] for number in range(SIZES["val"])]

@@ -12,7 +12,8 @@ from treadle.checkpoint.lock import LOCK_NAME
 from treadle.checkpoint.shard_manifest import has_shards
 from treadle.config.yaml_files import parse
 from treadle.errors import ConfigError
-from treadle.runs.record import CHECKPOINTS, SESSIONS
+from treadle.runs.folder import CHECKPOINTS
+from treadle.runs.record import SESSIONS
 
 Row = dict[str, Any]
 EXPORTS = "export"

@@ -6,6 +6,6 @@ Importing this needs torch and numpy; torch_geometric and RDKit are imported whe
 from __future__ import annotations
 
 from treadle.graphs.datasets.base import GraphDataset
-from treadle.graphs.datasets.registry import dataset_names, get_dataset
+from treadle.graphs.datasets.registry import dataset_names, get_dataset, list_available_datasets
 
-__all__ = ["GraphDataset", "dataset_names", "get_dataset"]
+__all__ = ["GraphDataset", "dataset_names", "get_dataset", "list_available_datasets"]

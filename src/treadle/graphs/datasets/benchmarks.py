@@ -1,4 +1,4 @@
-"""The public benchmarks that torch_geometric reads: ZINC, QM9 and the Long Range Graph Benchmark.
+"""The public benchmarks that torch_geometric reads: ZINC, QM9, CIFAR10 and the Long Range Graph Benchmark.
 
 torch_geometric downloads and processes them; here they get one form. Codes of several properties, as in the molecules
 of the long-range sets, become columns of zeros and ones.
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch_geometric.data import Data
-from torch_geometric.datasets import QM9, ZINC, LRGBDataset
+from torch_geometric.datasets import QM9, ZINC, GNNBenchmarkDataset, LRGBDataset
 
 from treadle.errors import ConfigError
 from treadle.graphs.datasets.base import Described, Source, consecutive, tenths
@@ -21,7 +22,7 @@ from treadle.graphs.datasets.columns import ATOM_CODES, BOND_CODES
 from treadle.graphs.datasets.download import on_disk
 from treadle.graphs.datasets.packed import GraphSplit, pack
 
-__all__ = ["load_lrgb", "load_qm9", "load_zinc"]
+__all__ = ["load_cifar10", "load_lrgb", "load_qm9", "load_zinc"]
 
 _SPLITS = ("train", "val", "test")
 
@@ -61,6 +62,24 @@ def load_qm9(name: str, root: Path, *, num_workers: int | None, target: int = 4)
     order = np.random.default_rng(0).permutation(len(graphs))
     described = Described("graph", "regression", num_features=11, num_classes=1, num_edge_features=4)
     return Source(described, GraphSplit(pack(graphs)), tenths(order), has_test_set=False)
+
+
+def load_cifar10(name: str, root: Path, *, num_workers: int | None) -> Source:
+    """Reads CIFAR10 as graphs of superpixels (Dwivedi et al. 2020), ten classes of 60,000 pictures, its own splits.
+
+    A node has the mean colour of its pixels and its place, an edge the nearness of its ends.
+    """
+    raw = ["CIFAR10/raw/CIFAR10_v2.pt"]
+    processed = [f"CIFAR10/processed/{split}_data.pt" for split in _SPLITS]
+
+    def graph(data: Data) -> Data:
+        x = torch.cat([data.x, data.pos], dim=1).float()
+        return Data(x=x, edge_index=data.edge_index, edge_attr=data.edge_attr.view(-1, 1).float(), y=data.y.view(1))
+
+    with on_disk(name, root / "CIFAR10-SP", [raw, processed]) as (folder, missing):
+        read = partial(_local(GNNBenchmarkDataset, missing), str(folder), "CIFAR10")
+        parts = [[graph(data) for data in read(split=split)] for split in _SPLITS]
+    return _source(Described("graph", "classification", num_features=5, num_classes=10, num_edge_features=1), parts)
 
 
 def _contacts(data: Data) -> Data:

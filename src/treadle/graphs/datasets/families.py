@@ -33,8 +33,12 @@ def ring(rng: np.random.Generator, *, num_nodes: Size = (16, 40)) -> Any:
     return nx.cycle_graph(_size(rng, num_nodes))
 
 
-def tree(rng: np.random.Generator, *, num_nodes: Size = (16, 40)) -> Any:
-    """A tree, every labelled tree as likely as any other."""
+def tree(
+    rng: np.random.Generator, *, num_nodes: Size = (16, 40), branching: Size | None = None, height: Size = 4
+) -> Any:
+    """A tree, every labelled tree as likely as any other; with `branching` the full one with so many branches each."""
+    if branching is not None:
+        return nx.balanced_tree(_size(rng, branching), _size(rng, height))
     return nx.random_labeled_tree(_size(rng, num_nodes), seed=_seed(rng))
 
 
@@ -86,6 +90,37 @@ FAMILIES = {
     )
 }  # fmt: skip
 """The families by name."""
+_OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "grid_2d": {"m": "height", "n": "width"},
+    "grid_3d": {"m": "height", "n": "width", "k": "depth"},
+    "tree": {"n": "num_nodes", "r": "branching", "h": "height"},
+    "random_regular": {"n": "num_nodes", "d": "degree"},
+    **{
+        name: {"n": "num_nodes"}
+        for name in ("barabasi_albert", "erdos_renyi", "random_geometric", "ring", "watts_strogatz")
+    },
+}
+"""Names of settings in networkx and mspe, by family."""
+
+
+def graph_params_of(family: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a family by their names here.
+
+    Raises:
+        ConfigError: one is given by both of its names.
+
+    Example:
+        >>> graph_params_of("ring", {"n": 20}), graph_params_of("grid_2d", {"m": 3, "width": 4})
+        ({'num_nodes': 20}, {'height': 3, 'width': 4})
+    """
+    names = _OTHER_NAMES.get(family, {})
+    found: dict[str, Any] = {}
+    for name, value in params.items():
+        ours = names.get(name, name)
+        if ours in found:
+            raise ConfigError(f"is given twice, as {name!r} too; give one", argument=f"graph_params.{ours}")
+        found[ours] = value
+    return found
 
 
 def check_graph_params(family: str, params: Mapping[str, Any]) -> None:

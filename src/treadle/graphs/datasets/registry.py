@@ -19,7 +19,7 @@ from treadle.graphs.encodings import PEConfig, RandomSignFlip, encode_graphs, pa
 if TYPE_CHECKING:
     from treadle.graphs.encodings.config import PEConfigLike
 
-__all__ = ["dataset_names", "get_dataset"]
+__all__ = ["dataset_names", "get_dataset", "list_available_datasets"]
 
 _SYNTHETIC = (
     "barabasi_albert",
@@ -43,6 +43,7 @@ _SOURCES = {
     "smiles_csv": "smiles_csv:load_smiles_csv",
     "zinc": "benchmarks:load_zinc",
     "qm9": "benchmarks:load_qm9",
+    "cifar10_sp": "benchmarks:load_cifar10",
     "coco_sp": "benchmarks:load_lrgb",
     "pascalvoc_sp": "benchmarks:load_lrgb",
     "pcqm_contact": "benchmarks:load_lrgb",
@@ -61,6 +62,20 @@ def dataset_names() -> list[str]:
         (True, True)
     """
     return sorted(_SOURCES)
+
+
+def list_available_datasets() -> dict[str, list[str]]:
+    """Returns the names of :func:`get_dataset` by kind: molecular, lrgb, ogb, superpixel, synthetic.
+
+    Example:
+        >>> {kind: names[0] for kind, names in list_available_datasets().items()}["lrgb"]
+        'coco_sp'
+    """
+    kinds: dict[str, list[str]] = {kind: [] for kind in ("molecular", "lrgb", "ogb", "superpixel", "synthetic")}
+    by_reader = {"load_lrgb": "lrgb", "load_ogb": "ogb", "load_cifar10": "superpixel", "load_synthetic": "synthetic"}
+    for name in dataset_names():
+        kinds[by_reader.get(_SOURCES[name].split(":")[1], "molecular")].append(name)
+    return kinds
 
 
 def get_dataset(

@@ -15,7 +15,7 @@ from torch_geometric.data import Data
 
 from treadle.errors import ConfigError
 from treadle.graphs.datasets.base import Source, tenths
-from treadle.graphs.datasets.families import check_graph_params, draw_graph
+from treadle.graphs.datasets.families import check_graph_params, draw_graph, graph_params_of
 from treadle.graphs.datasets.packed import GraphSplit, pack
 from treadle.graphs.datasets.parallel import parallel_map
 from treadle.graphs.datasets.tasks import SyntheticTask, make_task
@@ -46,7 +46,7 @@ def load_synthetic(
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ConfigError(" must be a whole number of at least 0", argument="seed", value=seed)
     family = name.removeprefix("synthetic_")
-    params = dict(graph_params or {})
+    params = graph_params_of(family, graph_params or {})
     check_graph_params(family, params)
     asked = make_task(task, dict(task_params or {}))
     generate = partial(_generate, family=family, params=params, task=asked, seed=seed)

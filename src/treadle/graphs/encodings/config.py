@@ -79,7 +79,8 @@ class NodePEConfig:
     """
 
     type: str = "rwse"
-    """``"lap"``, ``"rwse"``, ``"hks"``, ``"role"``, ``"combined"``: the four side by side, or ``"none"``."""
+    """``"lap"``, ``"rwse"``, ``"hks"``, ``"role"``, several of them as ``"lap+rwse"``, ``"combined"``: the four side by
+    side, or ``"none"``."""
     dim: int | None = None
     """Width of ``node_pe``; columns beyond those of the encoding are zero. None: as many as the encoding has."""
     lap: LapConfig = field(default_factory=LapConfig)
@@ -90,7 +91,9 @@ class NodePEConfig:
     """``"none"``, or ``"graph"``: mean 0 and variance 1 over the nodes of each graph; a constant column becomes 0."""
 
     def __post_init__(self) -> None:
-        _check_word("node.type", self.type, _NODE_TYPES)
+        several = self.type.split("+") if isinstance(self.type, str) and "+" in self.type else []
+        is_known = len(several) > 1 and several == _in_order(several)
+        _check_word("node.type", self.type, [self.type] if is_known else _NODE_TYPES)
         _check_word("node.normalize", self.normalize, ("none", "graph"))
         if self.dim is not None:
             _check_whole("node.dim", self.dim, at_least=1)
@@ -111,7 +114,7 @@ class NodePEConfig:
             "hks": len(self.hks.scales),
             "role": len(self.role.features),
         }
-        wanted = {"combined": list(widths), "none": []}.get(self.type, [self.type])
+        wanted = {"combined": list(widths), "none": []}.get(self.type, self.type.split("+"))
         return {name: widths[name] for name in wanted}
 
     @property
@@ -264,14 +267,14 @@ def _parse_section(
     if section is None:
         return None
     where = f"pe_config.{name}"
-    values = _mapping(where, section)
+    values = of_mspe(name, _mapping(where, section))
     refuse_unknown(where, values, ["enabled", *(entry.name for entry in dataclasses.fields(kind))])
 
     enabled = values.pop("enabled", True)
     if not isinstance(enabled, bool):
         raise ConfigError("must be true or false", argument=f"{where}.enabled", value=enabled)
     chosen = values.get("type", kind().type)
-    if chosen not in types:
+    if chosen not in types and not (isinstance(chosen, str) and "+" in chosen):
         raise ConfigError(nearest(str(chosen), types), argument=f"{where}.type", value=chosen)
     values["type"] = _NODE_ALIASES.get(chosen, chosen)
 
@@ -281,6 +284,66 @@ def _parse_section(
         values[part] = _PARTS[part](**inner)
     read = kind(**values)  # also where it is off: a wrong value is an error today, not when it is switched on
     return read if enabled else None
+
+
+_MSPE_NAMES = {**_NODE_ALIASES, "shortest_path": "spd", "effective_resistance": "resistance"}
+
+
+def of_mspe(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a section with what the project mspe writes in other words: ``types``, ``scales``, ``sign_invariant``.
+
+    Args:
+        name: ``"node"`` or ``"relative"``.
+        values: the section; without ``types`` it is returned as it is.
+
+    Raises:
+        ConfigError: ``type`` is given too, a list of pair encodings has several, or signs are to be kept.
+
+    Example:
+        >>> of_mspe("node", {"types": ["rwse"], "dim": 32, "scales": [1, 2, 4]})
+        {'dim': 32, 'type': 'rwse', 'rwse': {'scales': [1, 2, 4]}}
+    """
+    found, where = dict(values), f"pe_config.{name}"
+    if "types" not in found:
+        return found
+    if "type" in found:
+        raise ConfigError(f"and type={found['type']!r} name the encoding twice; give one", argument=f"{where}.types")
+    types = [_MSPE_NAMES.get(str(one).lower(), str(one).lower()) for one in found.pop("types") or ()]
+    if name == "relative":
+        if len(types) > 1:
+            raise ConfigError(
+                "pairs have one encoding, and mspe computes the first of a list alone; name that one",
+                argument=f"{where}.types", value=types,
+            )  # fmt: skip
+        return {**found, "type": types[0] if types else "none"}
+    for one in types:
+        _check_word(f"{where}.types", one, _BLOCKS)
+    found["type"] = "+".join(_in_order(types)) or "none"
+    _spread_scales(found, types, where)
+    return found
+
+
+_BLOCKS = ("lap", "rwse", "hks", "role")
+
+
+def _in_order(types: Sequence[str]) -> list[str]:
+    """Returns encodings of nodes in the order of their columns, each once."""
+    return [block for block in _BLOCKS if block in types]
+
+
+def _spread_scales(found: dict[str, Any], types: Sequence[str], where: str) -> None:
+    """Gives each encoding the scales of the section, and eigenvectors as many columns as fit beside the others."""
+    if not found.pop("sign_invariant", True):
+        raise ConfigError(
+            "signs of eigenvectors are arbitrary; leave it out, or set lap.sign_invariant to 'flip'",
+            argument=f"{where}.sign_invariant", value=False,
+        )  # fmt: skip
+    scales = found.pop("scales", None)
+    for block in ("rwse", "hks"):
+        if scales is not None and block in types:
+            found.setdefault(block, {"scales": scales})
+    if "lap" in types and isinstance(found.get("dim"), int):
+        found.setdefault("lap", {"k": max(1, min(LapConfig.k, found["dim"] // len(types)))})
 
 
 def _mapping(where: str, value: Any) -> dict[str, Any]:

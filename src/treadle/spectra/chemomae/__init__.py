@@ -35,13 +35,12 @@ from treadle.spectra.chemomae.trainer import PreparedBatch, Trainer, TrainerConf
 from treadle.spectra.clustering import CosineKMeans, VMFMixture, elbow_ckmeans, elbow_vmf
 from treadle.spectra.losses import masked_mse, masked_sse
 from treadle.spectra.optim import build_scheduler, build_warmup_cosine
-from treadle.spectra.patches import PatchDecoder, PatchEncoder, PatchMAE, PatchMAEConfig, make_patch_mask
+from treadle.spectra.patches import PatchDecoder as ChemoDecoder
+from treadle.spectra.patches import PatchEncoder as ChemoEncoder
+from treadle.spectra.patches import PatchMAE as ChemoMAE
+from treadle.spectra.patches import PatchMAEConfig as ChemoMAEConfig
+from treadle.spectra.patches import make_patch_mask
 from treadle.spectra.preprocessing import SNVScaler, snv
-
-ChemoMAE = PatchMAE
-ChemoMAEConfig = PatchMAEConfig
-ChemoEncoder = PatchEncoder
-ChemoDecoder = PatchDecoder
 
 
 def find_elbow_curvature(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -235,7 +235,7 @@ class Trainer(SpectraTrainer):
 
     def compute_loss(self, reconstructed: Tensor, target: Tensor, visible_mask: Tensor) -> Tensor:
         """Returns the loss, 0-d, over the channels that ``loss_region`` names."""
-        mask = ~visible_mask if self.cfg.loss_region == "masked" else torch.ones_like(visible_mask)
+        mask = ~visible_mask if self.files.loss_region == "masked" else torch.ones_like(visible_mask)
         return LOSSES[self.cfg.loss_type](reconstructed, target, mask, reduction=self.cfg.reduction)
 
     def before_epoch(self, epoch: int) -> None:
@@ -375,7 +375,11 @@ class Trainer(SpectraTrainer):
 
     def _make_task(self, augmenter: Augmenter | None) -> SpectraTask:
         task = super()._make_task(augmenter)
+        task.loss_region = self.files.loss_region
         return _HookedTask(self, task) if any(map(self._replaces, (*_STEP_HOOKS, "after_step"))) else _OwnMasks(task)
+
+    def _describe(self) -> dict[str, Any]:
+        return {**super()._describe(), "loss_region": self.files.loss_region}
 
     def _make_epochs(self, rule: BestRule | None) -> SpectraEpochs:
         return _Epochs(self)
@@ -403,10 +407,11 @@ class _EpochBatches:
     """Batches of the epoch that begins, from ``train_batches`` of a subclass."""
 
     def __init__(self, trainer: Trainer):
-        self._trainer = trainer
+        # A function, which is not looked into for state: the trainer is no part of the data.
+        self._open: Callable[[], Iterable[Any]] = lambda: trainer.train_batches(trainer.epoch + 1)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._trainer.train_batches(self._trainer.epoch + 1))
+        return iter(self._open())
 
 
 class _OwnMasks(SpectraTask):
@@ -525,7 +530,7 @@ class _Epochs(SpectraEpochs):
         }
         if self._trainer._replaces("before_step"):  # which may set the rate
             record["lr"] = float(self.engine.optimizer.param_groups[0]["lr"])
-        record["loss_region"] = self._trainer.cfg.loss_region
+        record["loss_region"] = self._trainer.files.loss_region
         record["n_mask"] = n_mask if isinstance(n_mask, int) else None
         record.update({name: count - int(before.get(f"cumulative_{name}", 0)) for name, count in counts.items()})
         record.update({f"cumulative_{name}": count for name, count in counts.items()})

@@ -1,0 +1,273 @@
+"""Steps and epochs that a subclass writes itself, in place of the trainer's: what is seen of them, and what is not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from treadle.data.cursor import Group
+from treadle.engine import Engine
+from treadle.engine.attempt import apply_step_effects, begin_attempt
+from treadle.engine.progress import LearningRates
+from treadle.engine.settings import Outcome
+from treadle.errors import ConfigError
+from treadle.functional.batches import num_samples, split_batch
+from treadle.task import StepOutput
+
+if TYPE_CHECKING:
+    from treadle.functional.settings import TrainingSettings
+
+_log = logging.getLogger("treadle.functional")
+_LOSS_KEYS = ("loss", "train_loss")
+_STEP_KEYS = (*_LOSS_KEYS, "lr", "grad_norm")
+_SAVED = (
+    "weights, optimizer, scheduler, counters, data position and random state are saved and resume as always; what the "
+    "override keeps elsewhere (a gradient scaler, gradients gathered over several calls) is not"
+)
+
+
+class Moves:
+    """What the optimizer and the scheduler did while code of the user's ran.
+
+    Args:
+        optimizer: its steps are counted.
+        scheduler: or None.
+
+    Attributes:
+        steps: calls of ``optimizer.step()`` since :meth:`start`.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+        >>> moves = Moves(optimizer, None)
+        >>> moves.start(); optimizer.step(); moves.steps, moves.schedule_moved
+        (1, False)
+    """
+
+    def __init__(self, optimizer: Optimizer, scheduler: Any):
+        self.steps = 0
+        self._scheduler = scheduler
+        self._count = self._schedule_count()
+        self._handle = optimizer.register_step_post_hook(self._stepped)
+
+    def close(self) -> None:
+        """Stops counting for good."""
+        self._handle.remove()
+
+    def start(self) -> None:
+        """Begins to count."""
+        self.steps = 0
+        self._count = self._schedule_count()
+
+    @property
+    def schedule_moved(self) -> bool:
+        """Whether the scheduler was stepped since :meth:`start`."""
+        return bool(self._schedule_count() != self._count)
+
+    def _schedule_count(self) -> Any:
+        return getattr(self._scheduler, "_step_count", getattr(self._scheduler, "last_epoch", None))
+
+    def _stepped(self, *_: Any) -> None:
+        self.steps += 1
+
+
+class ReplacedStep:
+    """A step that a subclass runs in place of the engine's.
+
+    Args:
+        engine: keeps the counters, calls the hooks and saves the state.
+        own_step: the override.
+
+    Example:
+        >>> # outcome = ReplacedStep(engine, trainer.train_step).run(group)
+    """
+
+    def __init__(self, engine: Engine, own_step: Callable[[Any], Any]):
+        self._engine = engine
+        self._own_step = own_step
+        self._rates = LearningRates()
+        self._moves = Moves(engine.optimizer, engine.lr_scheduler)
+
+    def run(self, group: Group) -> Outcome:
+        """Lets the override run, and records what it returned and moved.
+
+        Returns:
+            ``"applied"`` where it stepped the optimizer, else ``"skipped"``.
+
+        Raises:
+            ConfigError: it returned no dict with a loss.
+        """
+        engine, batch = self._engine, group.batches[0]
+        rates = self._rates.read(engine.optimizer)
+        self._moves.start()
+        result = self._own_step(batch)
+        begin_attempt(engine, group)
+        engine.attempt.info["lr"] = rates
+        engine.attempt.record_output(step_output(batch, result))
+        if not self._moves.steps:
+            engine.attempt.info["reason"] = "the override of train_step did not step the optimizer"
+            return "skipped"
+        if self._moves.schedule_moved:
+            with engine.temporarily(lr_scheduler=None):
+                return apply_step_effects(engine)
+        return apply_step_effects(engine)
+
+
+def step_output(batch: Any, result: Any) -> StepOutput:
+    """Returns what an overridden ``train_step`` gave: its loss, which weighs the samples of the batch, and records.
+
+    Raises:
+        ConfigError: it is no dict, or has no loss.
+
+    Example:
+        >>> output = step_output(torch.zeros(4, 2), {"loss": 0.5, "accuracy": 1.0})
+        >>> output.loss, output.weight, output.records
+        (tensor(0.5000), 4.0, {'accuracy': 1.0})
+    """
+    if not isinstance(result, Mapping):
+        raise ConfigError(
+            f"the override returned a {type(result).__name__}; return a dict with the loss, such as "
+            "{'loss': loss.item()}",
+            argument="train_step",
+        )
+    loss = next((result[key] for key in _LOSS_KEYS if key in result), None)
+    if loss is None:
+        raise ConfigError(
+            f"the override returned no loss, only {', '.join(map(str, result)) or 'an empty dict'}; return it "
+            "under the key 'loss'",
+            argument="train_step",
+        )
+    samples = num_samples(split_batch(batch)[0])
+    value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss))
+    records = {name: number for name, number in result.items() if name not in _STEP_KEYS}
+    return StepOutput(value, records, weight=float(samples or 1), num_samples=samples)
+
+
+class EpochBatches:
+    """The batches of the running epoch as an override of ``train_epoch`` reads them: the position is the engine's.
+
+    Args:
+        engine: whose epoch it is.
+        loader: its attributes, such as ``dataset``, are those of this object.
+
+    Example:
+        >>> # for batch in EpochBatches(engine, loader): ...
+    """
+
+    def __init__(self, engine: Engine, loader: Iterable[Any]):
+        self._engine = engine
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        cursor = self._engine.cursor
+        cursor.open(self._loader)
+        while group := cursor.take(1).batches:
+            yield group[0]
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class OwnSteps:
+    """Steps of the optimizer that an override of ``train_epoch`` takes without the trainer, counted as steps.
+
+    Args:
+        engine: its counters.
+
+    Attributes:
+        moves: what the optimizer and the scheduler did in the epoch.
+
+    Example:
+        >>> # steps = OwnSteps(engine)
+    """
+
+    def __init__(self, engine: Engine):
+        self.moves = Moves(engine.optimizer, engine.lr_scheduler)
+        self._engine = engine
+        self._rates = LearningRates()
+        self._counting = False
+        self._handle = engine.optimizer.register_step_pre_hook(self._count)
+
+    def start(self) -> None:
+        """Begins to count, with an epoch."""
+        self.moves.start()
+        self._counting = True
+
+    def stop(self) -> None:
+        """Ends counting, after an epoch."""
+        self._counting = False
+
+    def close(self) -> None:
+        """Stops counting for good."""
+        self._handle.remove()
+        self.moves.close()
+
+    def _count(self, *_: Any) -> None:
+        progress = self._engine.progress
+        if self._counting and not progress.in_step:  # a step through train_step counts itself
+            progress.begin_step()
+            progress.micro_steps += 1
+            progress.apply(self._rates.read(self._engine.optimizer))
+            progress.in_step = False
+
+
+def warn_of_replaced_step(settings: TrainingSettings) -> None:
+    """Warns once of what a step of the subclass's own does not have, and refuses settings that cannot act in it.
+
+    Raises:
+        ConfigError: mixed precision is asked for, which the override has to do itself.
+    """
+    _refuse_precision(settings, "train_step")
+    _log.warning(
+        "train_step: the override replaces this trainer's step. A call is a step, applied where it steps the "
+        "optimizer; %s. Its loss weighs each batch by its samples. Gradients are not clipped, not checked for being "
+        "finite and not shown to hooks%s",
+        _SAVED, _idle(settings),
+    )  # fmt: skip
+
+
+def warn_of_replaced_epoch(settings: TrainingSettings) -> None:
+    """Warns once of what an epoch of the subclass's own does not have, and refuses settings that cannot act in it.
+
+    Raises:
+        ConfigError: mixed precision or accumulation is asked for, which the override has to do itself.
+    """
+    _refuse_precision(settings, "train_epoch")
+    if settings.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            "the override of train_epoch replaces this trainer's loop, so nothing accumulates: do it in the override",
+            argument="config.training.gradient_accumulation_steps",
+            value=settings.gradient_accumulation_steps,
+        )
+    _log.warning(
+        "train_epoch: the override replaces this trainer's loop. Epochs are saved and resume exactly, as seen from "
+        "their boundaries: %s. Hooks see the steps that go through train_step; optimizer steps of the override are "
+        "counted only%s",
+        _SAVED,
+        _idle(settings),
+    )
+
+
+def _idle(settings: TrainingSettings) -> str:
+    """Returns the end of a sentence on settings of the step that nothing reads."""
+    names = ("max_grad_norm", "grad_clip_value", "max_non_finite_grad_retries")
+    idle = [f"{name}={getattr(settings, name)}" for name in names if getattr(settings, name)]
+    return f"; without effect unless the override reads them: {', '.join(idle)}" if idle else ""
+
+
+def _refuse_precision(settings: TrainingSettings, method: str) -> None:
+    if settings.precision is not None:
+        raise ConfigError(
+            f"the override of {method} replaces this trainer's, so its autocast does not act: use torch.autocast in "
+            "the override and leave the setting out",
+            argument="config.training.mixed_precision",
+            value=settings.mixed_precision,
+        )

@@ -1,0 +1,249 @@
+"""A subclass that writes its own step or its own loop, as the document of qurious advises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import treadle
+from functional_kit import loader, make, net, same_weights
+from treadle import BaseHook
+from treadle.checkpoint import load_checkpoint
+from treadle.errors import ConfigError
+
+
+class Step(treadle.Trainer):
+    """Mixed precision in a step of its own, word for word as a user of qurious writes it."""
+
+    def train_step(self, batch):
+        self.optimizer.zero_grad()
+        x, y = self._prepare_batch(batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = self._compute_loss(self._forward_pass(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return {"loss": loss.item(), "rows": len(x)}
+
+
+class Gathers(treadle.Trainer):
+    """Accumulates two batches in a step of its own."""
+
+    calls = 0
+
+    def train_step(self, batch):
+        x, y = self._prepare_batch(batch)
+        loss = self._compute_loss(self._forward_pass(x), y)
+        (loss / 2).backward()
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return {"train_loss": loss}
+
+
+class Loop(treadle.Trainer):
+    """A loop of its own, in the two forms of the package: without the argument ``epoch``."""
+
+    def train_epoch(self, train_dataloader, eval_dataloader=None):
+        self.model.train()
+        total = 0.0
+        for x, y in train_dataloader:
+            self.optimizer.zero_grad()
+            loss = self.loss_fn(self.model(x), y)
+            loss.backward()
+            self.optimizer.step()
+            total += loss.item()
+        numbers = {"train_loss": total / len(train_dataloader)}
+        return {**numbers, "eval_loss": self.evaluate(eval_dataloader)["loss"]} if eval_dataloader else numbers
+
+
+class LoopOverSteps(treadle.Trainer):
+    def train_epoch(self, train_dataloader, eval_dataloader=None, epoch=0):
+        losses = [self.train_step(batch)["loss"] for batch in train_dataloader]
+        return {"train_loss": sum(losses) / len(losses), "index": epoch}
+
+
+def by_hand(epochs, *, bf16):
+    """The weights that a plain loop gives."""
+    treadle.set_seed(0)
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(epochs):
+        for x, y in loader():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                prediction = model(x)
+            nn.functional.mse_loss(prediction.float(), y).backward()
+            optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize(("cls", "bf16"), [(Step, True), (Loop, False)])
+def test_what_replaces_a_step_or_an_epoch_trains_as_its_loop_by_hand(cls, bf16, caplog):
+    trainer = make(cls)
+    assert len([record for record in caplog.records if "replaces this trainer's" in record.getMessage()]) == 1
+    trainer.train(loader(), 2)
+    assert (trainer.step, trainer.applied_steps, trainer.micro_steps, trainer.epoch) == (6, 6, 6, 2)
+    expected = by_hand(2, bf16=bf16).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in trainer.model.state_dict().items())
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("cls", [Step, Loop, LoopOverSteps])
+def test_a_run_of_them_resumes_to_the_bit(cls, tmp_path):
+    def run(epochs, folder, **rest):
+        trainer = make(cls, scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        return trainer, trainer.train(
+            loader(shuffle=True), epochs, loader(), save_dir=tmp_path / folder, best_model_metric="train_loss", **rest
+        )
+
+    straight, history = run(4, "straight")
+    run(2, "parts")
+    resumed, again = run(4, "parts", resume_from="auto")
+    assert same_weights(straight, resumed)
+    assert history == again
+    assert history["lr"] == [0.01, 0.005, 0.0025, 0.00125]
+    assert resumed.step == 12
+
+
+def test_a_step_without_a_move_of_the_optimizer_is_not_applied_and_keeps_its_gradients():
+    trainer = make(Gathers)
+    trainer.train(loader(32), 2)
+    assert (trainer.step, trainer.applied_steps) == (8, 4)
+    treadle.set_seed(0)
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(2):
+        batches = list(loader(32))
+        for pair in (batches[:2], batches[2:]):
+            optimizer.zero_grad()
+            for x, y in pair:
+                (nn.functional.mse_loss(model(x), y) / 2).backward()
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trainer.model.parameters(), strict=True))
+
+
+def test_the_loss_of_such_a_step_weighs_samples_and_other_numbers_are_records():
+    class Told(treadle.Trainer):
+        def train_step(self, batch):
+            self.optimizer.step()
+            return {"loss": {8: 1.0, 4: 4.0}[len(batch[0])], "tens": 10.0}
+
+    record = make(Told).train(loader(20), 1)
+    assert record["train_loss"] == [pytest.approx((8 + 8 + 16) / 20)]
+    assert record["train_tens"] == [10.0]
+
+
+def test_hooks_averages_and_a_schedule_per_step_move_with_it_but_not_twice():
+    class Counts(BaseHook):
+        steps = 0
+
+        def on_after_step(self, trainer):
+            self.steps += 1
+
+    class Moves(Step):
+        def train_step(self, batch):
+            self.optimizer.step()
+            self.scheduler.step()
+            return {"loss": 1.0}
+
+    class Leaves(Step):
+        def train_step(self, batch):
+            self.optimizer.step()
+            return {"loss": 1.0}
+
+    for cls in (Moves, Leaves):
+        hook = Counts()
+        trainer = make(
+            cls, lr=1.0, hooks=[hook], scheduler_step_per_batch=True, ema_decay=0.5,
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        )  # fmt: skip
+        record = trainer.train(loader(), 1)
+        assert hook.steps == 3
+        assert trainer.optimizer.param_groups[0]["lr"] == 0.125
+        assert record["lr"] == [0.25]
+
+
+def test_an_epoch_of_ones_own_steps_its_schedule_once(tmp_path):
+    class Moves(Loop):
+        def train_epoch(self, train_dataloader, eval_dataloader=None):
+            numbers = super().train_epoch(train_dataloader, eval_dataloader)
+            self.scheduler.step()
+            return numbers
+
+    for cls in (Loop, Moves):
+        trainer = make(cls, scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1))
+        trainer.train(loader(), 2)
+        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
+
+
+def test_an_epoch_of_ones_own_obeys_best_files_early_stopping_and_callbacks(tmp_path):
+    class Told(Loop):
+        def train_epoch(self, train_dataloader, eval_dataloader=None):
+            numbers = super().train_epoch(train_dataloader)
+            return {**numbers, "eval_accuracy": values.pop(0)}
+
+    values, seen = [0.1, 0.3, 0.2, 0.2, 0.9], []
+    history = make(Told).train(
+        loader(), 9, save_dir=tmp_path, best_model_metric="accuracy", early_stopping_patience=2,
+        callbacks=[lambda trainer, epoch, metrics: seen.append((epoch, trainer.epoch, metrics["eval_accuracy"]))],
+    )  # fmt: skip
+    assert history["epoch"] == [1, 2, 3, 4]
+    assert seen == [(0, 1, 0.1), (1, 2, 0.3), (2, 3, 0.2), (3, 4, 0.2)]
+    assert load_checkpoint(tmp_path / "best_model.pt")["epoch"] == 2
+
+
+@pytest.mark.parametrize("cls", [Step, Loop])
+def test_settings_that_cannot_act_in_it_are_refused_or_named(cls, caplog):
+    with pytest.raises(ConfigError, match="mixed_precision"):
+        make(cls, mixed_precision="bf16")
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
+        make(cls, gradient_accumulation_steps=2).train(loader(), 1)
+    if cls is Step:
+        make(cls, max_grad_norm=1.0)
+        assert "max_grad_norm=1.0" in caplog.text
+
+
+@pytest.mark.parametrize("result", [None, {}, {"accuracy": 1.0}])
+def test_a_step_that_returns_no_loss_is_refused(result):
+    class Own(treadle.Trainer):
+        def train_step(self, batch):
+            return result
+
+    with pytest.raises(ConfigError, match="train_step: the override returned"):
+        make(Own).train(loader(), 1)
+
+
+def test_an_epoch_that_reads_nothing_or_returns_nothing_is_refused():
+    class Nothing(treadle.Trainer):
+        def train_epoch(self, train_dataloader, eval_dataloader=None, epoch=0):
+            return {"train_loss": 0.0}
+
+    class Silent(treadle.Trainer):
+        def train_epoch(self, train_dataloader, eval_dataloader=None, epoch=0):
+            list(train_dataloader)
+
+    with pytest.raises(ConfigError, match="read no batch"):
+        make(Nothing).train(loader(), 1)
+    with pytest.raises(ConfigError, match="NoneType"):
+        make(Silent).train(loader(), 1)
+
+
+def test_a_function_that_is_set_on_the_object_acts():
+    trainer = make()
+    trainer.evaluate = lambda batches: {"loss": 2.0}
+    trainer.train_epoch = lambda batches, evaluation, epoch: {"train_loss": float(len(list(batches))), **evaluation[0]}
+    history = trainer.train(loader(), 2, [{"eval_loss": 4.0}])
+    assert (history["train_loss"], history["eval_loss"]) == ([3.0, 3.0], [4.0, 4.0])
+
+
+def test_limits_of_batches_and_trials_hold_in_it(caplog):
+    class Counts(Loop):
+        def train_epoch(self, train_dataloader, eval_dataloader=None):
+            return {"train_loss": float(len(list(train_dataloader)))}
+
+    assert make(Counts, limit_train_batches=2).train(loader(), 2)["train_loss"] == [2.0, 2.0]
+    assert make(Counts, fast_dev_run=1).train(loader(), 5)["train_loss"] == [1.0]
+    make(Loop, grad_clip_value=0.5)
+    assert "grad_clip_value=0.5" in caplog.text
