@@ -262,7 +262,11 @@ class RemoteWorkspace:
                     name: os.readlink(self.staging / name) for name in stamps if (self.staging / name).is_symlink()
                 }
                 new = [n for n in stamps if n not in links and (n not in known or self._stamps.get(n) != stamps[n])]
-                files = {name: trial.enter_context(open(self.staging / name, "rb")) for name in new}
+                files: dict[str, BinaryIO] = {
+                    name: trial.enter_context(open(self.staging / name, "rb")) for name in new
+                }
+                    name: trial.enter_context(open(self.staging / name, "rb")) for name in new
+                }
                 reach = furthest(self.staging) or Reach()
                 if _of_states(_stamps(self.staging)) == _of_states(stamps):
                     opened.enter_context(trial.pop_all())

@@ -37,7 +37,7 @@ from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
 from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.epoch_face import save_state
-from treadle.hooks.remote import RemoteWorkspaceHook, is_remote, staging_of
+from treadle.hooks.remote import local_workspace
 from treadle.hooks.trackers import TrackerChoice, with_trackers
 from treadle.hooks.validate import check_hooks
 from treadle.optim.precision import Precision, check_precision
@@ -171,9 +171,7 @@ class BaseTrainer(Engine):
         self._given_hooks = check_hooks(hooks)
         with_trackers([], trackers)  # a wrong name is told here
         # Absolute, so that a hook given `trainer.workspace / "checkpoints"` does not put it below itself once more.
-        self._remote = RemoteWorkspaceHook(str(workspace)) if is_remote(workspace) else None
-        folder = staging_of(str(workspace)) if is_remote(workspace) else workspace
-        self.workspace = None if folder is None else Path(folder).absolute()
+        self.workspace, self._remote = local_workspace(workspace)
         self.state_dict_options = state_dict_options
         self.task = _ForwardTask(self)
         self._clear_parts()

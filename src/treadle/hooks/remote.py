@@ -198,3 +198,15 @@ def staging_of(url: str) -> Path:
     """
     base = os.environ.get("TREADLE_STAGING") or Path.home() / ".cache" / "treadle" / "staging"
     return Path(base).absolute() / quote(url.rstrip("/"), safe="")
+
+
+def local_workspace(workspace: Path | str | None) -> tuple[Path | None, RemoteWorkspaceHook | None]:
+    """Returns the local folder of a workspace, absolute, and the hook that mirrors it if the workspace is a URL.
+
+    Example:
+        >>> local_workspace(None)
+        (None, None)
+    """
+    if workspace is not None and is_remote(workspace):
+        return staging_of(str(workspace)), RemoteWorkspaceHook(str(workspace))
+    return (None if workspace is None else Path(workspace).absolute()), None
