@@ -265,8 +265,6 @@ class RemoteWorkspace:
                 files: dict[str, BinaryIO] = {
                     name: trial.enter_context(open(self.staging / name, "rb")) for name in new
                 }
-                    name: trial.enter_context(open(self.staging / name, "rb")) for name in new
-                }
                 reach = furthest(self.staging) or Reach()
                 if _of_states(_stamps(self.staging)) == _of_states(stamps):
                     opened.enter_context(trial.pop_all())
