@@ -191,7 +191,7 @@ class ResidualMAE(nn.Module):
         ValueError: When an argument breaks one of these rules.
 
     Example:
-        >>> model = ResidualMAE(seq_len=64, d_model=16, nhead=2, num_layers=1, patch=8, rank=4, n_blocks=8).eval()
+        >>> model = ResidualMAE(seq_len=64, d_model=16, num_layers=1, patch=8, rank=4, n_blocks=8, n_mask=6).eval()
         >>> model.fit(torch.randn(100, 64))
         >>> x = torch.randn(5, 64)
         >>> x_recon, z, visible_mask = model(x)
