@@ -84,7 +84,7 @@ def differences(found: Path, expected: Path) -> Iterator[str]:
             if name.name in ("config.json", "metrics.json"):
                 mine = without_newer(mine, theirs, results=name.name == "metrics.json")
                 if "baselines" in theirs and "probe" in theirs:
-                    # Colours come from the spectra now, and baselines count the hidden channels alone, as the loss does.
+                    # Colours come from the spectra now, and baselines count hidden channels alone, as the loss does.
                     mine, theirs = ({**values, "probe": None, "baselines": None} for values in (mine, theirs))
             yield from (f"{name} at {place}" for place in kit.far(mine, theirs, exact=EXACT))
 
