@@ -110,15 +110,11 @@ def predict(
             "seed": seed, "greedy": greedy, "smiles": smiles, "member": member,
         }  # fmt: skip
         _refuse_idle(given, stored)
-        if member and smiles is None:
-            raise ConfigError("--member: runs answer together for --smiles alone; give a file of molecules")
         chosen = stored.split(split)
         options = {name: value for name, value in given.items() if name in stored.pack.takes and name != "split"}
-        if smiles is not None:
-            others = [stored_run(path) for path in member or ()]
-            _refuse_strangers(stored, others)
-            options |= {"smiles": read_smiles(smiles), "member": others}
-            chosen = smiles.stem
+        if smiles is not None or member:
+            options |= _molecules(stored, smiles, member or ())
+            chosen = chosen if smiles is None else smiles.stem
         with stored.pack.open(stored.path, stored.tree, device=device, messages=messages) as opened:
             predicted = stored.pack.predict(opened, chosen, **{"batch_size": None, **options})
         path = run_folder_of(stored.path) / stored.pack.predictions_file(chosen) if out is None else out
@@ -129,6 +125,15 @@ def predict(
             results.print(json.dumps(found), markup=False, soft_wrap=True)
         else:
             _print(predicted, target, results)
+
+
+def _molecules(stored: StoredRun, smiles: Path | None, members: Sequence[Path]) -> dict[str, Any]:
+    """Returns the molecules to predict, and the further runs that do."""
+    if smiles is None:
+        raise ConfigError("--member: runs answer together for --smiles alone; give a file of molecules")
+    others = [stored_run(path) for path in members]
+    _refuse_strangers(stored, others)
+    return {"smiles": read_smiles(smiles), "member": others}
 
 
 def _refuse_strangers(stored: StoredRun, others: Sequence[StoredRun]) -> None:
