@@ -331,6 +331,11 @@ class Cursor:
             self._warn_of_lost()
         return group
 
+    def skip(self, count: int) -> None:
+        """Counts micro-batches that were gathered without being drawn, none of them the last of the epoch."""
+        self._loader.skip(count)
+        self.position += count
+
     def _check_buffers(self, count: int) -> None:
         """Refuses a group whose later batches would be written over its first ones."""
         num_buffers = getattr(self._loader, "num_buffers", None)
