@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -50,6 +50,21 @@ Seed = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option(help="Of text: seeds the draws.", show_default=False),
 ]
+Smiles = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(
+        help="Of graphs: molecules to predict, a .csv with a column smiles or a file with one SMILES a line.",
+        show_default=False,
+    ),
+]
+Member = Annotated[
+    Optional[list[Path]],  # noqa: UP045
+    typer.Option(
+        help="Of graphs, with --smiles: a further run of the task, such as another seed; the answer is the mean of all "
+        "runs, beside their deviation. May be given several times.",
+        show_default=False,
+    ),
+]
 Greedy = Annotated[bool, typer.Option("--greedy", help="Of text: take the likeliest token each time.")]
 
 
@@ -63,6 +78,8 @@ def predict(
     num_tokens: NumTokens = None,
     seed: Seed = None,
     greedy: Greedy = False,
+    smiles: Smiles = None,
+    member: Member = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
@@ -78,6 +95,7 @@ def predict(
     \b
     Examples:
       treadle predict runs/graphs
+      treadle predict runs/a --member runs/b --member runs/c --smiles molecules.csv --out predicted.csv
       treadle predict runs/spectra --split val --out latents.csv
       treadle predict runs/text --prompt 'The "with" statement' --prompt 'A list' --greedy
       treadle predict runs/digits --device cpu --json
@@ -89,11 +107,14 @@ def predict(
         stored = stored_run(run)
         given: dict[str, Any] = {
             "split": split, "batch_size": batch_size, "prompt": prompt, "count": count, "num_tokens": num_tokens,
-            "seed": seed, "greedy": greedy,
+            "seed": seed, "greedy": greedy, "smiles": smiles, "member": member,
         }  # fmt: skip
         _refuse_idle(given, stored)
         chosen = stored.split(split)
         options = {name: value for name, value in given.items() if name in stored.pack.takes and name != "split"}
+        if smiles is not None or member:
+            options |= _molecules(stored, smiles, member or ())
+            chosen = chosen if smiles is None else smiles.stem
         with stored.pack.open(stored.path, stored.tree, device=device, messages=messages) as opened:
             predicted = stored.pack.predict(opened, chosen, **{"batch_size": None, **options})
         path = run_folder_of(stored.path) / stored.pack.predictions_file(chosen) if out is None else out
@@ -106,13 +127,66 @@ def predict(
             _print(predicted, target, results)
 
 
+def _molecules(stored: StoredRun, smiles: Path | None, members: Sequence[Path]) -> dict[str, Any]:
+    """Returns the molecules to predict, and the further runs that do."""
+    if smiles is None:
+        raise ConfigError("--member: runs answer together for --smiles alone; give a file of molecules")
+    others = [stored_run(path) for path in members]
+    _refuse_strangers(stored, others)
+    return {"smiles": read_smiles(smiles), "member": others}
+
+
+def _refuse_strangers(stored: StoredRun, others: Sequence[StoredRun]) -> None:
+    """Raises ConfigError for a member whose run is of another pack."""
+    for other in others:
+        if other.pack.name != stored.pack.name:
+            raise ConfigError(
+                f"a run of the face {other.pack.name}, the others are of {stored.pack.name}; give runs of one task",
+                argument="--member",
+                value=str(other.path),
+            )
+
+
+def read_smiles(path: Path) -> list[str]:
+    """Returns the molecules of a file: the column ``smiles`` of a .csv, else the first word of each line.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no such column or no molecules.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp(), "a.csv")
+        >>> _ = path.write_text("name,SMILES\\nethanol,CCO\\n")
+        >>> read_smiles(path)
+        ['CCO']
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot be read: {error}", argument="--smiles", value=str(path)) from error
+    if path.suffix == ".csv":
+        rows = list(csv.reader(io.StringIO(text)))
+        names = [name.strip().lower() for name in rows[0]] if rows else []
+        if "smiles" not in names:
+            columns = ", ".join(names) or "none"
+            raise ConfigError(
+                f"has the columns {columns}; one must be named smiles", argument="--smiles", value=str(path)
+            )
+        place = names.index("smiles")
+        found = [row[place].strip() if place < len(row) else "" for row in rows[1:] if row]
+    else:
+        found = [line.split()[0] for line in text.splitlines() if line.strip()]
+    if not found:
+        raise ConfigError("has no molecules", argument="--smiles", value=str(path))
+    return found
+
+
 def _refuse_idle(given: Mapping[str, Any], stored: StoredRun) -> None:
     """Raises ConfigError for an option that has no effect on the run."""
     for name, value in given.items():
         if name not in stored.pack.takes and value is not None and value is not False and value != []:  # 0 is a seed
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {value}: a run of the face {stored.pack.name} {stored.pack.without}"
-            )
+            why = "reads no molecules" if name in ("smiles", "member") else stored.pack.without
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: a run of the face {stored.pack.name} {why}")
 
 
 def _as_values(predicted: Predictions) -> dict[str, Any]:

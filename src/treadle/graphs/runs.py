@@ -65,6 +65,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
       treadle train graphs --show-settings
     """
     config = GraphsConfig
+    takes = ("split", "batch_size", "smiles", "member")
     example = "pe=none training.epochs=20"
     free = FREE
     needed = ("checkpoints/best.pt",)
@@ -226,8 +227,18 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         )
 
     def predict(self, opened: GraphsOpened, split: str, *, batch_size: int | None, **options: Any) -> Predictions:
-        """Returns the model's outputs for a split, and the targets where each output has one."""
+        """Returns the model's outputs for a split, and the targets where each output has one.
+
+        Args:
+            opened: the run.
+            split: has no effect with ``smiles``.
+            batch_size: None takes that of the training.
+            options: ``smiles``, molecules to predict, and ``member``, further runs that predict them too.
+        """
         import torch
+
+        if options.get("smiles"):
+            return self._of_smiles(opened, options["smiles"], options.get("member") or (), batch_size=batch_size)
 
         from treadle.graphs.run_build import loader
 
@@ -236,6 +247,38 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         prediction = outputs.float().numpy()
         target = torch.cat([graph.y.reshape(1) if graph.y.dim() == 0 else graph.y for graph in graphs]).numpy()
         return Predictions({"prediction": prediction, **({"target": target} if len(target) == len(prediction) else {})})
+
+    def _of_smiles(
+        self, opened: GraphsOpened, smiles: Sequence[str], members: Sequence[Any], *, batch_size: int | None
+    ) -> Predictions:
+        """Returns mean and deviation over the runs for molecules, NaN for those that cannot be read."""
+        import numpy as np
+
+        from treadle.graphs.ensemble import predict_smiles
+
+        models, config = [opened.trainer.model], opened.run.config
+        kinds = [_task_of(opened)]
+        for member in members:
+            device, messages = str(opened.run.device), opened.run.messages
+            with self.open(member.path, member.tree, device=device, messages=messages) as other:
+                models.append(other.trainer.model)
+                kinds.append(_task_of(other))
+        if kinds.count(kinds[0]) != len(kinds):
+            raise ConfigError("--member: the runs differ in data set, task or encodings; give runs of one task")
+        found = predict_smiles(
+            models, smiles, pe_config=config.encodings, task_type=opened.data.task_type,
+            batch_size=batch_size or config.training.batch_size, device=opened.run.device,
+        )  # fmt: skip
+        for line in found.unusable:
+            _log.warning("%s", line)
+        arrays: dict[str, Any] = {"smiles": np.array(smiles), "prediction": found.mean.numpy()}
+        return Predictions(arrays | ({"deviation": found.deviation.numpy()} if members else {}))
+
+
+def _task_of(opened: GraphsOpened) -> tuple[Any, ...]:
+    """Returns what runs must share to answer together."""
+    config = opened.run.config
+    return config.dataset.get("name"), opened.data.task_type, config.encodings
 
 
 def _as_started(run: Run[GraphsConfig]) -> GraphsConfig:
