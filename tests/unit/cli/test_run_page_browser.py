@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 
 import pytest
 
 import browser_kit
 from command_kit import treadle
+from processes import Forked
 from run_page_kit import make_run, step_rows
+from treadle.hooks.steplog import read_steps
 
 pytestmark = [
     pytest.mark.skipif(bool(browser_kit.MISSING), reason=f"not installed: {', '.join(browser_kit.MISSING)}"),
@@ -136,6 +140,63 @@ def test_a_page_whose_watch_was_killed_says_so_and_keeps_its_place(tab, page, tm
     loaded = tab.run("scrollTo(0, 500); return performance.timeOrigin")
     tab.wait("return performance.timeOrigin > arguments[0] && scrollY === 500", loaded)
     tab.open(page)
+
+
+JOB = """
+import pathlib, time
+import torch
+from treadle import BaseTrainer, StepLogHook
+
+class Fit(BaseTrainer):
+    def build_data_loader(self):
+        return [torch.ones(2, 1)] * 10
+    def build_model(self):
+        return torch.nn.Linear(1, 1)
+    def build_optimizer(self):
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
+    def build_hooks(self):
+        return [StepLogHook(interval=1)]
+    def forward(self, input):
+        while not pathlib.Path(f"{(self.step - 1) // 20}.go").exists():  # in steps of the test's
+            time.sleep(0.05)
+        return self.model(input).square().mean(), {}
+
+Fit(60, workspace="run", device="cpu").train()
+"""
+
+
+def test_a_watched_page_draws_what_a_running_job_adds_until_it_ends(tab, tmp_path):
+    (tmp_path / "job.py").write_text(JOB, encoding="utf-8")
+    (tmp_path / "0.go").touch()
+    where = {"cwd": tmp_path, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    watch = [sys.executable, "-m", "treadle", "report", "run", "--watch", "--interval", "2"]
+    points = """
+    const chart = document.getElementById('chart-loss');
+    return Boolean(chart && chart.data) && chart.data[0].x.length >= arguments[0];
+    """
+    with Forked([sys.executable, "job.py"], **where) as job:
+        try:
+            until = time.monotonic() + 120
+            while len(read_steps(tmp_path / "run" / "steps.jsonl")) < 20 and time.monotonic() < until:
+                time.sleep(0.05)
+            with Forked(watch, **where) as watching:
+                try:
+                    while not (tmp_path / "run" / "report.html").exists() and time.monotonic() < until:
+                        time.sleep(0.05)
+                    tab.open(tmp_path / "run" / "report.html")
+                    tab.wait(points, 20)
+                    tab.wait("return document.body.innerText.includes('running')")
+                    (tmp_path / "1.go").touch()
+                    tab.wait(points, 40)  # nobody reloads it
+                    (tmp_path / "2.go").touch()
+                    assert (job.wait(120), watching.wait(120)) == (0, 0)
+                    tab.wait(points, 60)
+                    tab.wait("return document.body.innerText.includes('finished')")
+                finally:
+                    watching.kill()
+        finally:
+            job.kill()
+    assert tab.errors() == []
 
 
 def test_smoothing_changes_the_strong_line_and_leaves_the_points(opened):
