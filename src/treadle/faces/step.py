@@ -175,12 +175,20 @@ class BaseTrainer(Engine):
         self.state_dict_options = state_dict_options
         self.task = _ForwardTask(self)
         self._clear_parts()
-        given = {"grad_clip_value": grad_clip_value, "gradient_checkpointing": gradient_checkpointing}
-        self.config = {
-            "max_steps": max_steps, "grad_clip": grad_clip, "max_non_finite_grad_retries": max_non_finite_grad_retries,
-            "mixed_precision": mixed_precision, "gradient_accumulation_steps": accumulation_steps,
-            "scheduler_interval": scheduler_interval, "capture": capture, "compile": compile,
-            **{name: value for name, value in given.items() if value}, **limits.given(),
+        self.config = self._described(mixed_precision, gradient_checkpointing, compile)
+
+    def _described(
+        self, mixed_precision: str | None, gradient_checkpointing: Checkpointing, compile: Compile
+    ) -> dict[str, Any]:
+        """Returns the settings that a checkpoint records, the later ones only where they are set."""
+        own = self.settings
+        later = {"grad_clip_value": own.grad_clip_value, "gradient_checkpointing": gradient_checkpointing}
+        return {
+            "max_steps": self.max_steps, "grad_clip": own.grad_clip,
+            "max_non_finite_grad_retries": own.max_non_finite_grad_retries, "mixed_precision": mixed_precision,
+            "gradient_accumulation_steps": own.accumulation_steps, "scheduler_interval": own.scheduler_interval,
+            "capture": own.capture, "compile": compile,
+            **{name: value for name, value in later.items() if value}, **own.limits.given(),
         }  # fmt: skip
 
     def _clear_parts(self) -> None:
