@@ -5,14 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
-from treadle.cli.evaluate import Run, check_sizes, stored_run
+from treadle.cli.evaluate import check_sizes, stored_run, stored_runs
 from treadle.cli.pack_options import AsJson, BatchSize, Device
 from treadle.errors import ConfigError
 from treadle.runs.folder import run_folder_of
@@ -23,14 +24,34 @@ if TYPE_CHECKING:
     from treadle.cli.evaluate import StoredRun
     from treadle.runs.results import Predictions
 
+Runs = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN...",
+        help="A run folder, or one of its checkpoints. With --smiles also several, or a folder of runs.",
+    ),
+]
+Smiles = Annotated[
+    Optional[Path],  # noqa: UP045  (typer on Python 3.10 reads this form)
+    typer.Option(
+        metavar="FILE",
+        help="Of graphs: predict the molecules of a .csv that has a column of SMILES.",
+        show_default=False,
+    ),
+]
+SmilesColumn = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(metavar="NAME", help="The column of SMILES.  [default: found by its name]", show_default=False),
+]
 Split = Annotated[
-    Optional[str],  # noqa: UP045  (typer on Python 3.10 reads this form)
+    Optional[str],  # noqa: UP045
     typer.Option(help="train, val or test; not of text.  [default: test]", show_default=False),
 ]
 Out = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option(
-        help="A file .npz or .csv.  [default: predictions_SPLIT.npz in the run folder; of text continuations.csv]",
+        help="A file .npz or .csv.  [default: predictions_SPLIT.npz in the run folder; of text continuations.csv, "
+        "with --smiles predictions_smiles.csv]",
         show_default=False,
     ),
 ]
@@ -54,9 +75,11 @@ Greedy = Annotated[bool, typer.Option("--greedy", help="Of text: take the likeli
 
 
 def predict(
-    run: Run,
+    run: Runs,
     split: Split = None,
     out: Out = None,
+    smiles: Smiles = None,
+    smiles_column: SmilesColumn = None,
     batch_size: BatchSize = None,
     prompt: Prompt = None,
     count: Count = None,
@@ -75,9 +98,15 @@ def predict(
     Text: continuations of prompts, drawn as the run drew its samples but for the options given, by the model before its
     fine-tuning, or after it where RUN is the folder lora of the run.
 
+    With --smiles, a run on molecules predicts those of a file: its columns, and the prediction of each target; the
+    probability, where the targets are labels. Of several runs that differ by the seed, this is their mean, with the
+    standard deviation beside it. A SMILES that cannot be read keeps its row, without prediction. The data that the run
+    was trained on are not needed.
+
     \b
     Examples:
       treadle predict runs/graphs
+      treadle predict runs/seed0 runs/seed1 runs/seed2 --smiles molecules.csv --out predictions.csv
       treadle predict runs/spectra --split val --out latents.csv
       treadle predict runs/text --prompt 'The "with" statement' --prompt 'A list' --greedy
       treadle predict runs/digits --device cpu --json
@@ -86,11 +115,17 @@ def predict(
     with errors_as_one_line(messages), log_to(messages):
         _check_suffix(out)
         check_sizes(batch_size)
-        stored = stored_run(run)
         given: dict[str, Any] = {
-            "split": split, "batch_size": batch_size, "prompt": prompt, "count": count, "num_tokens": num_tokens,
-            "seed": seed, "greedy": greedy,
+            "split": split, "prompt": prompt, "count": count, "num_tokens": num_tokens, "seed": seed, "greedy": greedy,
         }  # fmt: skip
+        if smiles is not None:
+            _refuse_beside_smiles(given)
+            _predict_smiles(
+                run, smiles, smiles_column, out, batch_size=batch_size, device=device, as_json=as_json, results=results
+            )
+            return
+        stored = stored_run(_the_only(run, smiles_column))
+        given["batch_size"] = batch_size
         _refuse_idle(given, stored)
         chosen = stored.split(split)
         options = {name: value for name, value in given.items() if name in stored.pack.takes and name != "split"}
@@ -115,6 +150,49 @@ def _refuse_idle(given: Mapping[str, Any], stored: StoredRun) -> None:
             )
 
 
+def _the_only(runs: Sequence[Path], smiles_column: str | None) -> Path:
+    """Returns the run of a command without ``--smiles``, or raises ConfigError for what only that takes."""
+    if len(runs) > 1 or smiles_column is not None:
+        idle = f"{len(runs)} runs" if len(runs) > 1 else f"--smiles-column {smiles_column}"
+        raise ConfigError(f"{idle}: has a meaning only with --smiles FILE")
+    return runs[0]
+
+
+def _refuse_beside_smiles(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if value is not None and value is not False and value != []:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: has no meaning with --smiles")
+
+
+def _predict_smiles(
+    runs: Sequence[Path],
+    file: Path,
+    column: str | None,
+    out: Path | None,
+    *,
+    batch_size: int | None,
+    device: str | None,
+    as_json: bool,
+    results: Console,
+) -> None:
+    """Writes the predictions of an ensemble of runs for the molecules of a file."""
+    stored = [found for run in runs for found in stored_runs(run)]
+    for each in stored:
+        if each.pack is not stored[0].pack or "smiles" not in each.pack.takes:
+            raise ConfigError(f"--smiles {file}: {each.path} is of the face {each.pack.name}; give runs of graphs")
+    predicted = stored[0].pack.predict_smiles(
+        [(each.path, each.tree) for each in stored], file, column=column, batch_size=batch_size, device=device
+    )
+    folder = runs[0] if runs[0].is_dir() else run_folder_of(runs[0])
+    target = write_arrays(predicted.arrays, folder / "predictions_smiles.csv" if out is None else out, nan="")
+    if as_json:
+        checkpoints = [str(each.path) for each in stored]
+        found = {"path": str(target), "checkpoints": checkpoints, **_as_values(predicted)}
+        results.print(json.dumps(found), markup=False, soft_wrap=True)
+    else:
+        _print(predicted, target, results)
+
+
 def _as_values(predicted: Predictions) -> dict[str, Any]:
     shapes = {name: list(array.shape) for name, array in predicted.arrays.items()}
     return {"arrays": shapes, **({"texts": list(predicted.texts)} if predicted.texts else {})}
@@ -135,12 +213,13 @@ def _check_suffix(out: Path | None) -> None:
         raise ConfigError(f"--out {out}: must end in .npz or .csv")
 
 
-def write_arrays(arrays: Mapping[str, Any], path: Path) -> Path:
+def write_arrays(arrays: Mapping[str, Any], path: Path, *, nan: str = "nan") -> Path:
     """Writes named arrays as .npz, or as the columns of a .csv, the whole old file or the whole new one.
 
     Args:
         arrays: for a .csv equally long; what has several columns becomes ``name_0``, ``name_1``, ...
         path: its suffix selects the format.
+        nan: stands for NaN in a .csv.
 
     Raises:
         ConfigError: the arrays are of several lengths and the file is a .csv.
@@ -167,5 +246,10 @@ def write_arrays(arrays: Mapping[str, Any], path: Path) -> Path:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
+    shown = ([_cell(value, nan) for value in column.tolist()] for column in columns.values())
+    writer.writerows(zip(*shown, strict=True))
     return write_text(text.getvalue(), path)
+
+
+def _cell(value: Any, nan: str) -> Any:
+    return nan if isinstance(value, float) and math.isnan(value) else value

@@ -19,7 +19,7 @@ from treadle.errors import ConfigError
 from treadle.graphs.run_config import FREE, RENAMED, GraphsConfig, read_settings
 from treadle.hooks.bar import work_bar
 from treadle.hooks.files import to_json
-from treadle.runs.folder import part_of, read_record, stored_json, write_changed
+from treadle.runs.folder import part_of, read_record, run_folder_of, stored_json, write_changed
 from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run, Show, load_newest
 from treadle.runs.ranks import by_rank_0, rank_0_first
 from treadle.runs.replay import checkpoints_of
@@ -69,6 +69,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
     needed = ("checkpoints/best.pt",)
     results = ("metrics.json", "test_results.json")
     loads_in_processes = True
+    takes = ("split", "batch_size", "smiles", "smiles_column")
 
     # -- settings -------------------------------------------------------------------------------------------------
 
@@ -235,6 +236,25 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         prediction = outputs.float().numpy()
         target = torch.cat([graph.y.reshape(1) if graph.y.dim() == 0 else graph.y for graph in graphs]).numpy()
         return Predictions({"prediction": prediction, **({"target": target} if len(target) == len(prediction) else {})})
+
+    def predict_smiles(
+        self,
+        stored: Sequence[tuple[Path, Mapping[str, Any]]],
+        file: Path,
+        *,
+        column: str | None,
+        batch_size: int | None,
+        device: str | None,
+    ) -> Predictions:
+        """Returns the mean over runs for the molecules of a file, and their deviation as its uncertainty."""
+        from treadle.graphs.smiles_runs import load_stored_model, predict_file
+
+        models = []
+        for path, tree in stored:
+            config, _ = self.stored(run_folder_of(path), path, tree)
+            with self.environment(config):
+                models.append(load_stored_model(config, path, tree))
+        return predict_file(models, file, column=column, batch_size=batch_size, device=device)
 
 
 def _as_started(run: Run[GraphsConfig]) -> GraphsConfig:
