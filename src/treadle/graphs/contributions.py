@@ -88,7 +88,7 @@ def typical_and_worst(error: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[n
         {'typical errors': [2, 0, 1], 'largest errors': [1, 2, 0]}
     """
     known = np.flatnonzero(~np.isnan(error))
-    off = np.abs(error[known] - np.median(error[known]))
+    off = np.abs(error[known] - np.median(error[known])) if len(known) else error[known]
     return {
         "typical errors": known[np.argsort(off, kind="stable")][:_PER_ROW],
         "largest errors": known[np.argsort(-error[known], kind="stable")][:_PER_ROW],

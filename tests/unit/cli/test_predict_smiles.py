@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 
@@ -11,20 +12,21 @@ import pytest
 import torch
 
 import graph_data_kit  # noqa: F401  (lets the warnings of torch_geometric's import through)
-from command_kit import read, treadle
+from command_kit import treadle
+from treadle.checkpoint.store import load_checkpoint
 from treadle.errors import ConfigError
+from treadle.graphs.run_config import GraphsConfig
 
 pytest.importorskip("rdkit")
+from treadle.graphs.smiles_runs import load_stored_model, predict_file
+
 RINGS = ["c1ccccc1", "C1CCCCC1", "c1ccncc1", "C1CCCC1"]
 SMALL = ["model=gatedgcn", "model.hidden_dim=8", "model.num_layers=1", "training.epochs=1", "threads=1"]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def train(out, file, *settings):
-    from treadle.graphs import page
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "draw", lambda *args: [])
         patch.setattr("treadle.graphs.report.draw", lambda *args: [])
         command = ["train", "graphs", "dataset=smiles_csv", f"dataset.file={file}", "dataset.split=random", *SMALL]
         assert treadle(*command, f"dataset.root={out.parent}/data", *settings, "--device", "cpu", "--out", out) == 0
@@ -88,16 +90,21 @@ def test_several_runs_and_a_folder_of_them_are_one_ensemble(runs, molecules, tmp
     assert rows[1]["solubility_std"] == ""
 
 
-def test_labels_are_predicted_as_probabilities(tmp_path, molecules):
-    file = tmp_path / "known.csv"
-    rows = [(ring + "C" * n, int("c" in ring), "" if n % 3 == 0 else n % 2) for n in range(1, 7) for ring in RINGS]
-    file.write_text("smiles,aromatic,odd\n" + "".join(f"{a},{b},{c}\n" for a, b, c in rows))
-    out = tmp_path / "run"
-    train(out, file, "dataset.task=multilabel", "training.metric_for_best=loss")
-    assert treadle("predict", out / "checkpoints" / "best.pt", "--smiles", molecules) == 0
-    found = rows_of(out / "predictions_smiles.csv")
-    assert all(0 < float(row[f"{name}_mean"]) < 1 for row in found[::2] for name in ("aromatic", "odd"))
-    assert read(out, "metrics.json")["config"]["dataset"]["task"] == "multilabel"
+def test_labels_are_predicted_as_probabilities(runs, molecules):
+    stored = [opened(runs / seed) for seed in "01"]
+    outputs = [predict_file([each], molecules, device="cpu").arrays["solubility_mean"] for each in stored]
+    labels = [dataclasses.replace(each, task_type="multilabel") for each in stored]
+    found = predict_file(labels, molecules, device="cpu").arrays
+    probabilities = torch.from_numpy(np.stack(outputs)).sigmoid()
+    np.testing.assert_allclose(found["solubility_mean"], probabilities.mean(0))
+    np.testing.assert_allclose(found["solubility_std"], probabilities.std(0))
+
+
+def opened(run, **changed):
+    """Returns the model of a run, by a checkpoint that may have changed."""
+    path = run / "checkpoints" / "best.pt"
+    tree = load_checkpoint(path)
+    return load_stored_model(GraphsConfig.from_values(tree["config"]["run"]), path, tree | changed)
 
 
 @pytest.mark.parametrize(
@@ -130,20 +137,14 @@ def test_several_runs_need_smiles(runs, capsys):
 
 
 def test_runs_of_other_graphs_and_other_targets_are_refused(runs):
-    from treadle.checkpoint.store import load_checkpoint
-    from treadle.graphs.run_config import GraphsConfig
-    from treadle.graphs.smiles_runs import load_stored_model, predict_file
-
-    path = runs / "0" / "checkpoints" / "best.pt"
-    tree = load_checkpoint(path)
-    config = GraphsConfig.from_values(tree["config"]["run"])
-    stored = load_stored_model(config, path, tree)
+    stored = opened(runs / "0")
     assert stored.targets == ("solubility", "boiling point")
-    named = {**tree, "config": {**tree["config"], "targets": ["a", "b"]}}
+    trained = load_checkpoint(stored.path)["config"]
+    other = opened(runs / "0", config={**trained, "targets": ["a", "b"]})
     with pytest.raises(ConfigError, match="has other targets than"):
-        predict_file([stored, load_stored_model(config, path, named)], "absent.csv")
-    del named["config"]["targets"]  # as a checkpoint of before
-    assert load_stored_model(config, path, named).targets == ("target_0", "target_1")
-    config.dataset["name"] = "synthetic_tree"
+        predict_file([stored, other], "absent.csv")
+    of_before = opened(runs / "0", config={name: value for name, value in trained.items() if name != "targets"})
+    assert of_before.targets == ("target_0", "target_1")
+    stored.config.dataset["name"] = "synthetic_tree"
     with pytest.raises(ConfigError, match="was trained on synthetic_tree, whose graphs are not made of SMILES"):
-        load_stored_model(config, path, tree)
+        load_stored_model(stored.config, stored.path, load_checkpoint(stored.path))
