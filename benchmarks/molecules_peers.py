@@ -10,7 +10,8 @@ validation error is tested.
     chemprop  `chemprop train` with no option about the model, the loss (mean squared error), the batches (64) or the
               schedule, which goes over the same epochs
 
-Every run has a folder below --runs and is not repeated when the command is given again.
+Every run has a folder below --runs and is not repeated when the command is given again. Several commands may train a seed
+each; one with all seeds then writes the table.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ def main() -> None:
     if options.most is not None:
         options.runs = options.runs / f"most{options.most}"
     molecules = options.runs / "molecules.csv"
-    write_molecules(molecules, options.most)
+    if not molecules.exists():
+        write_molecules(molecules, options.most)
     results: list[dict[str, Any]] = []
     for seed in options.seeds:
         folder = options.runs / f"chemprop-{seed}-{options.epochs}"

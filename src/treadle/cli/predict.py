@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Runs = Annotated[
     list[Path],
     typer.Argument(
-        metavar="RUN...",
+        metavar="RUN",
         help="A run folder, or one of its checkpoints. With --smiles also several, or a folder of runs.",
     ),
 ]

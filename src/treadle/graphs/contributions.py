@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from treadle.errors import ConfigError
 from treadle.graphs.datasets.targets import import_rdkit
-from treadle.runs.figures import BLUE, INK, MUTED, ORANGE, new_figure, save_figure
+from treadle.runs.figures import INK, MUTED, new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.cm import ScalarMappable
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["atom_contributions", "plot_contributions", "typical_and_worst"]
 
 _PER_ROW = 4
+_COLOURS = ("#4d9dcc", "#ffffff", "#e68a4d")  # the blue and orange of all pictures, paler: letters lie on them
 _BOUND = 0.95  # quantile of the contributions that has the full colour: few atoms far off would pale all others
 
 
@@ -113,7 +114,7 @@ def plot_contributions(
 
     every = np.abs(np.concatenate([values for row in rows.values() for _, _, values in row]))
     bound = float(np.quantile(every, _BOUND)) or 1.0
-    colours = LinearSegmentedColormap.from_list("contributions", [BLUE, "#ffffff", ORANGE])
+    colours = LinearSegmentedColormap.from_list("contributions", _COLOURS)
     scale = ScalarMappable(Normalize(-bound, bound), colours)
     figure = new_figure(3.1 * _PER_ROW, 3.1 * len(rows) + 0.4)
     panels = figure.subplots(len(rows), _PER_ROW, squeeze=False)

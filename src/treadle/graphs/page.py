@@ -98,7 +98,7 @@ def _contributions(data: GraphDataset, trainer: GraphTrainer, predicted: Tensor,
             ]
         if not any(rows.values()):
             continue
-        unit = f"log-odds of {name}" if labels else f"in the unit of {name}"
+        unit = f"log-odds of {name}" if labels else f"in units of {name}"
         path = plot_contributions(rows, folder / f"contributions{f'_{target}' if target else ''}.png", unit=unit)
         caption = (
             f"What each atom adds to the predicted {name}: the prediction less that of the same molecule without the "

@@ -93,7 +93,7 @@ def test_the_page_shows_each_target_with_its_unit(tmp_path, monkeypatch):
     pictures = page._contributions(data, trainer, torch.zeros(3, 2), tmp_path)
     assert [picture.title for picture in pictures] == ["Contributions of atoms to solubility"]
     rows, unit = drawn[0]
-    assert unit == "in the unit of solubility"
+    assert unit == "in units of solubility"
     smiles, caption, values = rows["largest errors"][0]
     assert (smiles, caption) == (CAFFEINE, "true 2, predicted 0")
     np.testing.assert_allclose(values, (graphs[2].x @ model.linear.weight.T)[:, 0].detach(), atol=1e-5)
@@ -104,5 +104,5 @@ def test_a_picture_has_one_scale(tmp_path):
         "typical errors": [("CCO", "true 1, predicted -1", np.array([0.1, -0.2, 0.9]))],
         "largest errors": [(CAFFEINE, "true 1, predicted 2", np.linspace(-3, 3, 14))],
     }
-    path = plot_contributions(rows, tmp_path / "contributions.png", unit="in the unit of logP")
+    path = plot_contributions(rows, tmp_path / "contributions.png", unit="in units of logP")
     assert path.read_bytes().startswith(b"\x89PNG")
