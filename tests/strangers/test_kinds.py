@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -348,6 +349,65 @@ def test_a_schedule_that_ends_before_the_last_epoch_is_refused_before_step_1():
     with pytest.raises(ConfigError, match=r"OneCycleLR has total_steps=7.*total_steps=8"):
         engine.run(points_loader(), epochs=2)
     assert engine.step == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda of: torch.optim.lr_scheduler.CosineAnnealingLR(of, 5), "CosineAnnealingLR(T_max=5) ends after 5 steps"),
+        (lambda of: torch.optim.lr_scheduler.CosineAnnealingLR(of, 8), ""),
+        (lambda of: torch.optim.lr_scheduler.SequentialLR(of, [
+            torch.optim.lr_scheduler.LinearLR(of, 0.1, total_iters=2), torch.optim.lr_scheduler.PolynomialLR(of, 4)],
+            milestones=[2]), "PolynomialLR(total_iters=4) ends after 6 steps"),
+    ],
+    ids=["too short", "long enough", "the last of a sequence"],
+)  # fmt: skip
+def test_a_schedule_that_ends_before_the_run_is_named_before_step_1(make, named, caplog):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(model, optimizer, MeanSquare(), scheduler=make(optimizer), device="cpu", progress=False)
+    engine.run(points_loader(), epochs=2)
+    assert ("ends after" in caplog.text, named in caplog.text) == (bool(named), True)
+
+
+def test_a_model_that_fails_in_an_evaluation_is_found_before_step_1_without_metrics():
+    class FailsInEval(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x: Any) -> Any:
+            if not self.training:
+                raise RuntimeError("no such mode")
+            return self.inner(x)
+
+    engine = engine_of(FailsInEval())
+    with pytest.raises(RuntimeError, match="no such mode"):
+        EpochTrainer(engine).fit(points_loader(), points_loader(), 2)
+    assert engine.step == 0
+
+
+def test_what_a_checkpoint_cannot_hold_of_a_hook_and_a_cache_is_named_once(caplog):
+    class Late(BaseHook):
+        teacher = None
+
+        def on_before_train(self, trainer: Any) -> None:
+            self.teacher = self.teacher or net()
+
+    class Cached(Points):
+        def __init__(self) -> None:
+            super().__init__()
+            self.read = functools.lru_cache(super().__getitem__)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.read(index)
+
+    engine = engine_of(hooks=[Late()])
+    for steps in (2, 3, 4):
+        engine.run(points_loader(Cached()), max_steps=steps)
+        engine.state_dict()
+    assert caplog.text.count("hook Late: teacher has changed, and no checkpoint holds it") == 1
+    assert "Cached.read has changed, and no checkpoint holds it" in caplog.text
 
 
 def test_trying_the_schedule_moves_nothing():

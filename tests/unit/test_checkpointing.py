@@ -315,7 +315,7 @@ def test_on_a_resume_the_history_file_is_that_of_the_checkpoint_at_once(tmp_path
 
     trainer = None
     hook = HistoryHook(tmp_path / "history.json", lambda: trainer.history)
-    resumed = scalar_engine(hooks=[hook], task=Slopes(fail_at={1: KeyboardInterrupt()}))
+    resumed = scalar_engine(hooks=[hook], task=Slopes(fail_at={n: KeyboardInterrupt() for n in range(1, 9)}))
     trainer = EpochTrainer(resumed)
     resumed.load_state_dict(state)
     with pytest.raises(KeyboardInterrupt):
@@ -330,7 +330,7 @@ def test_epochs_that_never_happened_are_no_history_of_a_run_resumed_inside_its_f
     history_run(tmp_path, 3)
     trainer = None
     hook = HistoryHook(tmp_path / "history.json", lambda: trainer.history)
-    resumed = scalar_engine(hooks=[hook], task=Slopes(fail_at={1: KeyboardInterrupt()}))
+    resumed = scalar_engine(hooks=[hook], task=Slopes(fail_at={n: KeyboardInterrupt() for n in range(1, 9)}))
     trainer = EpochTrainer(resumed)
     resumed.load_state_dict(engine.state_dict())
     with pytest.raises(KeyboardInterrupt):

@@ -591,14 +591,14 @@ def test_learning_rates_go_on_as_if_nothing_had_happened(name, recwarn):
     straight, rates = make()
     straight.run([1.0, 0.0, 1.0], max_steps=12)
     for cut in range(0, 12, 2):
-        first, before = make()
+        first, _ = make()
         first.run([1.0, 0.0, 1.0], max_steps=cut)
         second, after = make()
         second.load_state_dict(through_a_file(first.state_dict()))
         kinds = {key: type(value) for key, value in vars(second.lr_scheduler).items()}
         assert kinds == {key: type(value) for key, value in vars(make()[0].lr_scheduler).items()}
         second.run([1.0, 0.0, 1.0], max_steps=12)
-        assert before.seen + after.seen == rates.seen
+        assert after.seen == rates.seen  # a list of a hook is part of its state
         assert torch.equal(second.model.weight, straight.model.weight)
 
 

@@ -35,6 +35,7 @@ from treadle.astro.cross_modal import (
     cross_predict,
     ridge_prediction,
     token_values,
+    tree_predictions,
 )
 from treadle.astro.cutouts import SplusDataset
 from treadle.astro.drawing import draw_spectra
@@ -46,6 +47,7 @@ from treadle.astro.fields import (
 )
 from treadle.astro.hidden_losses import combined_loss_from_hidden
 from treadle.astro.initialisation import initialise_from_codebooks
+from treadle.astro.joint import Answer, JointRegressor, Mixture, joint_loss
 from treadle.astro.loader import build_loader
 from treadle.astro.loss_inputs import Codebook, Codebooks, LossConfig, prepare_codebooks
 from treadle.astro.losses import (
@@ -75,6 +77,7 @@ from treadle.seed import set_seed
 Trainer = AstroTrainer
 
 __all__ = [
+    "Answer",
     "AstroConfig",
     "AstroTrainer",
     "AstromodalConfig",
@@ -91,9 +94,11 @@ __all__ = [
     "Encoder",
     "ImageTokenizer",
     "ImageTokenizerConfig",
+    "JointRegressor",
     "LossConfig",
     "LossPositions",
     "MeaningfulLossConfig",
+    "Mixture",
     "ModelConfig",
     "MultiFieldTokenDataset",
     "PathsConfig",
@@ -139,6 +144,7 @@ __all__ = [
     "image_reconstruction_loss",
     "initialise_from_codebooks",
     "iter_columns",
+    "joint_loss",
     "kmeans_codebook",
     "load_codebook",
     "load_config",
@@ -165,4 +171,5 @@ __all__ = [
     "spectrum_reconstruction_loss",
     "to_dict",
     "token_values",
+    "tree_predictions",
 ]

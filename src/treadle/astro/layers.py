@@ -44,7 +44,8 @@ class CausalLayer(nn.Module):
     """Transformer layer: causal attention, then a GELU feed-forward, each added to its input.
 
     Dropout acts on the attention weights, inside the feed-forward, and on what each half adds. With ``norm_first`` each
-    half normalises its input (pre-norm); without, the sum of both (post-norm, Vaswani et al. 2017).
+    half normalises its input (pre-norm); without, the sum of both (post-norm, Vaswani et al. 2017). With
+    ``causal=False`` every position sees all others.
 
     Example:
         >>> layer = CausalLayer(8, n_heads=2, d_ff=16, dropout=0.0)
@@ -52,10 +53,20 @@ class CausalLayer(nn.Module):
         torch.Size([3, 5, 8])
     """
 
-    def __init__(self, d_model: int, *, n_heads: int, d_ff: int, dropout: float, norm_first: bool = True):
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        n_heads: int,
+        d_ff: int,
+        dropout: float,
+        norm_first: bool = True,
+        causal: bool = True,
+    ):
         super().__init__()
         self.norm_first = norm_first
         self.n_heads = n_heads
+        self.causal = causal
         self.norm1 = nn.LayerNorm(d_model)
         self.in_proj = nn.Linear(d_model, 3 * d_model)
         self.out_proj = nn.Linear(d_model, d_model)
@@ -96,7 +107,8 @@ class CausalLayer(nn.Module):
             keys,
             values,
             dropout_p=self.dropout.p if self.training else 0.0,
-            is_causal=queries.shape[2] > 1,  # a single query is the last position and sees all that is cached
+            is_causal=self.causal
+            and queries.shape[2] > 1,  # a single query is the last position and sees all that is cached
         )
         out_BLD: Tensor = self.out_proj(mixed_BHLE.transpose(1, 2).flatten(2))
         return out_BLD

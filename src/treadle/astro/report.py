@@ -90,8 +90,8 @@ def results(metrics: Mapping[str, Any], out: Path) -> Report:
         title="One modality from another",
         lead="A causal transformer on tokens of galaxy pictures (XDF), spectra of cool dwarfs (SpeX) and a galaxy "
         "catalogue (SDSS), asked about objects kept out of its training. Variance explained: 0 is the mean of the "
-        "training objects, 1 is exact. The ridge regression sees the values of the same tokens; the true bin is the "
-        "best that an answer in bins can reach.",
+        "training objects, 1 is exact. Ridge regression and trees see the values of the same tokens; the "
+        "true bin is the best that an answer in bins can reach.",
         tables=[_tokens_table(metrics["tokenizers"]), predictions_table(metrics["predictions"])],
         note=f"cross-entropy of the test sequences {test['loss_ce']:.3f} nats per token, epoch "
         f"{metrics['best_epoch']}.",
@@ -106,19 +106,28 @@ def results(metrics: Mapping[str, Any], out: Path) -> Report:
 def predictions_table(predictions: Sequence[Mapping[str, Any]], part: str = "test") -> Table:
     """Returns how well each question about a part was answered, from the content of ``metrics.json``."""
     rows, notes = [], []
+    peers = [name for name in _PEERS if all(name in found for found in predictions)]
+    ahead = []
     for found in predictions:
         name = question_name(found["target"], found["given"])
-        explained = [_number(found[method]["explained"]) for method in ("model", "ridge", "bins")]
+        explained = [_number(found[method]["explained"]) for method in ("model", *peers, "bins")]
+        ours, *theirs = (found[method]["explained"] for method in ("model", *peers))
+        if None not in (ours, *theirs) and ours >= max(theirs, default=ours):
+            ahead.append(name)
         errors = [f"{found[method]['rmse']:.3g}" for method in ("model", "ridge")]
         rows.append([name, f"{found['n']:,}", *explained, *errors])
         if "balanced_accuracy" in found["model"]:
             scores = ", ".join(
-                f"{method} {found[method]['balanced_accuracy']:.3f}" for method in ("model", "ridge", "mean")
+                f"{method} {found[method]['balanced_accuracy']:.3f}" for method in ("model", *peers, "mean")
             )
             notes.append(f"{name}, balanced accuracy of the classes: {scores}")
-    columns = ["variance explained, rmse", "objects", "model", "ridge", "true bin", "rmse", "ridge"]
+    notes.append(f"The model is at or above the best of {', '.join(peers)} on: {', '.join(ahead) or 'none'}.")
+    columns = ["variance explained, rmse", "objects", "model", *peers, "true bin", "rmse", "ridge"]
     title = f"One modality from another, {part} objects"
     return Table(columns, rows, title=title, width=27, notes=notes, about_first=False)
+
+
+_PEERS = ("ridge", "boosted trees", "extra trees")
 
 
 def _tokens_table(quality: Mapping[str, Mapping[str, Any]]) -> Table:

@@ -67,7 +67,7 @@ def few_labels(
         ([5, 20, 30], True)
     """
     y = np.asarray(target, dtype=np.float64)
-    pool, asked = np.asarray(train)[np.isfinite(y[train])], np.asarray(test)[np.isfinite(y[test])]
+    pool, asked = (rows[np.isfinite(y[rows])] for rows in (np.asarray(train, np.intp), np.asarray(test, np.intp)))
     if len(pool) < _MANY or len(asked) == 0:
         raise ValueError(
             f"target is known for {len(pool)} training and {len(asked)} test rows, it must be known for at least "

@@ -101,7 +101,7 @@ class NearestFill:
     def __call__(self, x: npt.ArrayLike, visible: npt.ArrayLike) -> _Float:
         """Returns the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
         rows, seen = np.asarray(x, dtype=np.float64), np.asarray(visible)
-        filled = rows.copy()
+        filled: _Float = rows.copy()
         for index, mask in enumerate(seen):
             far = ((self.rows[:, mask] - rows[index, mask]) ** 2).sum(axis=1)
             nearest = np.argsort(far, kind="stable")[: self.count]

@@ -89,14 +89,28 @@ class LinearGaussian(nn.Module):
             pairs_LRR = self.factors[:, :, None] * self.factors[:, None, :]
             precision = (weight_BL @ pairs_LRR.flatten(1)).view(-1, rank, rank)
             precision = precision + torch.eye(rank, device=x.device, dtype=precision.dtype)
-            lower, _ = torch.linalg.cholesky_ex(precision)
             right = ((weight_BL * off_BL) @ self.factors)[..., None]
-            # One solve for both: a second kind of kernel would allocate inside a CUDA graph.
-            both = torch.cat([self.factors.T.expand(len(x), -1, -1), right], dim=2)
-            solved = torch.linalg.solve_triangular(lower, both, upper=False)
+            solved = _half_solved(precision, torch.cat([self.factors.T.expand(len(x), -1, -1), right], dim=2))
             spread_BRL, weights_BR1 = solved[..., :-1], solved[..., -1:]
             mean_BL = self.mean + (spread_BRL * weights_BR1).sum(1)
             return mean_BL, spread_BRL.square().sum(1) + self.noise
+
+
+def _half_solved(matrix_BRR: Tensor, right_BRN: Tensor) -> Tensor:
+    """Return (B, R, N), the inverse of the lower Cholesky factor times ``right``.
+
+    On a GPU by elimination, column by column: the batched solvers of torch's libraries take memory there that a CUDA
+    graph may not.
+    """
+    if not matrix_BRR.is_cuda:
+        lower_BRR, _ = torch.linalg.cholesky_ex(matrix_BRR)
+        return torch.linalg.solve_triangular(lower_BRR, right_BRN, upper=False)
+    rest, rows = torch.cat([matrix_BRR, right_BRN], dim=2), []
+    for left in range(matrix_BRR.shape[1], 0, -1):
+        row = rest[:, 0] * rest[:, 0, :1].rsqrt()
+        rows.append(row[:, left:])
+        rest = torch.baddbmm(rest[:, 1:, 1:], row[:, 1:left, None], row[:, None, 1:], alpha=-1)
+    return torch.stack(rows, dim=1)
 
 
 class PatchEncoder(nn.Module):
@@ -176,7 +190,7 @@ class ResidualMAE(nn.Module):
         ValueError: When an argument breaks one of these rules.
 
     Example:
-        >>> model = ResidualMAE(seq_len=64, d_model=16, nhead=2, num_layers=1, patch=8, rank=4, n_blocks=8).eval()
+        >>> model = ResidualMAE(seq_len=64, d_model=16, num_layers=1, patch=8, rank=4, n_blocks=8, n_mask=6).eval()
         >>> model.fit(torch.randn(100, 64))
         >>> x = torch.randn(5, 64)
         >>> x_recon, z, visible_mask = model(x)

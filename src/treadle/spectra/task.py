@@ -55,12 +55,14 @@ class PreparedSpectra:
         seen: (B, L) what the model gets, augmented; None: ``x``.
         visible_mask: (B, L) bool, True where the encoder sees; None: the model draws.
         visible_count: how many of each row; None: it differs.
+        uncertain: whether the loss weights errors by the model's uncertainty.
     """
 
     x: Tensor
     seen: Tensor | None = None
     visible_mask: Tensor | None = None
     visible_count: int | None = None
+    uncertain: bool = False
 
 
 class SpectraTask:
@@ -100,7 +102,7 @@ class SpectraTask:
         given = batch if isinstance(batch, PreparedSpectra) else self._prepared(model, batch)
         x = moved(given.x, self.device)
         seen = x if given.seen is None else moved(given.seen, self.device)
-        if model.training and getattr(unwrap(model), "gives_uncertainty", False):
+        if given.uncertain:
             return self._uncertain_step(model, given, x, seen)
         if self.fixed_visible is not None:
             x_recon, _, visible_mask = model(seen, self._visible_for(x))
@@ -110,7 +112,7 @@ class SpectraTask:
             visible_mask = moved(given.visible_mask, self.device)
             counted = {} if given.visible_count is None else {"visible_count": given.visible_count}
             x_recon, _, visible_mask = model(seen, visible_mask, **counted)
-        mask = self.counted(visible_mask)
+        mask = ~visible_mask if self.loss_region == "masked" else self.counted(visible_mask)
         loss = self.loss_fn(x_recon, x, mask, reduction=self.reduction)
         if self.reduction == "sum":
             return StepOutput(loss, reduction="sum", num_samples=len(x))
@@ -122,7 +124,7 @@ class SpectraTask:
         fixed = None if given.visible_mask is None else moved(given.visible_mask, self.device)
         visible_mask = fixed if self.fixed_visible is None else self._visible_for(x)
         x_recon, _, visible_mask, unsure = model(seen, visible_mask, with_uncertainty=True)
-        mask = self.counted(visible_mask)
+        mask = ~visible_mask if self.loss_region == "masked" else self.counted(visible_mask)
         loss = masked_uncertain(
             x_recon, x, mask, log_variance=unsure.log_variance, prior_variance=unsure.prior_variance,
             reduction=self.reduction,
@@ -147,16 +149,17 @@ class SpectraTask:
         if self.augmenter is not None and model.training:
             x = moved(x, self.device)
             seen = self.augmenter(x)
-        inner = unwrap(model)
-        if self.fixed_visible is None and getattr(inner, "takes_drawn_mask", False):
-            drawn: Any = inner
-            return PreparedSpectra(x, seen, drawn.make_visible(len(x), device="cpu"))
+        inner: Any = unwrap(model)
+        kind = type(inner)
+        uncertain = model.training and getattr(kind, "gives_uncertainty", False)
+        if self.fixed_visible is None and getattr(kind, "takes_drawn_mask", False):
+            return PreparedSpectra(x, seen, inner.make_visible(len(x), device="cpu"), uncertain=uncertain)
         if (
             self.fixed_visible is not None
             or not isinstance(inner, (ChemoMAE, PatchMAE))
-            or not _takes_counted_mask(type(inner))
+            or not _takes_counted_mask(kind)
         ):
-            return PreparedSpectra(x, seen)  # another model draws its mask itself
+            return PreparedSpectra(x, seen, uncertain=uncertain)  # another model draws its mask itself
         return PreparedSpectra(x, seen, inner.make_visible(len(x), device="cpu"), inner.visible_count())
 
     def _weight_of(self, given: PreparedSpectra) -> float | None:

@@ -1,0 +1,294 @@
+"""JointRegressor: distributions of numbers of objects from their pictures, spectra and other numbers, read as they are.
+
+`CausalTransformerLM` reads tokens; what a codebook rounds away is lost to it. This model reads pixels, fluxes and
+numbers, and answers with a distribution of each number that is hidden, and with the picture or spectrum where that is.
+
+Shapes: B = objects, C = columns of a survey, K = parts of a mixture, H, W = height and width of a picture,
+L = points of a spectrum, D = model width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from treadle.astro.layers import CausalLayer
+from treadle.astro.surveys import Survey
+from treadle.errors import ConfigError
+
+_PATCH, _SEGMENT, _QUANTILES = 8, 16, 129
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Mixtures of Gaussians, one for each number.
+
+    Attributes:
+        log_weights: (..., K), weights that sum to 1.
+        means: (..., K).
+        scales: (..., K) standard deviations.
+
+    Example:
+        >>> one = Mixture(torch.zeros(1, 1), torch.full((1, 1), 2.0), torch.ones(1, 1))
+        >>> one.mean().item(), one.cdf(torch.tensor([2.0])).item()
+        (2.0, 0.5)
+    """
+
+    log_weights: Tensor
+    means: Tensor
+    scales: Tensor
+
+    def mean(self) -> Tensor:
+        """Returns the expected values (...)."""
+        return (self.log_weights.exp() * self.means).sum(-1)
+
+    def log_prob(self, values: Tensor) -> Tensor:
+        """Returns the logarithms of the densities at ``values`` (...)."""
+        off = (values[..., None] - self.means) / self.scales
+        parts = self.log_weights - 0.5 * off.square() - self.scales.log() - 0.5 * math.log(2 * math.pi)
+        return parts.logsumexp(-1)
+
+    def cdf(self, values: Tensor) -> Tensor:
+        """Returns the probabilities (...) of being at most ``values``: the PIT values of true numbers."""
+        off = (values[..., None] - self.means) / self.scales
+        return (self.log_weights.exp() * torch.special.ndtr(off)).sum(-1)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model says of the objects of a survey.
+
+    Attributes:
+        numbers: a mixture for each column, in deviations of the training objects from their mean.
+        latent: (B, C, D) what the mixtures are made of.
+        picture: (B, channels, H, W) expected pixels from 0 to 1, where the survey has pictures.
+        spectrum: (B, L) expected arcsinh fluxes in deviations, where it has spectra.
+    """
+
+    numbers: Mixture
+    latent: Tensor
+    picture: Tensor | None = None
+    spectrum: Tensor | None = None
+
+
+class SurveyInputs(nn.Module):
+    """The objects of one survey as tokens, a column, a patch of a picture or a segment of a spectrum each."""
+
+    mean: Tensor
+    deviation: Tensor
+    quantiles: Tensor
+    flux_mean: Tensor
+    flux_deviation: Tensor
+
+    def __init__(self, survey: Survey, d_model: int) -> None:
+        super().__init__()
+        columns = len(survey.columns)
+        self.columns = survey.columns
+        self.register_buffer("mean", torch.zeros(columns))
+        self.register_buffer("deviation", torch.ones(columns))
+        self.register_buffer("quantiles", torch.zeros(columns, _QUANTILES))
+        self.values = nn.Parameter(0.3 * torch.randn(columns, 2, d_model))
+        self.names = nn.Parameter(0.02 * torch.randn(columns, d_model))
+        self.missing = nn.Parameter(0.02 * torch.randn(columns, d_model))
+        self.hidden = nn.Parameter(0.02 * torch.randn(d_model))
+        self.kind, self.shape = "none", (0,)
+        if survey.images is not None:
+            self.kind, self.shape = "image", survey.images.shape[1:]
+            self._build_pictures(*self.shape, d_model)
+        elif survey.spectra is not None:
+            self.kind, self.shape = "spectrum", survey.spectra.shape[1:]
+            if self.shape[0] % _SEGMENT:
+                raise ConfigError(f"survey {survey.name!r}: {self.shape[0]} points are no multiple of {_SEGMENT}")
+            self.register_buffer("flux_mean", torch.zeros(self.shape))
+            self.register_buffer("flux_deviation", torch.ones(self.shape))
+            self.places = nn.Parameter(0.02 * torch.randn(self.shape[0] // _SEGMENT, d_model))
+            self.segments = nn.Linear(2 * _SEGMENT, d_model)
+            self.back = nn.Linear(d_model, _SEGMENT)
+
+    def _build_pictures(self, channels: int, height: int, width: int, d_model: int) -> None:
+        if height % _PATCH or width % _PATCH:
+            raise ConfigError(f"pictures of {height} x {width} pixels cannot be cut into patches of {_PATCH}")
+        patches = height * width // _PATCH**2
+        self.places = nn.Parameter(0.02 * torch.randn(patches + 1, d_model))
+        self.stem = nn.Sequential(
+            nn.Conv2d(channels, 32, 3, padding=1), nn.GELU(), nn.Conv2d(32, 64, 4, stride=2, padding=1), nn.GELU(),
+            nn.Conv2d(64, d_model, _PATCH // 2, stride=_PATCH // 2),
+        )  # fmt: skip
+        self.sums = nn.Linear(2 * channels, d_model)
+        self.back = nn.Linear(d_model, channels * _PATCH**2)
+
+    def fit(self, survey: Survey) -> None:
+        """Takes scales from training objects."""
+        table = survey.scalars
+        with torch.no_grad():
+            self.mean.copy_(torch.from_numpy(np.nanmean(table, axis=0)))
+            self.deviation.copy_(torch.from_numpy(np.maximum(np.nanstd(table, axis=0), 1e-12)))
+            shares = np.linspace(0, 1, _QUANTILES)
+            self.quantiles.copy_(torch.from_numpy(np.nanquantile(table, shares, axis=0).T))
+            if self.kind == "spectrum":
+                flux = torch.asinh(torch.from_numpy(survey.spectra).double() / 0.5)
+                self.flux_mean.copy_(flux.mean(0))
+                self.flux_deviation.copy_(flux.std(0).clamp(min=1e-6))
+
+    def standardised(self, scalars: Tensor) -> Tensor:
+        """Returns numbers (B, C) in deviations from the mean of the training objects; NaN stays."""
+        return (scalars - self.mean) / self.deviation
+
+    def fluxes(self, spectra: Tensor) -> Tensor:
+        """Returns arcsinh fluxes (B, L) in deviations of each point, cut off at 5."""
+        return ((torch.asinh(spectra / 0.5) - self.flux_mean) / self.flux_deviation).clamp(-5, 5)
+
+    def tokens(self, scalars: Tensor, seen: Tensor, data: Tensor | None, hide_data: Tensor | None) -> Tensor:
+        """Returns the tokens (B, C and others, D), columns first; what is not ``seen`` (B, C) is not read."""
+        plain = self.standardised(scalars).clamp(-6, 6)
+        rank = (scalars.nan_to_num()[..., None] >= self.quantiles).float().mean(-1)
+        both = torch.stack([plain, torch.special.ndtri(rank.clamp(0.004, 0.996))], dim=-1)
+        both = torch.where(seen[..., None], both, 0.0)
+        numbers = torch.einsum("bci,cid->bcd", both, self.values)
+        numbers = torch.where(seen[..., None], numbers, self.missing) + self.names
+        if self.kind == "none":
+            return numbers
+        assert data is not None
+        found = self._pictures(data) if self.kind == "image" else self._spectra(data)
+        if hide_data is not None:
+            found = torch.where(hide_data[:, None, None], self.hidden, found)
+        return torch.cat([numbers, found + self.places], dim=1)
+
+    def _pictures(self, images: Tensor) -> Tensor:
+        patches = self.stem(4 * images - 1).flatten(2).mT
+        quarter = images.shape[-1] // 4
+        center = images[:, :, quarter:-quarter, quarter:-quarter]
+        sums = [torch.log(255 * part.flatten(2).sum(2) + 1) - 9 for part in (images, center)]
+        return torch.cat([patches, self.sums(torch.cat(sums, dim=1))[:, None]], dim=1)
+
+    def _spectra(self, spectra: Tensor) -> Tensor:
+        level = spectra.abs().mean(dim=1, keepdim=True).clamp(min=1e-6)
+        both = torch.stack([self.fluxes(spectra), torch.asinh(spectra / level)], dim=2)
+        return self.segments(both.unflatten(1, (-1, _SEGMENT)).flatten(2))
+
+    def given_back(self, hidden: Tensor) -> Tensor:
+        """Returns the expected picture or spectrum from the last states (B, C and others, D)."""
+        out = self.back(hidden[:, len(self.columns) :])
+        if self.kind == "spectrum":
+            return out.flatten(1)
+        channels, height, width = self.shape
+        rows, across = height // _PATCH, width // _PATCH
+        grid = out[:, : rows * across].view(-1, rows, across, channels, _PATCH, _PATCH)
+        return torch.sigmoid(grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, height, width))
+
+
+class JointRegressor(nn.Module):
+    """One transformer for all surveys: from what is known of an object to a distribution of what is not.
+
+    Args:
+        surveys: by name, for the sizes of columns, pictures and spectra.
+        d_model: width; a multiple of ``n_heads``.
+        n_layers: layers, shared by the surveys.
+        n_heads: attention heads.
+        d_ff: width of the feed-forward.
+        dropout: in [0, 1).
+        parts: Gaussians in a mixture.
+
+    Example:
+        >>> table = Survey("a", ("a.x", "a.y"), np.random.default_rng(0).normal(size=(30, 2)), np.arange(30))
+        >>> model = JointRegressor({"a": table}, d_model=8, n_layers=1, n_heads=2, d_ff=16)
+        >>> model.fit({"a": table})
+        >>> answer = model("a", torch.from_numpy(table.scalars).float(), hide=torch.tensor([[False, True]]))
+        >>> answer.numbers.mean().shape
+        torch.Size([30, 2])
+    """
+
+    def __init__(
+        self,
+        surveys: Mapping[str, Survey],
+        *,
+        d_model: int = 128,
+        n_layers: int = 3,
+        n_heads: int = 4,
+        d_ff: int = 256,
+        dropout: float = 0.1,
+        parts: int = 5,
+    ) -> None:
+        super().__init__()
+        if d_model % n_heads:
+            raise ConfigError(f"={d_model} must be a multiple of n_heads={n_heads}", argument="d_model")
+        self.inputs = nn.ModuleDict({name: SurveyInputs(survey, d_model) for name, survey in surveys.items()})
+        self.layers = nn.ModuleList(
+            CausalLayer(d_model, n_heads=n_heads, d_ff=d_ff, dropout=dropout, causal=False) for _ in range(n_layers)
+        )
+        self.norm = nn.LayerNorm(d_model)
+        self.parts = parts
+        self.heads = nn.ParameterDict()
+        self.biases = nn.ParameterDict()
+        for name, survey in surveys.items():
+            bias = torch.zeros(len(survey.columns), 3, parts)
+            bias[:, 1] = torch.linspace(-1.5, 1.5, parts)
+            self.heads[name] = nn.Parameter(0.02 * torch.randn(len(survey.columns), d_model, 3 * parts))
+            self.biases[name] = nn.Parameter(bias.flatten(1))
+
+    def fit(self, surveys: Mapping[str, Survey]) -> None:
+        """Takes the scales of all inputs from training objects."""
+        for name, survey in surveys.items():
+            self.survey(name).fit(survey)
+
+    def survey(self, name: str) -> SurveyInputs:
+        """Returns the inputs of a survey."""
+        found = self.inputs[name]
+        assert isinstance(found, SurveyInputs)
+        return found
+
+    def forward(
+        self,
+        name: str,
+        scalars: Tensor,
+        *,
+        hide: Tensor,
+        data: Tensor | None = None,
+        hide_data: Tensor | None = None,
+        give_back: bool = False,
+    ) -> Answer:
+        """Answer about objects of one survey.
+
+        Args:
+            name: of the survey.
+            scalars: (B, C) numbers in their units; NaN is missing.
+            hide: (B, C) or (1, C) bool, True = not shown.
+            data: pictures (B, channels, H, W) from 0 to 1, or spectra (B, L), where the survey has them.
+            hide_data: (B,) bool, True = the picture or spectrum is not shown; None shows all.
+            give_back: answer with a picture or spectrum too.
+        """
+        inputs = self.survey(name)
+        seen = scalars.isfinite() & ~hide
+        hidden = inputs.tokens(scalars, seen, data, hide_data)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        hidden = self.norm(hidden)
+        latent = hidden[:, : scalars.shape[1]]
+        out = torch.einsum("bcd,cdk->bck", latent, self.heads[name]) + self.biases[name]
+        weights, means, scales = out.split(self.parts, dim=-1)
+        numbers = Mixture(weights.log_softmax(-1), means, (scales.clamp(-4, 2) - 0.5).exp())
+        back = inputs.given_back(hidden) if give_back and inputs.kind != "none" else None
+        pictures, spectra = (back if inputs.kind == kind else None for kind in ("image", "spectrum"))
+        return Answer(numbers, latent, pictures, spectra)
+
+
+def joint_loss(
+    answer: Answer, target: Tensor, counted: Tensor, *, likelihood: float = 1.0, squared: float = 1.0
+) -> Tensor:
+    """Returns minus the log likelihood and the squared error of the expected value, a mean over what is counted.
+
+    Args:
+        answer: with mixtures (B, C).
+        target: (B, C) in deviations; not read where it is not counted.
+        counted: (B, C) bool.
+        likelihood: weight of the likelihood.
+        squared: weight of the squared error.
+    """
+    wanted = torch.where(counted, target, 0.0)
+    each = -likelihood * answer.numbers.log_prob(wanted) + squared * (answer.numbers.mean() - wanted).square()
+    return torch.where(counted, each, 0.0).sum() / counted.sum().clamp(min=1)

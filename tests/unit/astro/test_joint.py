@@ -1,0 +1,97 @@
+"""JointRegressor: mixtures by hand, what it may read, scales of the training objects, and learning a number."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from treadle.astro import JointRegressor, Mixture, Survey, joint_loss, load_surveys
+
+SURVEYS = {name: survey.take(np.arange(40)) for name, survey in load_surveys().items()}
+SIZES = {"d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 16, "dropout": 0.0, "parts": 2}
+
+
+@pytest.fixture(scope="module")
+def model() -> JointRegressor:
+    torch.manual_seed(0)
+    made = JointRegressor(SURVEYS, **SIZES)
+    made.fit(SURVEYS)
+    return made.eval()
+
+
+def given(name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    survey = SURVEYS[name]
+    data = survey.spectra if survey.images is None else survey.images.astype(np.float32) / 255
+    return torch.from_numpy(survey.scalars).float(), None if data is None else torch.from_numpy(data)
+
+
+def test_a_mixture_is_its_parts() -> None:
+    mixture = Mixture(torch.tensor([[0.25, 0.75]]).log(), torch.tensor([[-1.0, 3.0]]), torch.tensor([[1.0, 2.0]]))
+    parts = [torch.distributions.Normal(-1.0, 1.0), torch.distributions.Normal(3.0, 2.0)]
+    at = torch.tensor([0.5])
+    assert mixture.mean().item() == pytest.approx(2.0)
+    assert mixture.cdf(at).item() == pytest.approx(
+        sum(w * p.cdf(at).item() for w, p in zip((0.25, 0.75), parts, strict=True))
+    )
+    density = sum(w * p.log_prob(at).exp().item() for w, p in zip((0.25, 0.75), parts, strict=True))
+    assert mixture.log_prob(at).item() == pytest.approx(math.log(density))
+
+
+@pytest.mark.parametrize("name", list(SURVEYS))
+def test_what_is_hidden_is_not_read(model: JointRegressor, name: str) -> None:
+    scalars, data = given(name)
+    hide = torch.rand(scalars.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    first = model(name, scalars, hide=hide, data=data)
+    second = model(name, torch.where(hide, torch.nan, scalars), hide=hide, data=data)
+    assert torch.equal(first.numbers.mean(), second.numbers.mean())
+    assert first.numbers.mean().shape == scalars.shape
+    torch.testing.assert_close(first.numbers.log_weights.logsumexp(-1), torch.zeros(scalars.shape))
+    if data is not None:
+        blind = torch.ones(len(scalars), dtype=torch.bool)
+        first, second = (
+            model(name, scalars, hide=hide, data=part, hide_data=blind, give_back=True) for part in (data, 0 * data)
+        )
+        back, other = (answer.picture if name == "xdf" else answer.spectrum for answer in (first, second))
+        assert torch.equal(back, other)
+        assert back.shape == data.shape
+
+
+def test_numbers_count_in_deviations_of_the_training_objects(model: JointRegressor) -> None:
+    inputs = model.survey("sdss")
+    scaled = inputs.standardised(torch.from_numpy(SURVEYS["sdss"].scalars).float())
+    torch.testing.assert_close(scaled.nanmean(0), torch.zeros(7), atol=1e-4, rtol=0)
+
+
+def test_only_what_is_counted_has_a_gradient(model: JointRegressor) -> None:
+    scalars, _ = given("sdss")
+    hide = torch.zeros(scalars.shape, dtype=torch.bool)
+    hide[:, -1] = True
+    target = model.survey("sdss").standardised(scalars)
+    loss = joint_loss(model("sdss", scalars, hide=hide), target, hide & scalars.isfinite())
+    changed = torch.where(hide, target, torch.nan)
+    assert torch.equal(loss, joint_loss(model("sdss", scalars, hide=hide), changed, hide & scalars.isfinite()))
+    (gradient,) = torch.autograd.grad(loss, [model.heads["sdss"]])
+    assert gradient[:-1].abs().sum() == 0 < gradient[-1].abs().sum()
+
+
+def test_it_learns_a_number_from_another() -> None:
+    torch.manual_seed(0)
+    x = np.random.default_rng(0).normal(size=(256, 1))
+    survey = Survey("a", ("a.x", "a.y"), np.concatenate([x, np.tanh(2 * x)], axis=1), np.arange(256))
+    made = JointRegressor({"a": survey}, **{**SIZES, "d_model": 16})
+    made.fit({"a": survey})
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    scalars = torch.from_numpy(survey.scalars).float()
+    hide, target = torch.tensor([[False, True]]), made.survey("a").standardised(scalars)
+    for _ in range(100):
+        loss = joint_loss(made("a", scalars, hide=hide), target, hide.expand_as(scalars))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    answer = made("a", scalars, hide=hide).numbers
+    assert (answer.mean() - target)[:, 1].square().mean() < 0.3  # the mean has 1
+    inside = (answer.cdf(target)[:, 1] - 0.5).abs() < 0.45
+    assert inside.float().mean() > 0.75
