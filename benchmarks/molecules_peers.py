@@ -10,8 +10,8 @@ validation error is tested.
     chemprop  `chemprop train` with no option about the model, the loss (mean squared error), the batches (64) or the
               schedule, which goes over the same epochs
 
-Every run has a folder below --runs and is not repeated when the command is given again. Several commands may train a seed
-each; one with all seeds then writes the table.
+Every run has a folder below --runs and is not repeated when the command is given again. Several commands may train a
+seed each; one with all seeds then writes the table.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def _distances(data: GraphDataset, predicted: Tensor, folder: Path) -> list[Pict
 
 
 def _encodings(config: GraphsConfig, data: GraphDataset, folder: Path) -> list[Picture]:
-    pe = parse_pe_config(config.pe)
+    pe = parse_pe_config(config.encodings)
     graph = _shown_molecule(data)
     if graph is None or (pe.node is None and pe.relative is None):
         return []

@@ -106,3 +106,16 @@ def test_a_picture_has_one_scale(tmp_path):
     }
     path = plot_contributions(rows, tmp_path / "contributions.png", unit="in units of logP")
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_encodings_that_the_kind_of_model_does_not_read_are_neither_drawn_nor_named(tmp_path):
+    from treadle.graphs.page import _encodings
+    from treadle.graphs.report import _encodings_line
+    from treadle.graphs.run_config import read_settings
+
+    config = read_settings(["model=gatedgcn"])
+    graph = AddPositionalEncodings(config.encodings)(graph_from_smiles(CAFFEINE))
+    data = GraphDataset("graph", "regression", 40, 1, 6, name="nci", train=[graph], val=[graph], test=[graph])
+    (picture,) = _encodings(config, data, tmp_path)
+    assert "pairs" not in picture.caption
+    assert "of pairs none" in _encodings_line(config)
