@@ -140,8 +140,8 @@ def _read_table(path: Path, smiles: str | None) -> tuple[list[str], list[Mapping
         with path.open(newline="", encoding="utf-8-sig") as opened:
             reader = csv.DictReader(opened)
             columns = list(reader.fieldnames or ())
-            for row in reader:  # which passes over empty lines
-                rows.append(row)
+            for fields in reader:  # which passes over empty lines
+                rows.append(fields)
                 lines.append(reader.line_num)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
