@@ -7,7 +7,7 @@ and encodings stay. So Riniker & Landrum 2013, "Similarity maps" (J. Cheminforma
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +97,7 @@ def typical_and_worst(error: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[n
 
 
 def plot_contributions(
-    rows: dict[str, Sequence[tuple[str, str, npt.NDArray[np.float64]]]], path: Path, *, unit: str
+    rows: Mapping[str, Sequence[tuple[str, str, npt.NDArray[Any]]]], path: Path, *, unit: str
 ) -> Path:
     """Draws molecules with their atoms coloured by what they add to the prediction, on one scale.
 
