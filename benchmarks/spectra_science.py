@@ -251,7 +251,7 @@ def anomalies(data: SpectraData, models: Mapping[int, ResidualMAE]) -> list[dict
 
     train, test = data.x[data.train], data.x[data.test]
     pca = PCA(16, random_state=0).fit(train)
-    forest = IsolationForest(300, random_state=0).fit(pca.transform(train))
+    forest = IsolationForest(n_estimators=300, random_state=0).fit(pca.transform(train))
     first = next(iter(models.values()))
 
     def nearest(x: Array) -> Array:

@@ -80,6 +80,7 @@ if _typing.TYPE_CHECKING:
     from treadle.nested import flatten_nested_dict, key_average, map_nested_tensor
     from treadle.optim.schedules import build_schedule
     from treadle.optim.swa import SwaSchedule
+    from treadle.population import Population
     from treadle.runs.exact import replay, verify
     from treadle.runs.hub import push_to_hub
     from treadle.runs.opening import open_run
@@ -115,6 +116,7 @@ __all__ = [
     "OptunaPruningHook",
     "OutOfMemoryError",
     "ParallelConfig",
+    "Population",
     "ProfilerHook",
     "ProgressBarHook",
     "ProgressHook",
@@ -235,6 +237,7 @@ _HOMES = {
     "nested": ["flatten_nested_dict", "key_average", "map_nested_tensor"],
     "optim.schedules": ["build_schedule"],
     "optim.swa": ["SwaSchedule"],
+    "population": ["Population"],
     "runs.exact": ["replay", "verify"],
     "runs.hub": ["push_to_hub"],
     "runs.opening": ["open_run"],
@@ -243,8 +246,8 @@ _HOMES = {
 }
 _ROOMS = (
     "astro", "builder", "capture", "checkpoint", "config", "data", "datasets", "device", "distributed", "engine",
-    "errors", "exchange", "faces", "functional", "graphs", "hooks", "means", "nested", "optim", "runs", "seed",
-    "spectra", "task", "text",
+    "errors", "exchange", "faces", "functional", "graphs", "hooks", "means", "nested", "optim", "population", "runs",
+    "seed", "spectra", "task", "text",
 )  # fmt: skip
 
 if not _typing.TYPE_CHECKING:  # a type checker is to see no name that is not there

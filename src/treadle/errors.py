@@ -138,6 +138,10 @@ class RankLostError(TreadleError, RuntimeError):
     """Another rank ended or does not answer, so this one cannot continue; the cause is there."""
 
 
+class RanksDifferError(TreadleError, RuntimeError):
+    """Ranks that must hold the same weights do not."""
+
+
 class MissingExtraError(TreadleError, ImportError):
     """An optional package is not installed; the message names the extra that installs it."""
 

@@ -211,6 +211,24 @@ class RunningMeans:
         else:
             self._entry(path, is_total=False).add(as_number(path, value), weight)
 
+    def add_each(self, path: tuple[str, ...], values: Sequence[float | Tensor], weight: float | Tensor) -> None:
+        """Adds values of a record of one weight in their order, as :meth:`add_value` does.
+
+        Example:
+            >>> means = RunningMeans()
+            >>> means.add_each(("loss",), [1.0, 2.0], 1.0)
+            >>> means.compute()
+            {'loss': 1.5}
+        """
+        entry = self._sums.get(path)
+        if entry is None or entry.is_total or type(weight) is not float or not all(map(_is_plain, values)):
+            for value in values:
+                self.add_value(path, value, weight)
+            return
+        entry.log += [(value, weight) for value in values]
+        if len(entry.log) + len(entry.pending) >= _BLOCK:
+            entry.take_in()
+
     def add_total(self, path: tuple[str, ...], value: float | Tensor) -> None:
         """Adds one value that is summed, as :meth:`add` does for a :class:`Total`.
 
@@ -362,12 +380,21 @@ def read_scalars(values: Iterable[float | Tensor]) -> Tensor:
 
 def _numbers(items: Sequence[float | Tensor]) -> list[float]:
     """Reads numbers and 0-d tensors, with one transfer per device."""
-    by_device: dict[torch.device, list[int]] = {}
+    by_kind: dict[torch.device, dict[torch.dtype, list[int]]] = {}
     for index, item in enumerate(items):
         if type(item) is not float and isinstance(item, Tensor):
-            by_device.setdefault(item.device, []).append(index)
+            by_kind.setdefault(item.device, {}).setdefault(item.dtype, []).append(index)
     read: dict[int, float] = {}
-    for indices in by_device.values():
-        stacked = torch.stack([_widen(torch.as_tensor(items[i]).detach().reshape(())) for i in indices])
-        read.update(zip(indices, stacked.cpu().double().tolist(), strict=True))
+    for kinds in by_kind.values():
+        # Those of one type are joined and then widened: two kernels, where one for each would cost as much as a step.
+        parts = [_widen(_joined([items[index] for index in indices])) for indices in kinds.values()]
+        numbers = (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().double().tolist()
+        order = [index for indices in kinds.values() for index in indices]
+        read.update(zip(order, numbers, strict=True))
     return [read[index] if index in read else float(item) for index, item in enumerate(items)]
+
+
+def _joined(scalars: Sequence[Any]) -> Tensor:
+    """Returns tensors of one number each, of one type and device, as one."""
+    shaped = [scalar for scalar in scalars if scalar.dim()]
+    return torch.stack([scalar.reshape(()) for scalar in scalars] if shaped else list(scalars)).detach()

@@ -25,6 +25,7 @@ MAKE = {
     "CheckpointingHook": lambda folder: hooks.CheckpointingHook(2, path=folder / "own"),
     "CsvHook": lambda folder: hooks.CsvHook(folder / "m.csv"),
     "CudaMaxMemoryHook": lambda folder: hooks.CudaMaxMemoryHook(),
+    "EqualRanksHook": lambda folder: hooks.EqualRanksHook(2),
     "EmaHook": lambda folder: hooks.EmaHook(0.5, name="mine"),
     "HistoryHook": lambda folder: Renamed(folder / "h.json", lambda: [{"epoch": 1, "loss": float("nan")}]),
     "ImageFileLoggerHook": lambda folder: hooks.ImageFileLoggerHook(path=folder / "images"),
@@ -45,8 +46,8 @@ MAKE = {
         [3.0], interval=2, eval_step=lambda trainer, batch: (torch.tensor(batch), {}), best=folder / "best.pt"
     ),
 }
-# These need services or packages of others and are tested beside them.
-ELSEWHERE = {"MlflowHook", "OptunaPruningHook", "TrackioHook", "WandbHook"}
+# These need services or packages of others, or a workspace of their own, and are tested elsewhere.
+ELSEWHERE = {"MlflowHook", "OptunaPruningHook", "RemoteWorkspaceHook", "TrackioHook", "WandbHook"}
 NAMES = sorted(MAKE)
 
 

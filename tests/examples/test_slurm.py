@@ -15,10 +15,14 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "examples" / "slurm" / "train.sbatch"
 # srun hands signals on, as Slurm's does; torchrun leaves with 1 after a signal, as torch's does.
 STUBS = {
-    "scontrol": 'if [ "$1" = show ]; then\n'
+    "scontrol": 'if [ "$1 $2" = "show job" ]; then\n'
+    'echo "JobId=42 JobState=${STATE:-RUNNING} StartTime=2026-11-29T12:42:09 PreemptTime=${PREEMPTED:-None}"\n'
+    'elif [ "$1" = show ]; then\n'
     '[ "$HOW" = early ] && kill -TERM "$(cut -d " " -f 4 "/proc/$PPID/stat")"  # the script\n'
     'printf "node7\\nnode8\\n"; else echo "$*" >> "$RECORD"; fi',
-    "srun": 'trap \'kill -TERM "$task"\' TERM\n"$@" &\ntask=$!\necho waits >> "$RECORD"\nwait "$task"; code=$?\n'
+    "scancel": 'kill -TERM "$(cat "$RECORD.srun")"',
+    "srun": 'echo $$ > "$RECORD.srun"\n'
+    'trap \'kill -TERM "$task"\' TERM\n"$@" &\ntask=$!\necho waits >> "$RECORD"\nwait "$task"; code=$?\n'
     'while kill -0 "$task" 2>/dev/null; do wait "$task"; code=$?; done\nexit "$code"',
     "torchrun": 'echo "torchrun $*" >> "$RECORD"\ncase "$HOW" in done) exit 0 ;; broken) exit 1 ;; esac\n'
     'trap \'sleep 0.2; echo saved >> "$RECORD"; [ "$HOW" = finishes ] && exit 0; exit 1\' TERM\n'
@@ -35,10 +39,17 @@ def job(tmp_path):
     record = tmp_path / "record"
     started = []
 
-    def start(how):
+    def start(how, **told):
         slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2"}
-        env = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(record), "HOW": how}
-        started.append(subprocess.Popen(["bash", str(SCRIPT), "fit.yaml", "trainer.max_steps=9"], env=env))
+        env = {
+            **os.environ,
+            **slurm,
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "RECORD": str(record),
+            "HOW": how,
+            **told,
+        }
+        started.append(subprocess.Popen(["bash", str(SCRIPT), *ARGUMENTS], env=env))
         return started[-1], record
 
     yield start
@@ -47,6 +58,7 @@ def job(tmp_path):
             process.kill()
 
 
+ARGUMENTS = ["fit.yaml", "trainer.max_steps=9", "seed=%a", "trainer.workspace=run-%a"]
 PATIENCE = 120.0  # seconds
 
 
@@ -69,7 +81,7 @@ def test_the_ranks_meet_on_the_first_machine_and_get_the_settings(job):
     process, record = job("done")
     assert process.wait(PATIENCE) == 0
     said = record.read_text()
-    assert "--rdzv-endpoint=node7:29500" in said
+    assert "--rdzv-endpoint=node7:29542" in said  # of its own for each job that shares the machine
     assert "--nnodes=2" in said
     assert "-m treadle train fit.yaml trainer.max_steps=9" in said
     assert "requeue" not in said
@@ -95,6 +107,27 @@ def test_a_job_that_failed_or_ended_is_not_queued_again(job, how, code):
     process, record = job(how)
     assert process.wait(PATIENCE) == code
     assert "requeue" not in record.read_text()
+
+
+@pytest.mark.parametrize(("when", "again"), [("2026-11-29T12:42:38", True), ("2026-11-29T12:40:00", False)])
+def test_ranks_that_slurm_itself_signalled_because_of_a_pre_emption_are_queued_again(job, when, again):
+    process, record = job("broken", PREEMPTED=when)  # since this start, or before it
+    assert process.wait(PATIENCE) == (143 if again else 1)
+    assert ("requeue 42" in record.read_text()) == again
+
+
+def test_a_job_that_was_cancelled_is_not_queued_again(job):
+    process, record = job("waits", STATE="COMPLETING")
+    wait_until_all_listen(process, record)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE) == 143
+    assert "requeue" not in record.read_text()
+
+
+def test_a_run_of_a_population_gets_its_number(job):
+    process, record = job("done", SLURM_ARRAY_TASK_ID="3")
+    assert process.wait(PATIENCE) == 0
+    assert "trainer.max_steps=9 seed=3 trainer.workspace=run-3" in record.read_text()
 
 
 def test_a_run_that_ends_while_it_is_asked_to_leave_is_not_queued_again(job):

@@ -488,3 +488,25 @@ def test_a_second_run_that_trains_nothing_says_so(caplog):
     caplog.clear()
     trainer.train()
     assert [record.levelno for record in caplog.records if "nothing to do" in record.getMessage()] == [logging.WARNING]
+
+
+def test_states_that_a_hook_keeps_are_named_and_do_not_grow_into_each_other(caplog):
+    class Keeps(BaseHook):
+        def __init__(self):
+            self.states = {}
+
+        def on_after_step(self, trainer):
+            trainer.request_write(lambda: self.states.__setitem__(trainer.step, trainer.state_dict()))
+
+    itself = []
+    itself.append(itself)
+    hook = Keeps()
+    hook.ring = itself
+    engine = Engine(net(), torch.optim.SGD(net().parameters(), lr=0.1), MeanSquare(), device="cpu", hooks=[hook])
+    engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
+    with caplog.at_level(logging.WARNING):
+        engine.run(points_loader(), max_steps=4)
+    assert len(hook.states) == 4
+    sizes = [len(repr(state["hooks"])) for state in hook.states.values()]
+    assert max(sizes) == min(sizes)
+    assert [record.getMessage() for record in caplog.records if "Keeps: states" in record.getMessage()] != []

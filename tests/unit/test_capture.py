@@ -403,6 +403,7 @@ def test_a_recording_that_fails_gives_the_stream_back_and_its_own_reason(monkeyp
     fakes = {
         "CUDAGraph": object, "Stream": lambda device: Stream(), "graph": Graph, "current_device": lambda: 7,
         "stream": contextlib.nullcontext, "current_stream": lambda: now[0],
+        "default_stream": lambda: usual,
         "set_stream": lambda stream: now.__setitem__(0, stream),
     }  # fmt: skip
     for name, fake in fakes.items():

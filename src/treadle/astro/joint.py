@@ -56,7 +56,8 @@ class Mixture:
     def cdf(self, values: Tensor) -> Tensor:
         """Returns the probabilities (...) of being at most ``values``: the PIT values of true numbers."""
         off = (values[..., None] - self.means) / self.scales
-        return (self.log_weights.exp() * torch.special.ndtr(off)).sum(-1)
+        below: Tensor = (self.log_weights.exp() * torch.special.ndtr(off)).sum(-1)
+        return below
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,11 @@ class SurveyInputs(nn.Module):
         self.names = nn.Parameter(0.02 * torch.randn(columns, d_model))
         self.missing = nn.Parameter(0.02 * torch.randn(columns, d_model))
         self.hidden = nn.Parameter(0.02 * torch.randn(d_model))
-        self.kind, self.shape = "none", (0,)
+        self.kind = "none"
+        self.shape: tuple[int, ...] = ()
         if survey.images is not None:
             self.kind, self.shape = "image", survey.images.shape[1:]
-            self._build_pictures(*self.shape, d_model)
+            self._build_pictures(d_model)
         elif survey.spectra is not None:
             self.kind, self.shape = "spectrum", survey.spectra.shape[1:]
             if self.shape[0] % _SEGMENT:
@@ -110,7 +112,8 @@ class SurveyInputs(nn.Module):
             self.segments = nn.Linear(2 * _SEGMENT, d_model)
             self.back = nn.Linear(d_model, _SEGMENT)
 
-    def _build_pictures(self, channels: int, height: int, width: int, d_model: int) -> None:
+    def _build_pictures(self, d_model: int) -> None:
+        channels, height, width = self.shape
         if height % _PATCH or width % _PATCH:
             raise ConfigError(f"pictures of {height} x {width} pixels cannot be cut into patches of {_PATCH}")
         patches = height * width // _PATCH**2
@@ -169,11 +172,12 @@ class SurveyInputs(nn.Module):
     def _spectra(self, spectra: Tensor) -> Tensor:
         level = spectra.abs().mean(dim=1, keepdim=True).clamp(min=1e-6)
         both = torch.stack([self.fluxes(spectra), torch.asinh(spectra / level)], dim=2)
-        return self.segments(both.unflatten(1, (-1, _SEGMENT)).flatten(2))
+        tokens: Tensor = self.segments(both.view(len(spectra), -1, 2 * _SEGMENT))
+        return tokens
 
     def given_back(self, hidden: Tensor) -> Tensor:
         """Returns the expected picture or spectrum from the last states (B, C and others, D)."""
-        out = self.back(hidden[:, len(self.columns) :])
+        out: Tensor = self.back(hidden[:, len(self.columns) :])
         if self.kind == "spectrum":
             return out.flatten(1)
         channels, height, width = self.shape

@@ -47,7 +47,10 @@ class CudaGraph:
             RuntimeError: something in the function cannot be recorded.
         """
         usual = torch.cuda.current_stream()
-        beside = _recording_stream(torch.cuda.current_device())
+        # A run on a stream of its own is recorded there: kernels write into workspaces that belong to a stream, so two
+        # graphs that are recorded on one stream cannot be replayed side by side.
+        alone = usual != torch.cuda.default_stream()
+        beside = usual if alone else _recording_stream(torch.cuda.current_device())
         beside.wait_stream(usual)
         with torch.cuda.stream(beside):
             for _ in range(_WARM_UPS):
@@ -255,18 +258,59 @@ class FixedBatch:
                 target.copy_(tensor, non_blocking=True)
 
 
+class Rows:
+    """Numbers of several replays on a device, a row each.
+
+    Its memory is not the graph's: what is allocated while a graph is recorded is made anew by each replay.
+
+    Args:
+        width: numbers of a replay.
+        device: where they lie.
+
+    Example:
+        >>> rows = Rows(2, torch.device("cpu"))
+        >>> def replay():
+        ...     rows.write(torch.tensor([1.0, 2.0]))
+        >>> rows.collect(replay, 2)
+        tensor([[1., 2.],
+                [1., 2.]])
+    """
+
+    def __init__(self, width: int, device: torch.device):
+        self._next = torch.zeros(1, dtype=torch.long, device=device)
+        self._numbers = torch.arange(_BLOCK, device=device).unsqueeze(1)
+        self._rows = torch.zeros(_BLOCK, width, device=device)
+
+    def takes(self, numbers: Tensor) -> bool:
+        """Returns whether the numbers of a replay are of this width and type."""
+        return numbers.shape == self._rows.shape[1:] and numbers.dtype == self._rows.dtype
+
+    def write(self, numbers: Tensor) -> None:
+        """Writes the next row, also in a graph; one after the last is left out."""
+        torch.where(self._numbers == self._next, numbers, self._rows, out=self._rows)
+        self._next.add_(1)
+
+    def collect(self, replay: Callable[[], None], count: int) -> Tensor:
+        """Replays several times; returns a copy of the row of each, (N, width)."""
+        self._next.zero_()
+        for _ in range(count):
+            replay()
+        return self._rows[:count].clone()
+
+
 class Results:
     """Small tensors that each replay leaves behind, packed by type, so that one copy each saves them from the next.
 
     Args:
         tensors: on one device; made while the graph is recorded.
+        rows: where each replay leaves the numbers besides; None where they are read one by one only.
 
     Example:
         >>> Results([torch.tensor(2.0), torch.tensor(3), torch.tensor([4.0])]).read()
         [tensor(2.), tensor(3), tensor([4.])]
     """
 
-    def __init__(self, tensors: Sequence[Tensor]):
+    def __init__(self, tensors: Sequence[Tensor], rows: Rows | None = None):
         by_type: dict[torch.dtype, list[int]] = {}
         for number, tensor in enumerate(tensors):
             by_type.setdefault(tensor.dtype, []).append(number)
@@ -276,6 +320,15 @@ class Results:
         ]
         self._alike = len(by_type) == 1 and not any(self._shapes)  # numbers of one type, the usual case
         self._places: list[tuple[Tensor, tuple[Tensor, ...]]] = []  # for copies of them: whole, and each number
+        takes = rows is not None and self._alike and rows.takes(self._packed[0][0])
+        self.rows = rows if takes else None
+        if self.rows is not None:
+            self.rows.write(self._packed[0][0])
+
+    @property
+    def latest(self) -> Tensor:
+        """The numbers of the latest replay, of one type, where they lie."""
+        return self._packed[0][0]
 
     def read(self) -> Sequence[Tensor]:
         """Returns copies of what the latest replay left."""

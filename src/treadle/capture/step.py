@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from treadle.capture.graph import Branch, CudaGraph, FixedBatch, Results, capturable, tensors_of
+from treadle.capture.graph import Branch, CudaGraph, FixedBatch, Results, Rows, capturable, tensors_of
 from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather
 from treadle.engine.attempt import apply_step_effects, begin_attempt, clear_gradients, refuse, skip
+from treadle.engine.block import StepBlock, locations
 from treadle.engine.settings import Outcome
 from treadle.nested import map_nested_tensor
 from treadle.optim.ema import Ema
@@ -56,6 +57,8 @@ class CapturedStep:
             equal = len(set(self._known)) == 1
             self._guard.weights = given = GivenWeights(len(self._known), device=engine.device, equal=equal)
             given.give(self._known)
+        self._rows = Rows(2, engine.device)
+        self._has_rows = False  # until they were checked
         self._graph: CudaGraph = CudaGraph(share=None if share is None else share._graph)
         with engine.isolated_step(self._guard):
             self._left: _Left = self._graph.record(self._recorded, prepare=self.prepare)
@@ -91,7 +94,7 @@ class CapturedStep:
         with capturable(engine.optimizer):
             self._train()
         with branch.after(self._guard.judged):  # loss and norm were there before the update
-            left = _Left(engine.attempt.outputs, engine.attempt.info["grad_norm"], device=engine.device)
+            left = _Left(engine.attempt.outputs, engine.attempt.info["grad_norm"], engine.device, self._rows)
         branch.join()
         return left
 
@@ -133,6 +136,40 @@ class CapturedStep:
         self._graph.replay()
         return self._left.read(weights or _unknown(group))
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether several steps can be replayed before the host looks at one: it does nothing between two of them."""
+        return (
+            self._gather is not None and self._told_later is not None and self._takes is None and self._known is None
+            and self._has_rows and len(self._averages) == len(self._engine.averages)
+            and not isinstance(self._left.constant.weight, Tensor)
+        )  # fmt: skip
+
+    def check_rows(self) -> None:
+        """Tries whether replays leave their numbers in rows, to the bit; the state is for the caller to restore."""
+        results = self._left.results
+        if results.rows is None:
+            return
+        seen: list[Tensor] = []
+
+        def replay() -> None:
+            self._graph.replay()
+            seen.append(results.latest.clone())
+
+        rows = self._rows.collect(replay, 2)
+        self._has_rows = torch.equal(rows.view(torch.int32), torch.stack(seen).view(torch.int32))
+
+    def run_block(self, count: int) -> StepBlock:
+        """Replays steps that follow the latest one; the engine counts none of them."""
+        engine, flags = self._engine, self._told_later
+        assert flags is not None
+        progress, cursor = engine.progress, engine.cursor
+        rates = progress.read_rates(engine.optimizer)
+        numbers = self._rows.collect(self._graph.replay, count)
+        block = StepBlock(progress.step + 1, cursor.epoch, cursor.position + 1, numbers, self._left.constant, rates)
+        flags.note_block(locations(block), block.norms)
+        return block
+
     def run(self, group: Group, weights: Sequence[float | None]) -> Outcome:
         """Runs one step and notes what it gave, as an eager one does."""
         engine = self._engine
@@ -165,9 +202,10 @@ class _Left:
         outputs: of its micro-batches.
         norm: of its gradient.
         device: tensors elsewhere are constants.
+        rows: of norm and loss, see :class:`Results`.
     """
 
-    def __init__(self, outputs: list[StepOutput], norm: Tensor, *, device: torch.device):
+    def __init__(self, outputs: list[StepOutput], norm: Tensor, device: torch.device, rows: Rows):
         def is_left(value: Any) -> bool:
             return isinstance(value, Tensor) and value.device == device
 
@@ -181,12 +219,22 @@ class _Left:
             self._places.append((loss, weight, bool(tensors)))
             self._tensors += tensors
         self._device = device
-        self._results = Results(self._tensors)
         self._is_plain = self._places == [(1, None, False)]  # one loss, and what else there is does not change
+        self._results = Results(self._tensors, rows if self._is_plain else None)
 
     def _place(self, tensor: Any) -> int:
         self._tensors.append(tensor)
         return len(self._tensors) - 1
+
+    @property
+    def results(self) -> Results:
+        """Numbers of the latest replay."""
+        return self._results
+
+    @property
+    def constant(self) -> StepOutput:
+        """The output of a step, whose loss alone changes where there are blocks."""
+        return self._outputs[0]
 
     def read(self, weights: Sequence[float | None]) -> tuple[Tensor, list[StepOutput]]:
         """Returns copies of the norm and the outputs, as the latest replay left them, with the weights if given."""

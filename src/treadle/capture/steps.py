@@ -20,6 +20,7 @@ from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather
 from treadle.engine import Engine
 from treadle.engine.attempt import counts_terms
+from treadle.engine.block import RunsAhead, StepBlock
 from treadle.engine.hook import listeners
 from treadle.engine.settings import Outcome, Steps
 from treadle.errors import ConfigError
@@ -81,7 +82,7 @@ def _why_not(engine: Engine) -> str | None:
     return None
 
 
-class CapturedSteps:
+class CapturedSteps(RunsAhead):
     """Replays the steps of an engine, one graph for each shape of their data.
 
     Args:
@@ -126,6 +127,32 @@ class CapturedSteps:
         if self._flags is not None and (self._flags.raised or step.reads):
             engine.raise_if_refused()
         return step.run(group, weights)
+
+    def may_run_ahead(self) -> bool:
+        """Returns whether the next step is one of the latest graph, and nothing on the host moves in between."""
+        engine, step = self._engine, self._latest_step
+        if self._off or step is None or self._latest_kind is None or not step.runs_ahead:
+            return False
+        moves = engine.lr_scheduler is not None and engine.scheduler_interval == "step"
+        if moves or self._num_loads != engine.state.num_loads or (self._flags is not None and self._flags.raised):
+            return False
+        gather, loader = self._latest_kind[0], engine.cursor.loader
+        if gather is None or loader is not self._loader or not gather.leaves_next:
+            return False
+        groups = engine.optimizer.param_groups
+        known = all(group["lr"] is rate for group, rate in zip(groups, self._rates, strict=True))
+        return known and self._latest_kind == (gather, self._settings())
+
+    def ahead(self, count: int) -> tuple[Group, StepBlock]:
+        """Replays the next steps; returns the last batch and the numbers of all."""
+        cursor, step = self._engine.cursor, self._latest_step
+        assert step is not None
+        assert self._latest_kind is not None
+        gather = self._latest_kind[0]
+        assert gather is not None
+        block = step.run_block(count)
+        cursor.skip(count)
+        return Group([gather.batch], [0.0], [cursor.loader.last_ids()]), block
 
     def _gather_of(self, group: Group) -> RowGather | None:
         """Returns what the one batch of a group is gathered with, where that can be done in the graph."""
@@ -255,6 +282,9 @@ class CapturedSteps:
                 if kept.grew():
                     kept.restore()
                     return None  # a parameter got its first gradient: another eager step makes the rest of the state
+                kept.restore()
+                step.prepare()
+                step.check_rows()
                 kept.restore()
                 problem = what_differs(engine, step, group, kept)
             if self._flags is not None:

@@ -191,12 +191,12 @@ def _may_change(value: Any) -> bool:
     return isinstance(value, (Tensor, _CachedFunction, *_CONTAINERS)) or has_state(value)
 
 
-def _is_stash(value: Any) -> bool:
+def _is_stash(value: Any, depth: int = 8) -> bool:
     """Returns whether a value is a tensor that belongs to a graph, or a container of such."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple, deque)):
-        return len(value) > 0 and all(_is_stash(item) for item in value)
+        return len(value) > 0 and depth > 0 and all(_is_stash(item, depth - 1) for item in value)
     return isinstance(value, Tensor) and value.grad_fn is not None
 
 

@@ -16,6 +16,7 @@ OPAQUE = object()  # what a value is encoded to that cannot be written
 _SCALARS = frozenset((bool, int, float, str, type(None)))
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 LONGEST = 1_000_000  # elements of a tensor or items of a flat list that a state may hold
+_DEEPEST = 32  # containers inside of containers; one that contains itself has no end
 _MOST_NESTED = 20_000  # items inside containers of containers, each of which is visited at each save
 
 
@@ -46,6 +47,7 @@ class _Encoder:
     def __init__(self, largest: int):
         self._largest = largest
         self._left = _MOST_NESTED
+        self._depth = 0
 
     def of(self, value: Any) -> Any:
         kind = type(value)
@@ -68,22 +70,31 @@ class _Encoder:
         if len(items) <= LONGEST and _SCALARS.issuperset(map(type, items)):
             return items
         self._left -= len(items)
-        if self._left < 0:
+        if self._left < 0 or self._depth == _DEEPEST:
             return OPAQUE
         found = []
+        self._depth += 1
         for item in items:
             found.append(self.of(item))
             if found[-1] is OPAQUE:
                 return OPAQUE
+        self._depth -= 1
         return found
 
     def _of_dict(self, value: Any) -> Any:
+        if _is_checkpoint(value):  # a state that is kept inside the states that follow would grow with each of them
+            return OPAQUE
         keys, items = self._of_items(list(value)), self._of_items(list(value.values()))
         if keys is OPAQUE or items is OPAQUE:
             return OPAQUE
         if {str, int}.issuperset(map(type, keys)):
             return {"dict": dict(zip(keys, items, strict=True))}
         return {"pairs": [list(pair) for pair in zip(keys, items, strict=True)]}
+
+
+def _is_checkpoint(value: Mapping[Any, Any]) -> bool:
+    described = value.get("format")
+    return isinstance(described, Mapping) and described.get("name") == "treadle"
 
 
 def _encoded_tensor(value: Tensor, largest: int) -> Any:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from treadle.cli.bench.command import bench
+from treadle.cli.compare import compare
 from treadle.cli.evaluate import evaluate
 from treadle.cli.export import export
 from treadle.cli.inspect import inspect
@@ -43,6 +44,7 @@ train.command(NAME, cls=FileCommand, short_help="What your configuration file de
 app.command(short_help="Measure a split with the best weights of a run.")(evaluate)
 app.command(short_help="Write what the best weights of a run say about a split.")(predict)
 app.command(short_help="Show a table of the runs below a folder.")(runs)
+app.command(short_help="Say whether two groups of runs differ by more than noise.")(compare)
 app.command(short_help="Write an HTML page about one run or several.")(report)
 app.command(short_help="Run one step again and compare it with its record.")(replay)
 app.command(short_help="Check that a stop changes nothing.")(verify)
@@ -77,6 +79,7 @@ def _root(
       treadle evaluate runs/graphs --split val
       treadle predict runs/graphs --out predictions.csv
       treadle runs
+      treadle compare runs/wide runs/narrow
       treadle report runs/spectra runs/short
       treadle replay runs/spectra --step 120
       treadle verify train.py

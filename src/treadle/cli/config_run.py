@@ -13,8 +13,9 @@ from typing import Any
 from rich.console import Console
 
 from treadle import distributed
-from treadle.cli.console import show_report
-from treadle.cli.train_pack import show_settings
+from treadle.cli.console import result_console, show_report
+from treadle.cli.population import FileMember, PackMember, Several, as_texts, several, train_several
+from treadle.cli.train_pack import check_each, show_settings
 from treadle.config import format_config
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
@@ -24,6 +25,7 @@ from treadle.runs.packs import find_pack
 from treadle.runs.record_hooks import RunRecordHook
 from treadle.runs.script import train_from
 from treadle.runs.setting_places import settings_placed
+from treadle.runs.settings import flat
 from treadle.runs.target import PackRun, read_target
 from treadle.runs.tracking import tracked
 
@@ -67,6 +69,55 @@ def _run(file: Path, settings: Sequence[str], *, messages: Console, trackers: st
             _log.info("%s", _end_block(trainer, seconds=time.perf_counter() - started))
 
 
+def run_several(
+    file: Path, settings: Sequence[str], seeds: str | None, *, workers: int | None, trackers: str | None
+) -> bool:
+    """Trains several runs of a configuration file, if that is what the command line asks for; returns whether it is.
+
+    Args:
+        file: the configuration.
+        settings: overrides, of which some may have several values.
+        seeds: the option ``--seeds``.
+        workers: processes, or None.
+        trackers: what follows the runs.
+
+    Raises:
+        ConfigError: the file, a setting or a seed is wrong.
+    """
+    found = _several(file, settings, seeds)
+    if found is None:
+        return False
+    fixed = read_target(file, found.fixed)
+    make: PackMember | FileMember
+    if isinstance(fixed, PackRun):
+        check_each(find_pack(fixed.face), Several(fixed.settings, found.members), fixed.device)
+        make = PackMember(fixed.face, tuple(fixed.settings), fixed.device, fixed.resume, trackers or fixed.trackers)
+        out, device = fixed.out, fixed.device
+    else:
+        for member in found.members:
+            read_target(file, [*found.fixed, *as_texts(member)])
+        make = FileMember(file.resolve(), tuple(found.fixed), trackers)
+        trainer = fixed.get("trainer", {})
+        out, device = Path(trainer.get("workspace") or Path("runs", file.stem)), trainer.get("device")
+    train_several(make, found, out=out, device=device, workers=workers, console=result_console())
+    return True
+
+
+def _several(file: Path, settings: Sequence[str], seeds: str | None) -> Several | None:
+    """Returns the runs that a command line asks for, or None where it asks for one."""
+    if seeds is None and not any("," in text for text in settings):
+        return None
+    base = read_target(file, [])
+    known = flat_of_pack(base) if isinstance(base, PackRun) else flat(base)
+    return several(settings, seeds, known.get)
+
+
+def flat_of_pack(run: PackRun) -> dict[str, Any]:
+    """Returns every setting of a run of a pack with its value."""
+    pack = find_pack(run.face)
+    return dict(pack.shown(pack.read_settings(run.settings, run.device)))
+
+
 def _end_block(trainer: Any, *, seconds: float) -> str:
     """Returns the progress of a run and the places of its files, a line each."""
     if not isinstance(trainer, Engine):
@@ -81,8 +132,11 @@ def _end_block(trainer: Any, *, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def show_config(file: Path, settings: Sequence[str], console: Console) -> None:
-    """Prints the configuration as it would be used."""
+def show_config(file: Path, settings: Sequence[str], seeds: str | None, console: Console) -> None:
+    """Prints the configuration as it would be used, of several runs that of the first."""
+    found = _several(file, settings, seeds)
+    if found is not None:
+        settings = [*found.fixed, *as_texts(found.members[0])]
     with settings_placed(file, settings):
         target = read_target(file, settings)
         if isinstance(target, PackRun):

@@ -22,6 +22,20 @@ Trackers = Annotated[
         help="Follow the run in tensorboard, wandb, mlflow, trackio or jsonl; several with commas between.",
     ),
 ]  # fmt: skip
+Seeds = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        metavar="SEEDS", show_default=False,
+        help="One run for each seed, such as 0..7 or 0,3,5, in a folder OUT/seed=N. KEY=A,B,C runs each value, too.",
+    ),
+]  # fmt: skip
+Workers = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(
+        metavar="N", show_default=False, min=0,
+        help="Of several runs: processes. By default one a core on the CPU; on a GPU 0, all in this process.",
+    ),
+]  # fmt: skip
 Show = Annotated[bool, typer.Option("--show-settings", help="Show every setting and its value, and leave.")]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Write the result as one JSON value.")]

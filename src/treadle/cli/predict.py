@@ -31,16 +31,8 @@ Runs = Annotated[
         help="A run folder, or one of its checkpoints. With --smiles also several, or a folder of runs.",
     ),
 ]
-Smiles = Annotated[
-    Optional[Path],  # noqa: UP045  (typer on Python 3.10 reads this form)
-    typer.Option(
-        metavar="FILE",
-        help="Of graphs: predict the molecules of a .csv that has a column of SMILES.",
-        show_default=False,
-    ),
-]
 SmilesColumn = Annotated[
-    Optional[str],  # noqa: UP045
+    Optional[str],  # noqa: UP045  (typer on Python 3.10 reads this form)
     typer.Option(metavar="NAME", help="The column of SMILES.  [default: found by its name]", show_default=False),
 ]
 Split = Annotated[
@@ -71,6 +63,21 @@ Seed = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option(help="Of text: seeds the draws.", show_default=False),
 ]
+Smiles = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(
+        metavar="FILE",
+        help="Of graphs: molecules to predict, a .csv with a column of SMILES or a file with one SMILES a line.",
+        show_default=False,
+    ),
+]
+Member = Annotated[
+    Optional[list[Path]],  # noqa: UP045
+    typer.Option(
+        help="Of graphs, with --smiles: a further RUN; may be given several times.",
+        show_default=False,
+    ),
+]
 Greedy = Annotated[bool, typer.Option("--greedy", help="Of text: take the likeliest token each time.")]
 
 
@@ -78,14 +85,15 @@ def predict(
     run: Runs,
     split: Split = None,
     out: Out = None,
-    smiles: Smiles = None,
-    smiles_column: SmilesColumn = None,
     batch_size: BatchSize = None,
     prompt: Prompt = None,
     count: Count = None,
     num_tokens: NumTokens = None,
     seed: Seed = None,
     greedy: Greedy = False,
+    smiles: Smiles = None,
+    smiles_column: SmilesColumn = None,
+    member: Member = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
@@ -118,27 +126,40 @@ def predict(
         given: dict[str, Any] = {
             "split": split, "prompt": prompt, "count": count, "num_tokens": num_tokens, "seed": seed, "greedy": greedy,
         }  # fmt: skip
+        runs: list[Path] = [*run, *(member or ())]
+        shown: dict[str, Any] = {"as_json": as_json, "results": results}
         if smiles is not None:
             _refuse_beside_smiles(given)
-            _predict_smiles(
-                run, smiles, smiles_column, out, batch_size=batch_size, device=device, as_json=as_json, results=results
-            )
-            return
-        stored = stored_run(_the_only(run, smiles_column))
-        given["batch_size"] = batch_size
-        _refuse_idle(given, stored)
-        chosen = stored.split(split)
-        options = {name: value for name, value in given.items() if name in stored.pack.takes and name != "split"}
-        with stored.pack.open(stored.path, stored.tree, device=device, messages=messages) as opened:
-            predicted = stored.pack.predict(opened, chosen, **{"batch_size": None, **options})
-        path = run_folder_of(stored.path) / stored.pack.predictions_file(chosen) if out is None else out
-        target = write_arrays(predicted.arrays, path)
-        if as_json:
-            about = {"split": chosen} if "split" in stored.pack.takes else {}
-            found = {"path": str(target), "checkpoint": str(stored.path), **about, **_as_values(predicted)}
-            results.print(json.dumps(found), markup=False, soft_wrap=True)
+            _predict_smiles(runs, smiles, smiles_column, out, batch_size=batch_size, device=device, **shown)
         else:
-            _print(predicted, target, results)
+            stored = stored_run(_the_only(runs, smiles_column))
+            _predict_split(stored, {**given, "batch_size": batch_size}, out, device=device, messages=messages, **shown)
+
+
+def _predict_split(
+    stored: StoredRun,
+    given: Mapping[str, Any],
+    out: Path | None,
+    *,
+    device: str | None,
+    as_json: bool,
+    messages: Console,
+    results: Console,
+) -> None:
+    """Writes what a run predicts for the samples of a split, or for prompts."""
+    _refuse_idle(given, stored)
+    chosen = stored.split(given["split"])
+    options = {name: value for name, value in given.items() if name in stored.pack.takes and name != "split"}
+    with stored.pack.open(stored.path, stored.tree, device=device, messages=messages) as opened:
+        predicted = stored.pack.predict(opened, chosen, **{"batch_size": None, **options})
+    path = run_folder_of(stored.path) / stored.pack.predictions_file(chosen) if out is None else out
+    target = write_arrays(predicted.arrays, path)
+    if as_json:
+        about = {"split": chosen} if "split" in stored.pack.takes else {}
+        found = {"path": str(target), "checkpoint": str(stored.path), **about, **_as_values(predicted)}
+        results.print(json.dumps(found), markup=False, soft_wrap=True)
+    else:
+        _print(predicted, target, results)
 
 
 def _refuse_idle(given: Mapping[str, Any], stored: StoredRun) -> None:

@@ -35,7 +35,8 @@ def runs(
 
     Status: running (a process holds the folder), finished, stopped (by a signal, or killed), failed, and ended where
     no record tells how. A run without a best metric shows the loss of its last step in brackets. What a run has not
-    recorded is a dash. The time is that of training, without pauses.
+    recorded is a dash. The time is that of training, without pauses. Of several seeds there are means with their
+    deviations below.
 
     \b
     Examples:
@@ -62,6 +63,7 @@ def runs(
             message_console().print(f"no runs below {folder}", markup=False, soft_wrap=True)
         else:
             _show(found, folder, console)
+            _show_populations(folder, console)
 
 
 def _show(found: Sequence[RunSummary], folder: Path, console: Console) -> None:
@@ -79,6 +81,17 @@ def _show(found: Sequence[RunSummary], folder: Path, console: Console) -> None:
     for run in found:
         if run.status == "failed" and run.reason:
             console.print(f"{run.folder}: {run.reason}", markup=False, soft_wrap=True)
+
+
+def _show_populations(folder: Path, console: Console) -> None:
+    """Prints mean ± deviation over the members of each population at and below a folder."""
+    from treadle.population.population import FILE
+    from treadle.population.results import Results, read_rows
+
+    for path in sorted(folder.rglob(FILE)):
+        console.print()
+        for line in Results(read_rows(path)).lines():
+            console.print(f"{path.parent}: {line}", markup=False, soft_wrap=True)
 
 
 def _cells(run: RunSummary, folder: Path, *, now: float) -> list[Text]:

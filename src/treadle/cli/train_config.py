@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
-from treadle.cli.pack_options import Trackers
+from treadle.cli.pack_options import Seeds, Trackers, Workers
 from treadle.cli.settings_command import SettingsCommand
 from treadle.runs.launch import TIMEOUT, process_group
 
@@ -83,6 +83,8 @@ def config(
         ),
     ] = None,
     trackers: Trackers = None,
+    seeds: Seeds = None,
+    workers: Workers = None,
     show: Annotated[bool, typer.Option("--show-settings", help="Show every setting and its value, and leave.")] = False,
 ) -> None:
     """Train what a configuration file describes: your own trainer, or a run of a pack.
@@ -99,13 +101,14 @@ def config(
       treadle train digits.yaml
       treadle train digits.yaml optimizer.lr=1e-3 +trainer.device=cpu
       torchrun --nproc_per_node 4 -m treadle train digits.yaml
+      treadle train digits.yaml --seeds 0..7 optimizer.lr=1e-3,3e-3
       treadle train digits.yaml --show-settings
     """
     messages = message_console()
     with errors_as_one_line(messages), log_to(messages, start_block=True):
-        from treadle.cli.config_run import run_config, show_config
+        from treadle.cli.config_run import run_config, run_several, show_config
 
         if show:
-            show_config(file, settings or [], result_console())
-            return
-        run_config(file, settings or [], trackers=trackers, messages=messages)
+            show_config(file, settings or [], seeds, result_console())
+        elif not run_several(file, settings or [], seeds, workers=workers, trackers=trackers):
+            run_config(file, settings or [], trackers=trackers, messages=messages)

@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console, show_report
-from treadle.cli.pack_options import Device, Out, Resume, Show, Trackers, settings_argument
+from treadle.cli.pack_options import Device, Out, Resume, Seeds, Show, Trackers, Workers, settings_argument
+from treadle.cli.population import PackMember, Several, as_texts, several, train_several
 from treadle.cli.settings_command import SettingsCommand
 from treadle.errors import ConfigError
 from treadle.runs.pack import Pack
@@ -45,12 +46,21 @@ def _training(pack: Pack[Any, Any, Any]) -> Any:
         device: Device = None,
         resume: Resume = True,
         trackers: Trackers = None,
+        seeds: Seeds = None,
+        workers: Workers = None,
         show: Show = False,
     ) -> None:
         messages, given = message_console(), settings or []
         with errors_as_one_line(messages), log_to(messages):
+            found = several(given, seeds, lambda key: dict(pack.shown(pack.read_settings([], device))).get(key))
+            if found is not None and not show:
+                make = PackMember(pack.name, tuple(found.fixed), device, resume, trackers)
+                check_each(pack, found, device)
+                train_several(make, found, out=out, device=device, workers=workers, console=result_console())
+                return
             if show:
-                show_settings(pack, given, device, result_console())
+                first = given if found is None else [*found.fixed, *as_texts(found.members[0])]
+                show_settings(pack, first, device, result_console())
                 return
             with tracked(trackers, lambda: pack.values(pack.read_settings(given, device))) as tracking:
                 tracking.final(
@@ -60,6 +70,16 @@ def _training(pack: Pack[Any, Any, Any]) -> Any:
     # The help of the argument names settings of this pack.
     train.__annotations__["settings"] = Annotated[Optional[list[str]], settings_argument(pack.example)]  # noqa: UP045
     return train
+
+
+def check_each(pack: Pack[Any, Any, Any], found: Several, device: str | None) -> None:
+    """Reads the settings of every run, so that a wrong one is refused before any starts.
+
+    Raises:
+        ConfigError: a setting of a run is wrong.
+    """
+    for member in found.members:
+        pack.read_settings([*found.fixed, *as_texts(member)], device)
 
 
 def _refusing(error: ConfigError) -> Any:

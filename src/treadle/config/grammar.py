@@ -118,6 +118,29 @@ def _keys(path: str, text: str) -> tuple[Any, ...]:
     return tuple(keys)
 
 
+def alternatives(raw: str) -> list[str]:
+    """Returns the texts between the commas of a value; commas in quotes and brackets separate nothing.
+
+    Example:
+        >>> alternatives("1e-3, 3e-3"), alternatives("[1, 2]"), alternatives("'a,b'")
+        (['1e-3', '3e-3'], ['[1, 2]'], ["'a,b'"])
+    """
+    parts, depth, quote = [""], 0, ""
+    for character in raw:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        else:
+            depth += (character in "[{(") - (character in "]})")
+        if character == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    found = [part.strip() for part in parts]
+    return found if all(found) else [raw.strip()]
+
+
 # -- kinds ---------------------------------------------------------------------------------------------------------
 
 

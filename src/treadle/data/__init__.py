@@ -6,6 +6,8 @@ from treadle.data.cursor import Cursor, Group, steps_per_epoch
 from treadle.data.mapped import MappedLoader
 from treadle.data.order import GlobalOrder
 from treadle.data.ranks import RankBatchSampler, rank_and_worker, shard_iterable
+from treadle.data.sharded_stream import ShardedStream
+from treadle.data.shuffle_buffer import ShuffleBuffer
 from treadle.data.sources import Source, open_source
 from treadle.data.tensors import TensorLoader
 from treadle.data.transfer import TransferLoader
@@ -16,6 +18,8 @@ __all__ = [
     "Group",
     "MappedLoader",
     "RankBatchSampler",
+    "ShardedStream",
+    "ShuffleBuffer",
     "Source",
     "TensorLoader",
     "TransferLoader",

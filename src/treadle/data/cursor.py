@@ -299,6 +299,7 @@ class Cursor:
         if count > 1:
             self._check_buffers(count)
         source, asks, end = self._the_source(), self._asks_at_each_step, self._end
+        fresh = self.position == 0
         if end is not None and self.position >= end:
             self.ended, self._iterator = True, None
             return group
@@ -325,11 +326,18 @@ class Cursor:
                 break
         if asks:
             self._end_with_the_first(group, count)
+        if fresh:
+            self.warn(source.warnings(resuming=False))  # a stream is known once it was read from
         if self.ended:
             self._iterator = None
             self.warn(source.warnings(resuming=False))
             self._warn_of_lost()
         return group
+
+    def skip(self, count: int) -> None:
+        """Counts micro-batches that were gathered without being drawn, none of them the last of the epoch."""
+        self._loader.skip(count)
+        self.position += count
 
     def _check_buffers(self, count: int) -> None:
         """Refuses a group whose later batches would be written over its first ones."""

@@ -106,7 +106,7 @@ def refuse_other_workers(saved: Mapping[str, Any], now: Mapping[str, Any], *, lo
     Raises:
         CheckpointError: it is.
     """
-    before, both_stateful = saved.get("num_workers"), saved.get("kind") == now["kind"] == "stateful"
+    before, both_stateful = saved.get("num_workers"), saved.get("kind") == now["kind"] in ("stateful", "streamed")
     if both_stateful and saved.get("loader") is not None and before not in (None, now["num_workers"]):
         raise CheckpointError(
             f"the {loader}'s own state was saved with num_workers={before} and cannot be loaded with "

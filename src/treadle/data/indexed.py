@@ -72,12 +72,12 @@ class _SeededDataset(Dataset[Any]):
         self._watch = watch
 
     def __getitem__(self, index: _SeededIndex) -> Any:
-        _seed_worker(index.seed)
+        seed_worker(index.seed)
         with self._watch.reading():
             return self.dataset[index.index]
 
     def __getitems__(self, index: _SeededIndex) -> Any:
-        _seed_worker(index.seed)
+        seed_worker(index.seed)
         getitems = getattr(self.dataset, "__getitems__", None)
         with self._watch.reading():
             return getitems(index.index) if getitems else [self.dataset[i] for i in index.index]
@@ -99,7 +99,8 @@ class _WatchedCollate:
         return batch
 
 
-def _seed_worker(seed: int) -> None:
+def seed_worker(seed: int) -> None:
+    """Seeds python, numpy and torch on the CPU, as far as a worker draws from them."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)

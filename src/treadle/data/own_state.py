@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from treadle.checkpoint.attributes import Attributes, attributes_of, behind, has_state, is_users
 from treadle.checkpoint.module_state import ModuleState
@@ -68,8 +68,8 @@ def _walk(path: str, owner: Any, found: dict[str, Any], seen: set[int], depth: i
         return
     seen.add(id(owner))
     found[path] = owner
-    if isinstance(owner, nn.Module):
-        return
+    if isinstance(owner, nn.Module) or (isinstance(owner, IterableDataset) and has_state(owner)):
+        return  # the state of a stream is that of all that it is made of
     for name, value in held.items():
         items = value[:_DEEPEST] if isinstance(value, (list, tuple)) else [value]
         if name in _PARTS_OF_DATA or any(_is_part(item) for item in items):

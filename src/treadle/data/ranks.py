@@ -127,17 +127,18 @@ def rank_and_worker() -> tuple[int, int]:
         >>> rank_and_worker()
         (0, 1)
     """
-    return _reader(*_ranks())
+    return reader_of(*ranks_of())
 
 
-def _ranks() -> tuple[int, int]:
+def ranks_of() -> tuple[int, int]:
     """Returns rank and number of ranks, also in a worker that was spawned and so has no process group."""
     if get_worker_info() is not None and not distributed.is_distributed():
         return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     return distributed.rank(), distributed.world_size()
 
 
-def _reader(rank: int, world_size: int) -> tuple[int, int]:
+def reader_of(rank: int, world_size: int) -> tuple[int, int]:
+    """Returns which of how many readers this is, as :func:`rank_and_worker` does, for a given rank."""
     info = get_worker_info()
     worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
     return rank * workers + worker, world_size * workers
@@ -150,10 +151,10 @@ class _Shard(IterableDataset[_T]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned worker has no process group, and a launcher need not set its environment.
-        return {**self.__dict__, "_of_main_process": self._of_main_process or _ranks()}
+        return {**self.__dict__, "_of_main_process": self._of_main_process or ranks_of()}
 
     def __iter__(self) -> Iterator[_T]:
-        index, count = _reader(*(self._of_main_process or _ranks()))
+        index, count = reader_of(*(self._of_main_process or ranks_of()))
         return itertools.islice(self.iterable, index, None, count)
 
 

@@ -1,4 +1,4 @@
-"""Three kinds of loaders behind one small interface: index lists, own state, or replay."""
+"""Four kinds of loaders behind one small interface: index lists known, own state of a loader or a stream, or replay."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from treadle.data.indexed import IndexedReader, Workers, draw_as_workers_do_when
 from treadle.data.own_state import hidden_generators
 from treadle.data.rows import RowLoader
 from treadle.data.samplers import samplers_of
+from treadle.data.stateful_workers import seeded_workers, seeds_workers
+from treadle.data.streamed import StreamReader, keeps_its_place
 from treadle.data.transfer import TransferLoader, TransferredSource
 from treadle.errors import ConfigError
 
@@ -27,7 +29,7 @@ class Source(Protocol):
     """Opens the epochs of a loader at any position.
 
     Attributes:
-        kind: ``"indexed"``, ``"stateful"`` or ``"replayed"``; written into checkpoints.
+        kind: ``"indexed"``, ``"stateful"``, ``"streamed"`` or ``"replayed"``; written into checkpoints.
         length: micro-batches in an epoch by the loader's ``len``, or None.
         exact: whether the length is certain, so that the last batch is known to be the last.
     """
@@ -127,11 +129,14 @@ class _Stateful:
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
         if skip and state is not None and not self._replays:
             self.loader.load_state_dict(state)
-            with _ending_where_it_ends(self.loader):
+            with _ending_where_it_ends(self.loader), seeded_workers(self.loader, seed):
                 return self._workers.of(iter(self.loader))
         if isinstance(self.loader, RowLoader):
             self.loader.pass_over(skip)
             return iter(self.loader)
+        if seeds_workers(self.loader):
+            with seeded_workers(self.loader, seed):
+                return _passed_over(self._workers.of(iter(self.loader)), skip)
         _draw_for_running_workers(self.loader)
         iterator = _passed_over(self._workers.of(iter(self.loader)), skip)
         if skip or self._proved or not is_users(self.loader):
@@ -164,12 +169,56 @@ class _Stateful:
                 f"the sampler of this {type(self.loader).__name__} keeps state: the epoch is replayed from its "
                 "start, and the consumed batches are read again and dropped; a plain DataLoader passes over them"
             ]
-        if resuming and getattr(self.loader, "num_workers", 0) > 0:
+        if resuming and getattr(self.loader, "num_workers", 0) > 0 and not seeds_workers(self.loader):
             return [
                 f"{type(self.loader).__name__} restores its position but not the random state of its workers: "
                 "random augmentation in workers is not exact after a resume; a plain DataLoader is"
             ]
         return []
+
+
+class _Streamed:
+    kind = "streamed"
+    exact = False
+
+    def __init__(self, loader: DataLoader[Any]):
+        self.loader = loader
+        self.length = _length(loader)
+        self.reader = StreamReader(loader)
+        self.state = self.reader.state
+        self.close = self.reader.close
+
+    def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
+        if skip and state is not None:
+            return self.reader.open(seed=seed, state=state)
+        return _passed_over(self.reader.open(seed=seed, state=None), skip)
+
+    def measure(self) -> None:
+        self.length = _length(self.loader)
+
+    def finish(self, iterator: Iterator[Any]) -> None:
+        pass
+
+    def is_over_at(self, position: int) -> bool:
+        return True
+
+    def ids_at(self, position: int) -> Any:
+        return None
+
+    def warnings(self, *, resuming: bool) -> list[str]:
+        sentences = hidden_generators(self.loader)
+        name = type(self.loader.dataset).__name__
+        if self.reader.problem is not None:
+            sentences.append(
+                f"the stream {name} cannot be entered in the middle by its state_dict: {self.reader.problem}. A resume "
+                "replays its epoch from the start, reads the consumed batches again and drops them. "
+                f"{_EXACT_REPLAY}; treadle.data.ShardedStream and a treadle.data.ShuffleBuffer around a stream that "
+                "is not shuffled itself are entered where they are"
+            )
+        return sentences
+
+
+_EXACT_REPLAY = "That is exact only if what it yields depends on the RNG at its opening alone"
 
 
 class _Replayed:
@@ -216,8 +265,7 @@ class _Replayed:
         if resuming and type(self.loader) not in (list, tuple, range):  # whose items no replay changes
             sentences.append(
                 f"a {name} cannot be entered in the middle: its epoch is replayed from the start and the consumed "
-                "batches are read again and dropped. That is exact only if what it yields depends on the RNG at its "
-                "opening alone"
+                f"batches are read again and dropped. {_EXACT_REPLAY}"
                 + (
                     "; its persistent workers carry their random state on from epoch to epoch, which a resume cannot"
                     if _keeps_workers(self.loader)
@@ -377,6 +425,8 @@ def open_source(loader: Any) -> Source:
     map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if map_style and _is_torchs_own(loader) and hasattr(loader.dataset, "__getitem__"):
         return _Indexed(loader)
+    if isinstance(loader, DataLoader) and _is_torchs_own(loader) and keeps_its_place(loader.dataset):
+        return _Streamed(loader)
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise ConfigError(
             f"a {type(loader).__name__} is not iterable; pass a DataLoader or another iterable of batches",

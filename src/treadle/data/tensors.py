@@ -11,6 +11,7 @@ from torch import Tensor
 
 from treadle.data.order import GlobalOrder
 from treadle.data.rows import LastRows, Read, RowLoader, noted, one_number_of_rows
+from treadle.data.sharing import kept_once
 from treadle.errors import ConfigError
 
 
@@ -81,7 +82,7 @@ class TensorLoader(RowLoader):
             num_replicas=num_replicas,
         )
         _check_buffers(num_buffers, found)
-        self.tensors = tuple(tensor if device is None else tensor.to(device) for tensor in found)
+        self.tensors = tuple(kept_once(tensor if device is None else tensor.to(device)) for tensor in found)
         self.num_buffers = num_buffers
         self._buffers: dict[int, tuple[Tensor, ...]] = {}
         self._apart = len({tensor.device for tensor in self.tensors}) > 1
@@ -98,6 +99,14 @@ class TensorLoader(RowLoader):
             if outs is not None:
                 self._gather = RowGather(self.tensors, outs, self.names, num_rows=self.num_rows)
         return self._gather
+
+    def skip(self, count: int) -> None:
+        """Moves on by whole batches of a pass that a CUDA graph has gathered by itself."""
+        assert self._gather is not None
+        self.position += count
+        stride, part = self.order.global_batch_size, self._last.part
+        self._last = LastRows(self._last.rows, range(part.start + count * stride, part.stop + count * stride))
+        self._gather.skip(count)
 
     def settle(self) -> None:
         """Gathers the batch that was given last, if that was left to who trains on it."""
@@ -245,6 +254,16 @@ class RowGather:
     def leave_next(self) -> None:
         """Leaves the next batch, if it follows the last, to who has gathered that one and advanced."""
         self.is_left = self._is_new = False
+        self._expected = self._start + self._stride
+
+    @property
+    def leaves_next(self) -> bool:
+        """Whether the next batch is left to who has gathered the last one and advanced."""
+        return self._expected is not None
+
+    def skip(self, count: int) -> None:
+        """Notes that so many batches were gathered after the last one, by who advanced each time."""
+        self._start += count * self._stride
         self._expected = self._start + self._stride
 
     def settle(self) -> None:

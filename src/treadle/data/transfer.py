@@ -158,7 +158,7 @@ class TransferredSource:
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
         """Opens an epoch at a position; skipped batches are not copied."""
         return self.loader.over(
-            self.source.open(skip=skip, seed=seed, state=state), stateful=self.source.kind == "stateful"
+            self.source.open(skip=skip, seed=seed, state=state), stateful=self.source.kind in ("stateful", "streamed")
         )
 
     def finish(self, iterator: Iterator[Any]) -> None:

@@ -24,6 +24,7 @@ The loop, with every event at its place::
                                  | zero gradients; fresh group | NonFiniteError
                 on_after_step
                 write the requested checkpoints; leave at max_steps or after a signal
+                captured steps run ahead in a block, as far as `steps_ahead` of every hook allows
             epoch complete: evaluate; best rule; scheduler; epoch += 1; append the record
             on_after_epoch
             write epoch checkpoints; user callbacks; then act on early stop
@@ -38,9 +39,10 @@ the next one.
 Which hooks override the three events of a step is looked up after `on_before_train`, and again when hooks are added or
 removed; a method that is replaced on a hook later than that is not called if the hook did not override it before.
 
-A hook sees the engine as ``trainer``. Besides the eleven events it may *declare* six values, which the engine asks
+A hook sees the engine as ``trainer``. Besides the eleven events it may *declare* seven values, which the engine asks
 for and acts on itself: the averages it keeps, the checkpoint to resume from, what it claims for a run, what to do at a
-signal, what to do with a step whose gradient is not finite, and what ranks tell each other for it in each step.
+signal, what to do with a step whose gradient is not finite, what ranks tell each other for it in each step,
+and how many captured steps may pass until it must see one.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from treadle.engine.block import StepBlock
     from treadle.engine.loop import Engine
     from treadle.engine.signals import ExitPlan
     from treadle.optim.ema import Ema
@@ -158,6 +161,13 @@ class BaseHook:
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
         """Called when a checkpoint is loaded, with the whole tree."""
 
+    def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
+        """Called after several captured steps in place of ``on_after_step``, where :meth:`steps_ahead` allows them.
+
+        By default it calls ``on_after_step``, which sees the last of them.
+        """
+        self.on_after_step(trainer)
+
     # -- declarations ---------------------------------------------------------------------------------------------
 
     def averages(self, trainer: Engine) -> Mapping[str, Ema]:
@@ -178,6 +188,13 @@ class BaseHook:
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
         """Returns the action at a signal, or None; called when training starts."""
         return None
+
+    def steps_ahead(self, trainer: Engine) -> int | None:
+        """Returns how many captured steps may run until this hook must see one, the last of them; None for any number.
+
+        Asked of hooks that replace an event of a step, between two steps. 1 by default: the hook sees each by itself.
+        """
+        return 1
 
     def notice(self, trainer: Engine) -> Callable[[], float] | None:
         """Returns a function whose number is gathered from all ranks in each step, or None; called once.

@@ -35,6 +35,7 @@ from treadle.engine.attempt import (
     skip,
     start_attempt,
 )
+from treadle.engine.block import run_ahead
 from treadle.engine.epoch_end import finish_epoch, fresh_group
 from treadle.engine.evaluation import evaluate
 from treadle.engine.events import Events
@@ -271,7 +272,7 @@ class Engine:
                         if not group.batches:
                             break
                     finish_step(self, outcome)
-                    if self._stops_here() or self.target.reached(self):
+                    if self._stops_here() or self.target.reached(self) or self._ends_ahead():
                         break
                 session.ranks_stop(self)
                 if self.target.completes_epoch(self):
@@ -287,6 +288,11 @@ class Engine:
     def _refuse_if_closed(self) -> None:
         if self.state.closed is not None:
             raise ConfigError(self.state.closed)
+
+    def _ends_ahead(self) -> bool:
+        """Runs captured steps ahead, as far as nobody must see one by itself; returns whether the run ends there."""
+        ran = self.settings.capture is not False and run_ahead(self)
+        return ran and (self._stops_here() or self.target.reached(self))
 
     def _log_nothing_to_do(self) -> None:
         """Logs that the target is reached, as a warning if this object has trained: its second call trains nothing."""

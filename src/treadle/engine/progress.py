@@ -64,6 +64,10 @@ class Progress:
             self.last_lr = rates
         return rates
 
+    def read_rates(self, optimizer: Optimizer) -> list[Any]:
+        """Returns the learning rate of each parameter group."""
+        return self._rates.read(optimizer)
+
     def retry(self) -> None:
         """Counts another try at the present step."""
         self.tries += 1
@@ -72,6 +76,15 @@ class Progress:
         """Counts an applied step, whose learning rates are ``rates``."""
         self.applied_steps += 1
         self.epoch_applied_steps += 1
+        self.last_lr = rates
+
+    def count_block(self, count: int, rates: Sequence[Any]) -> None:
+        """Counts applied steps of one micro-batch each, whose learning rates are ``rates``."""
+        self.step += count
+        self.applied_steps += count
+        self.epoch_applied_steps += count
+        self.micro_steps += count
+        self.tries = 1
         self.last_lr = rates
 
     def take_back(self, num_applied: int) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from treadle.errors import ConfigError
 
@@ -122,9 +122,13 @@ class SignalListener:
             yield
             return
         if threading.current_thread() is not threading.main_thread():
-            raise ConfigError(
-                "python handles signals in the main thread only; train there, or pass None", argument="exit_signals"
-            )
+            if SignalRelay.active is None:
+                raise ConfigError(
+                    "python handles signals in the main thread only; train there, or pass None", argument="exit_signals"
+                )
+            with SignalRelay.active.serving(self, signals):
+                yield
+            return
         self._owner = os.getpid()
         self._phase = _shared_byte()  # workers of an earlier run keep theirs, which is set to over
         try:
@@ -134,6 +138,11 @@ class SignalListener:
         finally:
             self._phase[0] = _OVER
             self._restore()
+
+    def note(self, number: int) -> None:
+        """Notes a signal that a relay received for this run."""
+        if self.received is None:
+            self.received = number
 
     def _note(self, number: int, _frame: Any) -> None:
         if os.getpid() != self._owner:
@@ -153,6 +162,82 @@ class SignalListener:
         while self._phase[0] == _LISTENING and time.monotonic() < patience:
             time.sleep(0.02)
         if self._phase[0] != _LEAVING:
+            self._restore()
+            os.kill(os.getpid(), number)
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous = {}
+
+
+class SignalRelay:
+    """Handlers in the main thread for runs in other threads that take turns with it.
+
+    Attributes:
+        active: the relay of this process, or None.
+        received: the first signal, or None.
+
+    Args:
+        in_main_thread: calls a function in the main thread and returns when it is done.
+
+    Example:
+        >>> relay = SignalRelay(lambda function: function())
+        >>> with relay.installed():
+        ...     SignalRelay.active is relay
+        True
+    """
+
+    active: ClassVar[SignalRelay | None] = None
+
+    def __init__(self, in_main_thread: Callable[[Callable[[], None]], None]):
+        self.received: int | None = None
+        self._in_main_thread = in_main_thread
+        self._listeners: list[tuple[SignalListener, frozenset[int], threading.Thread]] = []
+        self._previous: dict[int, Any] = {}
+        self._count = 0
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Serves the runs of other threads inside the block, and restores the handlers that they asked for."""
+        before, SignalRelay.active = SignalRelay.active, self
+        try:
+            yield
+        finally:
+            SignalRelay.active = before
+            self._restore()
+
+    @contextlib.contextmanager
+    def serving(self, listener: SignalListener, signals: Sequence[int]) -> Iterator[None]:
+        """Hands signals to a listener inside the block."""
+        entry = (listener, frozenset(signals), threading.current_thread())
+        self._listeners.append(entry)
+        new = [number for number in entry[1] if number not in self._previous]
+        if new:
+            self._in_main_thread(lambda: self._install(new))
+        if self.received is not None:
+            listener.note(self.received)
+        try:
+            yield
+        finally:
+            self._listeners.remove(entry)
+
+    def serves(self, thread: threading.Thread) -> bool:
+        """Returns whether a run in a thread leaves by its own plan at the signal that was received."""
+        return any(owner is thread and self.received in signals for _, signals, owner in self._listeners)
+
+    def _install(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._previous[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: Any) -> None:
+        self._count += 1
+        if self.received is None:
+            self.received = number
+            for listener, signals, _ in list(self._listeners):
+                if number in signals:
+                    listener.note(number)
+        if self._count >= 3:
             self._restore()
             os.kill(os.getpid(), number)
 

@@ -53,12 +53,14 @@ class Voice(logging.Handler):
     Attributes:
         screen: the live display, or None.
         replaces_lines: whether that shows what the lines of a ProgressHook show.
+        speaker: name of the run that logs at present, where several take turns; of these, only warnings are shown.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.screen: Screen | None = None
         self.replaces_lines = False
+        self.speaker: str | None = None
         self._depth = 0
         self._muted = 0
         self._logger: logging.Logger | None = None
@@ -129,7 +131,9 @@ class Voice(logging.Handler):
         if record.levelno >= logging.WARNING:
             if self._logger is not None and _shows(self._logger, record.levelno, skip=self):
                 return
-            text = f"{record.levelname.lower()}: {text}"
+            text = f"{record.levelname.lower()}: {'' if self.speaker is None else f'{self.speaker}: '}{text}"
+        elif self.speaker is not None:
+            return
         elif topic == "start block":
             if self._started:
                 return

@@ -22,6 +22,7 @@ from treadle.hooks.tracking import Guard
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
+    from treadle.engine.block import StepBlock
 
 
 class RunFilesHook(BaseHook):
@@ -69,6 +70,17 @@ class RunFilesHook(BaseHook):
             self._steps.on_after_step(trainer)
         if self._sessions is not None:
             self._sessions.on_after_step(trainer)
+
+    def steps_ahead(self, trainer: Engine) -> int | None:
+        """Lets any number of steps run once the first is logged."""
+        return 1 if self._settings is not None else None
+
+    def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
+        """Logs the steps of a block."""
+        if self._steps is not None:
+            self._steps.on_after_steps(trainer, block)
+        if self._sessions is not None:
+            self._sessions.on_after_steps(trainer, block)
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
         """Writes the steps that a run which resumes from this state would not see again."""

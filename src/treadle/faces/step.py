@@ -37,6 +37,7 @@ from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
 from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.epoch_face import save_state
+from treadle.hooks.remote import local_workspace
 from treadle.hooks.trackers import TrackerChoice, with_trackers
 from treadle.hooks.validate import check_hooks
 from treadle.optim.precision import Precision, check_precision
@@ -73,7 +74,8 @@ class BaseTrainer(Engine):
         max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None or 0: none.
         mixed_precision: None, ``"bf16"`` or ``"fp16"``.
         gradient_accumulation_steps: micro-batches per step, >= 1; None = 1.
-        workspace: folder for what hooks write; None if they write nothing relative.
+        workspace: folder for what hooks write; None if they write nothing relative. A URL such as ``s3://bucket/run``
+            is mirrored by a :class:`treadle.hooks.RemoteWorkspaceHook` from a local folder below ``TREADLE_STAGING``.
         device: None takes CUDA, then MPS, then the CPU.
         no_sync_accumulate: exchange gradients between ranks with the last micro-batch of a step only.
         state_dict_options: torch's options, of any model: ``ignore_frozen_params`` leaves frozen weights out of states
@@ -169,7 +171,7 @@ class BaseTrainer(Engine):
         self._given_hooks = check_hooks(hooks)
         with_trackers([], trackers)  # a wrong name is told here
         # Absolute, so that a hook given `trainer.workspace / "checkpoints"` does not put it below itself once more.
-        self.workspace = None if workspace is None else Path(workspace).absolute()
+        self.workspace, self._remote = local_workspace(workspace)
         self.state_dict_options = state_dict_options
         self.task = _ForwardTask(self)
         self._clear_parts()
@@ -350,6 +352,8 @@ class BaseTrainer(Engine):
         if self._given_hooks:
             hooks = [*check_hooks(hooks), *self._given_hooks]
         hooks = with_trackers(hooks, self.trackers)
+        if self._remote is not None:
+            hooks = [self._remote, *hooks]
         self.hooks = with_default_hooks(hooks, given=hooks, progress=self.settings.progress)
 
     def _refuse_own_loop(self) -> None:

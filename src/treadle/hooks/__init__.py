@@ -7,6 +7,7 @@ from treadle.hooks.bar import ProgressBarHook
 from treadle.hooks.checkpointing import CheckpointingHook
 from treadle.hooks.csv import CsvHook
 from treadle.hooks.ema import EmaHook
+from treadle.hooks.equal_ranks import EqualRanksHook
 from treadle.hooks.history import HistoryHook
 from treadle.hooks.images import ImageFileLoggerHook
 from treadle.hooks.jsonl import JsonlHook
@@ -18,6 +19,7 @@ from treadle.hooks.optuna import OptunaPruningHook
 from treadle.hooks.own_tracker import Tracker
 from treadle.hooks.profiler import ProfilerHook
 from treadle.hooks.progress import ProgressHook
+from treadle.hooks.remote import RemoteWorkspaceHook
 from treadle.hooks.sessionlog import SessionLogHook
 from treadle.hooks.signals import SignalHook
 from treadle.hooks.steplog import StepLogHook
@@ -36,6 +38,7 @@ __all__ = [
     "CsvHook",
     "CudaMaxMemoryHook",
     "EmaHook",
+    "EqualRanksHook",
     "HistoryHook",
     "ImageFileLoggerHook",
     "JsonlHook",
@@ -46,6 +49,7 @@ __all__ = [
     "ProfilerHook",
     "ProgressBarHook",
     "ProgressHook",
+    "RemoteWorkspaceHook",
     "SessionLogHook",
     "SignalHook",
     "StepLogHook",

@@ -210,6 +210,13 @@ class CheckpointingHook(BaseHook):
         if due or self.retention.keeps(trainer.step):
             trainer.request_write(lambda: self.save(trainer))
 
+    def steps_ahead(self, trainer: Engine) -> int | None:
+        """Lets steps run up to the next checkpoint; while one is being written, each is looked at."""
+        if self._writer.in_flight:
+            return 1
+        due = self.interval - trainer.step % self.interval
+        return due if self.keep_interval is None else min(due, self.keep_interval - trainer.step % self.keep_interval)
+
     def notice(self, trainer: Engine) -> Callable[[], float]:
         """Tells the other ranks whether this one still writes, so that all hear of an error at the same step."""
         return self._writer.notice

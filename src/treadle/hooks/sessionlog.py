@@ -76,6 +76,10 @@ class SessionLogHook(BaseHook):
         with self._guard(trainer, self, f"writing at step {trainer.step}"):
             self._write(trainer, "step")
 
+    def steps_ahead(self, trainer: Engine) -> int | None:
+        """Lets any number of steps run: what is written is a matter of time."""
+        return None
+
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
         """Writes the line of the end."""
         if self._file is None:

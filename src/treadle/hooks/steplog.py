@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from treadle import distributed
@@ -19,6 +20,9 @@ from treadle.means import read_scalars
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
+    from treadle.engine.block import StepBlock
+
+_encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps makes one for each call
 
 
 class StepRows:
@@ -32,9 +36,10 @@ class StepRows:
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
+        self._blocks: list[tuple[int, BlockRows]] = []  # with the number of rows before
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows) + len(self._blocks)
 
     def add(self, trainer: Engine) -> None:
         """Notes the present step."""
@@ -47,8 +52,23 @@ class StepRows:
             "retries": info["retries"], "reason": info["reason"],
         })  # fmt: skip
 
+    def add_block(self, block: StepBlock) -> None:
+        """Notes the steps of a block, whose numbers set out for the host."""
+        self._blocks.append((len(self._rows), BlockRows(block)))
+
+    def lines(self) -> list[str]:
+        """Returns the rows as lines of JSON and forgets them."""
+        single, blocks = [_line(row) for row in self.read()], self._blocks
+        self._blocks = []
+        lines, at = [], 0
+        for before, block in blocks:
+            lines += single[at:before]
+            lines += block.lines()
+            at = before
+        return lines + single[at:]
+
     def read(self) -> list[dict[str, Any]]:
-        """Returns the rows as plain values and forgets them."""
+        """Returns the rows of single steps as plain values and forgets them."""
         rows, self._rows = self._rows, []
         places: list[tuple[Any, Any]] = []
         for row in rows:
@@ -59,6 +79,51 @@ class StepRows:
         for (values, key), number in zip(places, numbers, strict=True):
             values[key] = number
         return [_finished(row) for row in rows]
+
+
+class BlockRows:
+    """Rows about the steps of a block, whose numbers are copied to the host while it goes on.
+
+    Args:
+        block: the steps.
+    """
+
+    def __init__(self, block: StepBlock):
+        self._block = block
+        rates = [rate if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64) for rate in block.rates]
+        device = block.numbers.device
+        parts = [block.numbers.flatten(), *(rate.reshape(1).to(device) for rate in rates)]
+        joined = torch.cat([part.double() for part in parts])
+        self._event: torch.cuda.Event | None = None
+        self._numbers = joined
+        if device.type == "cuda":
+            self._numbers = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
+            self._numbers.copy_(joined, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+
+    def lines(self) -> list[str]:
+        """Returns the rows as lines of JSON, as those of single steps are."""
+        if self._event is not None:
+            self._event.synchronize()
+        block, numbers = self._block, self._numbers.tolist()
+        count = len(block)
+        norms, losses, rates = numbers[: 2 * count : 2], numbers[1 : 2 * count : 2], numbers[2 * count :]
+        lr, lines = _encode(rates) if all(map(math.isfinite, rates)) else None, []
+        for number, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
+            step, position = block.first_step + number, block.first_position + number
+            if lr is not None and math.isfinite(loss) and math.isfinite(norm):
+                lines.append(
+                    f'{{"step": {step}, "epoch": {block.epoch + 1}, "position": {position}, "loss": {0 + loss!r}, '
+                    f'"grad_norm": {norm!r}, "lr": {lr}, "applied": true, "retries": 0, "reason": null}}'
+                )
+                continue
+            row = {
+                "step": step, "epoch": block.epoch + 1, "position": position, "loss": loss, "grad_norm": norm,
+                "lr": rates, "applied": True, "retries": 0, "reason": None,
+            }  # fmt: skip
+            lines.append(_line(row))
+        return lines
 
 
 def _finished(row: dict[str, Any]) -> dict[str, Any]:
@@ -122,6 +187,20 @@ class StepLogHook(BaseHook):
         if trainer.step % self.interval == 0 or trainer.is_last_step:
             self.flush(trainer)
 
+    def steps_ahead(self, trainer: Engine) -> int | None:
+        """Lets any number of steps run."""
+        return None
+
+    def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
+        """Notes the steps of a block and writes when it is time."""
+        if self._file is None:
+            return
+        if trainer.step // self.interval > (block.first_step - 1) // self.interval:
+            self.flush(trainer)  # what came before the block: its own numbers would be waited for
+        self._rows.add_block(block)
+        if trainer.is_last_step:
+            self.flush(trainer)
+
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
         """Writes what a run that resumes from this state would not see again."""
         self.flush(trainer)
@@ -138,9 +217,17 @@ class StepLogHook(BaseHook):
         """Writes the rows that were collected."""
         if self._file is None or not len(self._rows):
             return
-        lines = [json.dumps(to_json(row), allow_nan=False) for row in self._rows.read()]
+        lines = self._rows.lines()
         with self._guard(trainer, self, f"writing at step {trainer.step}"):
             append_lines(self._file, lines)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """Returns a row as JSON, looked through for what is not finite only where there is something."""
+    try:
+        return _encode(row)
+    except ValueError:
+        return _encode(to_json(row))
 
 
 def read_steps(path: Path) -> Mapping[int, dict[str, Any]]:

@@ -351,7 +351,8 @@ def _probe_notes(probe: Mapping[str, Any]) -> list[str]:
         return []
     ahead = []
     for key, words in (("j_minus_k_r2", "colour"), ("spectral_class_balanced_accuracy", "class")):
-        best = max(others, key=lambda scores, key=key: scores[key]["mean"])[key]
+        scores = [scored[key] for scored in others]
+        best = max(scores, key=lambda score: float(score["mean"]))
         mine = first[key]
         ahead.append(f"{words} {'yes' if mine['mean'] - best['mean'] > max(mine['std'], best['std']) else 'no'}")
     return [f"Ahead of the others by more than the spread over folds: {', '.join(ahead)}. Nearly any map keeps these."]

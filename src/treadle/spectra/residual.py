@@ -104,7 +104,8 @@ def _half_solved(matrix_BRR: Tensor, right_BRN: Tensor) -> Tensor:
     """
     if not matrix_BRR.is_cuda:
         lower_BRR, _ = torch.linalg.cholesky_ex(matrix_BRR)
-        return torch.linalg.solve_triangular(lower_BRR, right_BRN, upper=False)
+        solved: Tensor = torch.linalg.solve_triangular(lower_BRR, right_BRN, upper=False)
+        return solved
     rest, rows = torch.cat([matrix_BRR, right_BRN], dim=2), []
     for left in range(matrix_BRR.shape[1], 0, -1):
         row = rest[:, 0] * rest[:, 0, :1].rsqrt()

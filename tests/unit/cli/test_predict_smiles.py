@@ -148,3 +148,12 @@ def test_runs_of_other_graphs_and_other_targets_are_refused(runs):
     stored.config.dataset["name"] = "synthetic_tree"
     with pytest.raises(ConfigError, match="was trained on synthetic_tree, whose graphs are not made of SMILES"):
         load_stored_model(stored.config, stored.path, load_checkpoint(stored.path))
+
+
+def test_a_file_of_lines_is_read_too(runs, tmp_path):
+    path = tmp_path / "molecules.smi"
+    path.write_text("CCO ethanol\n\nc1ccccc1\n", encoding="utf-8")
+    assert treadle("predict", runs / "0", "--member", runs / "1", "--smiles", path, "--out", tmp_path / "p.csv") == 0
+    rows = rows_of(tmp_path / "p.csv")
+    assert [row["smiles"] for row in rows] == ["CCO", "c1ccccc1"]
+    assert float(rows[0]["solubility_std"]) > 0

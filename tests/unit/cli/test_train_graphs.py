@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rdkit import RDConfig
 
 import graph_data_kit  # noqa: F401  (lets the warnings of torch_geometric's import through)
@@ -360,6 +361,34 @@ def test_predictions_have_the_error_that_the_evaluation_measures(
     assert {name: list(arrays[name].shape) for name in arrays} == found["arrays"]
     error = np.abs(arrays["prediction"].astype(float) - arrays["target"]).mean()
     assert error == pytest.approx(read(copied, "test_results.json")["test_metrics"]["mae"], rel=1e-5)
+
+
+def test_molecules_of_a_file_are_predicted_by_several_runs(
+    finished: Path, copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = torch.load(copied / "checkpoints" / "best.pt", weights_only=False)
+    for tensor in weights["model"].values():
+        if tensor.is_floating_point():
+            tensor.mul_(1.1)
+    torch.save(weights, copied / "checkpoints" / "best.pt")
+    file, out = tmp_path / "molecules.csv", tmp_path / "predicted.csv"
+    file.write_text("name,smiles\nethanol,CCO\nring,C1CC\nbenzene,c1ccccc1\n")
+    command = ["predict", finished, "--smiles", file, "--out", out, "--device", "cpu"]
+    assert treadle(*command) == 0
+    alone = [line.split(",") for line in out.read_text().splitlines()]
+    assert alone[0] == ["name", "smiles", "penalised_logp_mean"]
+    assert treadle(*command, "--member", copied) == 0
+    assert "C1CC" in capsys.readouterr().err  # it gives no graph
+    rows = [line.split(",") for line in out.read_text().splitlines()]
+    assert rows[0] == ["name", "smiles", "penalised_logp_mean", "penalised_logp_std"]
+    assert [row[1] for row in rows[1:]] == ["CCO", "C1CC", "c1ccccc1"]
+    assert rows[2][2:] == ["", ""]
+    assert float(rows[1][3]) > 0
+    assert rows[1][2] != alone[1][2]
+    file.write_text("name\nethanol\n")
+    assert treadle(*command) == 2
+    assert "no columns of SMILES" in " ".join(capsys.readouterr().err.split())
+    assert treadle("predict", finished, "--member", copied) == 2
 
 
 def test_other_splits_are_evaluated_as_in_training(copied: Path) -> None:

@@ -67,14 +67,8 @@ def load_smiles_csv(
             f"{name!r} needs a file of molecules, such as file='molecules.csv'", argument="file", value=file
         )
     columns, rows, lines = _read_table(Path(file), smiles)
-    chosen = [column for column in columns if column != smiles] if targets is None else list(targets)
-    for column in chosen:
-        if column not in columns or column == smiles:
-            raise ConfigError(
-                f"{str(file)!r} has no column {column!r}; {nearest(column, columns)}", argument="targets", value=chosen
-            )
-    if not chosen:
-        raise ConfigError(f"targets: {str(file)!r} has no column but {smiles!r}; name a file with targets")
+    others = [column for column in columns if column != smiles]
+    chosen = _chosen(others if targets is None else list(targets), others, f"{str(file)!r}", smiles)
     values = [
         [_number(row[column], column, line, task) for column in chosen] for line, row in zip(lines, rows, strict=True)
     ]
@@ -99,6 +93,18 @@ def load_smiles_csv(
     return Source(described, GraphSplit(pack(graphs)), parts, has_test_set=False, molecules=numbered)
 
 
+def _chosen(chosen: list[str], columns: Sequence[str], file: str, smiles: str) -> list[str]:
+    """Returns the columns of targets, or raises ConfigError for one that is not there, or for none."""
+    for column in chosen:
+        if column not in columns:
+            raise ConfigError(
+                f"{file} has no column {column!r}; {nearest(column, columns)}", argument="targets", value=chosen
+            )
+    if not chosen:
+        raise ConfigError(f"targets: {file} has no column but {smiles!r}; name a file with targets")
+    return chosen
+
+
 def read_smiles_csv(path: Path, *, smiles: str = "smiles") -> tuple[list[str], list[Mapping[str, Any]]]:
     """Reads the names of the columns, and the rows, of a file with a column of SMILES.
 
@@ -112,12 +118,15 @@ def read_smiles_to_predict(path: Path, *, smiles: str | None) -> tuple[str, list
     """Reads molecules to predict: the column of their SMILES, the rows, and the line of the file that each ends on.
 
     Args:
-        path: of comma-separated values, with a line of names.
+        path: ``.smi`` or ``.txt``: one SMILES a line, and what else is behind it; else comma-separated values, with a
+            line of names.
         smiles: the column of SMILES; None takes the only one whose name has "smiles" in it, in capitals or not.
 
     Raises:
         ConfigError: the file is not there, has no rows or no such column, or a row has too few fields.
     """
+    if path.suffix in (".smi", ".txt"):
+        return _read_lines(path)
     columns, rows, lines = _read_table(path, smiles)
     if smiles is None:
         found = [column for column in columns if column.lower() == "smiles"]
@@ -131,6 +140,19 @@ def read_smiles_to_predict(path: Path, *, smiles: str | None) -> tuple[str, list
     if not rows:
         raise ConfigError(f"{str(path)!r} has a line of names and no molecules; add a row for each")
     return smiles, rows, lines
+
+
+def _read_lines(path: Path) -> tuple[str, list[Mapping[str, Any]], list[int]]:
+    try:
+        texts = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot be read ({error}); name a file with one SMILES a line", argument="file", value=str(path)
+        ) from error
+    filled = [(line, text.split()[0]) for line, text in enumerate(texts, 1) if text.strip()]
+    if not filled:
+        raise ConfigError(f"{str(path)!r} has no molecules; add a line for each")
+    return "smiles", [{"smiles": text} for _, text in filled], [line for line, _ in filled]
 
 
 def _read_table(path: Path, smiles: str | None) -> tuple[list[str], list[Mapping[str, Any]], list[int]]:

@@ -1,0 +1,148 @@
+"""Objects under a URL: each is put whole, listed after it was written, and made once if asked for.
+
+What an object store has in common with memory and a folder, through fsspec: no rename, no append. Every request is
+tried again after an error, a little later each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from treadle.errors import CheckpointError, ConfigError
+
+Result = TypeVar("Result")
+_FINAL = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
+
+
+class ObjectStore:
+    """Whole objects below a URL.
+
+    Args:
+        url: of a folder, such as ``s3://bucket/runs/7``, ``gs://``, ``memory://`` or ``file://``.
+        options: for fsspec's file system, such as ``{"endpoint_url": ...}``.
+        tries: requests for one thing before its error is raised.
+        pause: seconds before the second try; twice as many before each further one, up to a minute.
+
+    Raises:
+        ConfigError: fsspec, or what it needs for the URL, is not installed.
+
+    Example:
+        >>> store = ObjectStore("memory://run")
+        >>> store.put("a", b"1"), store.create("a", b"2"), store.get("a"), store.sizes()
+        (None, False, b'1', {'a': 1})
+    """
+
+    def __init__(self, url: str, *, options: dict[str, Any] | None = None, tries: int = 6, pause: float = 0.5):
+        try:
+            from fsspec.core import url_to_fs
+
+            settings = {"use_listings_cache": False, "skip_instance_cache": True, **(options or {})}
+            self._files, root = url_to_fs(url, **settings)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(
+                f"cannot be reached: {error}. Install fsspec and what it names for such a URL (s3fs for s3://, gcsfs "
+                "for gs://)",
+                argument="url",
+                value=url,
+            ) from error
+        self.url = url.rstrip("/")
+        self.tries = tries
+        self.pause = pause
+        self._root = root.rstrip("/")
+        protocol = self._files.protocol
+        self._local = "file" in (protocol if isinstance(protocol, (tuple, list)) else (protocol,))
+
+    def put(self, key: str, data: bytes) -> None:
+        """Writes an object, whole or not at all."""
+        self._trying(lambda: self._put(key, data, create=False))
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Writes an object if there is none of that name; returns whether it holds ``data`` now.
+
+        A request whose answer was lost counts as one that succeeded.
+        """
+        try:
+            self._trying(lambda: self._put(key, data, create=True))
+        except FileExistsError:
+            return self.get(key) == data
+        return True
+
+    def _put(self, key: str, data: bytes, *, create: bool) -> None:
+        path = f"{self._root}/{key}"
+        if self._local:
+            _put_file(path, data, create=create)
+            return
+        try:
+            self._files.pipe_file(path, data, mode="create" if create else "overwrite")
+        except OSError as error:
+            if create and error.errno == errno.EINVAL:  # so s3fs names a condition that was not met
+                raise FileExistsError(path) from error
+            raise
+
+    def get(self, key: str) -> bytes:
+        """Reads an object.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        data: bytes = self._trying(lambda: self._files.cat_file(f"{self._root}/{key}"))
+        return data
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Lists all objects below a prefix that ends in a slash, with their sizes in bytes."""
+        return self._trying(lambda: self._sizes(prefix))
+
+    def _sizes(self, prefix: str) -> dict[str, int]:
+        self._files.invalidate_cache()
+        top = f"{self._root}/{prefix}".rstrip("/")
+        try:
+            found = self._files.find(top, detail=True)
+        except FileNotFoundError:
+            return {}
+        start = len(self._files._strip_protocol(self._root).rstrip("/")) + 1
+        return {self._files._strip_protocol(path)[start:]: int(info["size"] or 0) for path, info in found.items()}
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Deletes objects; those that are gone already do not matter."""
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                self._trying(lambda key=key: self._files.rm_file(f"{self._root}/{key}"))  # type: ignore[misc]
+
+    def _trying(self, request: Callable[[], Result]) -> Result:
+        for attempt in range(self.tries):
+            try:
+                return request()
+            except _FINAL:
+                raise
+            except Exception as error:
+                if attempt == self.tries - 1:
+                    raise CheckpointError(
+                        f"{self.url}: a request failed {self.tries} times ({type(error).__name__}: {error})"
+                    ) from error
+                time.sleep(min(60.0, self.pause * 2**attempt) * random.Random().uniform(0.5, 1.0))
+        raise AssertionError
+
+
+def _put_file(path: str, data: bytes, *, create: bool) -> None:
+    """Writes a file as an object store writes an object; what a kill leaves of it has a name of its own."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    temporary = f"{path}.{uuid.uuid4().hex}.part"
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if create:
+            os.link(temporary, path)
+        else:
+            os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)

@@ -1,0 +1,370 @@
+"""Run folders in an object store: a local folder that is mirrored there, whole or not at all.
+
+The run writes to a local folder, the staging folder, as it writes to any other. Finished files go to objects that are
+never written twice; a manifest that names them all, with sizes and CRC-32, comes last, and only then is what it
+replaces deleted. A crash at any request leaves the old manifest with all of its objects, or the new one. Files of more
+than a part are several objects, so that no upload of several requests can be left half done in the store.
+
+    claims/00000003.json        who writes, with a heartbeat
+    manifests/00000003-00000012.json
+    objects/00000003/00000012/checkpoints/checkpoint_step_40.pt.0000
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from treadle.checkpoint.files import make_folder, write_bytes
+from treadle.checkpoint.lock import LOCK_NAME
+from treadle.checkpoint.objects import ObjectStore
+from treadle.checkpoint.order import Reach, is_aside, reach_of
+from treadle.checkpoint.remote_claim import RemoteClaim
+from treadle.checkpoint.shard_manifest import MARKER, METADATA, is_unfinished, is_whole
+from treadle.errors import CheckpointError
+
+_RESTORING = ".treadle-restoring"
+_MANIFESTS, _OBJECTS = "manifests/", "objects/"
+_LOOKS = 100
+_Stamp = tuple[int, int, int]
+
+
+@dataclass
+class Manifest:
+    """What a remote workspace holds.
+
+    Attributes:
+        claim: number of the claim of the process that wrote it.
+        number: of the manifest, counted by that process.
+        reach: step and epoch of the furthest state.
+        files: path in the workspace to ``{"size", "crc32", "parts": [{"key", "size"}]}``, or to ``{"link"}``.
+    """
+
+    claim: int
+    number: int
+    reach: Reach
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Name of the object; in the order of their names, later ones come later."""
+        return f"{_MANIFESTS}{self.claim:08d}-{self.number:08d}.json"
+
+    @property
+    def objects(self) -> set[str]:
+        """Names of the objects that the files are in."""
+        return {part["key"] for entry in self.files.values() for part in entry.get("parts", [])}
+
+    def packed(self) -> bytes:
+        """Returns the bytes of the object: a CRC-32, and what it is of."""
+        text = json.dumps({"claim": self.claim, "number": self.number, "reach": self.reach, "files": self.files})
+        return f"{zlib.crc32(text.encode()):08x} {text}".encode()
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Manifest:
+        """Reads what :meth:`packed` returned.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        crc, _, text = data.partition(b" ")
+        if crc != f"{zlib.crc32(text):08x}".encode():
+            raise CheckpointError("the manifest fails its CRC-32 check")
+        found = json.loads(text)
+        return cls(found["claim"], found["number"], Reach(*found["reach"]), found["files"])
+
+
+class RemoteWorkspace:
+    """A run folder in an object store, and the local folder that it mirrors.
+
+    Args:
+        store: the folder in the object store.
+        staging: the local folder that the run writes to; of one process at a time.
+        part: bytes of the largest object.
+        lease: seconds without a heartbeat after which another writer is taken for dead.
+
+    Attributes:
+        manifest: the last one that was published or restored by this object.
+
+    Example:
+        >>> remote = RemoteWorkspace(ObjectStore("memory://example"), Path("staging"))
+        >>> remote.restore(), remote.claim.take()
+        (False, None)
+        >>> Path("staging").mkdir(); _ = Path("staging/log.txt").write_text("a line")
+        >>> remote.publish()
+        >>> other = RemoteWorkspace(ObjectStore("memory://example"), Path("elsewhere"))
+        >>> sorted(other.latest()[0].files)
+        ['log.txt']
+        >>> remote.claim.release()
+    """
+
+    def __init__(self, store: ObjectStore, staging: Path, *, part: int = 64 << 20, lease: float = 60.0):
+        self.store = store
+        self.staging = staging
+        self.part = part
+        self.claim = RemoteClaim(store, lease=lease)
+        self.manifest: Manifest | None = None
+        self._number = 0
+        self._stamps: dict[str, _Stamp] = {}
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def latest(self) -> tuple[Manifest, list[str]] | tuple[None, list[str]]:
+        """Returns the latest manifest that can be read, and what is wrong with later ones.
+
+        Raises:
+            CheckpointError: there are manifests, and none can be read.
+        """
+        problems: list[str] = []
+        for key in sorted(self.store.sizes(_MANIFESTS), reverse=True):
+            try:
+                return Manifest.unpacked(self.store.get(key)), problems
+            except (CheckpointError, ValueError, KeyError, TypeError, FileNotFoundError) as error:
+                problems.append(f"{self.store.url}/{key} cannot be used: {error}")
+        if problems:
+            raise CheckpointError(f"no intact manifest: {'; '.join(problems[:3])}")
+        return None, problems
+
+    def restore(self, warn: Callable[[str], object] = print) -> bool:
+        """Brings the staging folder to the furthest state: that of the store, or its own if that is as far.
+
+        Args:
+            warn: gets a sentence about each object that is damaged.
+
+        Returns:
+            Whether the folder was filled from the store.
+
+        Raises:
+            CheckpointError: the store holds states, and none of them is intact.
+        """
+        manifest, problems = self.latest()
+        for problem in problems:
+            warn(f"{problem}; looking for an older one")
+        self.manifest = manifest
+        half = (self.staging / _RESTORING).exists()
+        if manifest is None:
+            if half:
+                _empty(self.staging)
+            return False
+        own = None if half else furthest(self.staging)
+        if own is not None and own >= manifest.reach:
+            return False
+        make_folder(self.staging)
+        (self.staging / _RESTORING).touch()
+        _empty(self.staging)
+        self._fill(manifest, warn)
+        (self.staging / _RESTORING).unlink()
+        return True
+
+    def _fill(self, manifest: Manifest, warn: Callable[[str], object]) -> None:
+        states, damaged = 0, []
+        # Markers of folders of shards last: without its marker, a folder is no checkpoint.
+        for name in sorted(manifest.files, key=lambda name: (name.endswith(MARKER), name)):
+            entry, target = manifest.files[name], self.staging / name
+            if "link" in entry:
+                make_folder(target.parent)
+                target.symlink_to(entry["link"])
+                continue
+            try:
+                write_bytes(lambda file, entry=entry: self._download(entry, file), target)  # type: ignore[misc]
+                os.utime(target, ns=(entry["written"], entry["written"]))
+                states += is_state(name)
+            except (CheckpointError, FileNotFoundError) as error:
+                damaged.append(name)
+                warn(f"{self.store.url}: {name} is damaged and left out: {error}")
+        if not states and any(map(is_state, damaged)):
+            raise CheckpointError(f"{self.store.url}: no state of {manifest.key} is intact: {', '.join(damaged[:5])}")
+
+    def _download(self, entry: dict[str, Any], file: Any) -> None:
+        crc = 0
+        for part in entry["parts"]:
+            data = self.store.get(part["key"])
+            if len(data) != part["size"]:
+                raise CheckpointError(f"{part['key']} has {len(data):,} bytes instead of {part['size']:,}")
+            crc = zlib.crc32(data, crc)
+            file.write(data)
+        if f"{crc:08x}" != entry["crc32"]:
+            raise CheckpointError("it fails its CRC-32 check")
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Takes the workspace for this process, once it was restored.
+
+        Raises:
+            CheckpointError: another process holds it, or has published since.
+        """
+        self.claim.take()
+        now, _ = self.latest()
+        if (now and now.key) != (self.manifest and self.manifest.key):
+            self.claim.release()
+            raise CheckpointError(f"{self.store.url} was written to by another process meanwhile; start again")
+
+    def ahead(self) -> bool:
+        """Returns whether the staging folder holds a state that is further than that of the store."""
+        own = furthest(self.staging)
+        return own is not None and (self.manifest is None or own > self.manifest.reach)
+
+    def changed(self) -> bool:
+        """Returns whether the staging folder has other states than those that were published last."""
+        return _of_states(_stamps(self.staging)) != _of_states(self._stamps)
+
+    def publish(self) -> None:
+        """Uploads what is new in the staging folder, then the manifest, and deletes what no manifest needs any more.
+
+        Raises:
+            CheckpointError: the store cannot be reached, or another process has claimed it. What was there before is
+                whole.
+        """
+        if self.claim.is_lost():
+            raise CheckpointError(f"{self.store.url} was claimed by another process; nothing more is uploaded here")
+        before = self.manifest
+        known = before.files if before is not None and before.claim == self.claim.number else {}
+        with contextlib.ExitStack() as opened:
+            stamps, links, files, reach = self._seen_at_once(known, opened)
+            self._number += 1
+            manifest = Manifest(self.claim.number, self._number, reach)
+            for name, stamp in stamps.items():
+                if name in links:
+                    manifest.files[name] = {"link": links[name]}
+                else:
+                    manifest.files[name] = self._upload(name, stamp, files[name]) if name in files else known[name]
+        if not self.store.create(manifest.key, manifest.packed()):
+            raise CheckpointError(f"{self.store.url}/{manifest.key} was written by another process")
+        self.manifest, self._stamps = manifest, stamps
+        self._clean(manifest, before)
+
+    def _seen_at_once(
+        self, known: Mapping[str, Any], opened: contextlib.ExitStack
+    ) -> tuple[dict[str, _Stamp], dict[str, str], dict[str, BinaryIO], Reach]:
+        """Opens the files that are to be uploaded, as they are at one moment: the run goes on, saves and prunes.
+
+        A file that is open can be read to its end after it was pruned. Where states or links changed meanwhile, all is
+        looked at again.
+
+        Returns:
+            Stamps of all files, targets of links, the open files, and how far the furthest state is.
+
+        Raises:
+            CheckpointError: the folder changes faster than it can be listed.
+        """
+        for _ in range(_LOOKS):
+            with contextlib.ExitStack() as trial, contextlib.suppress(FileNotFoundError):
+                stamps = _stamps(self.staging)
+                links = {
+                    name: os.readlink(self.staging / name) for name in stamps if (self.staging / name).is_symlink()
+                }
+                new = [n for n in stamps if n not in links and (n not in known or self._stamps.get(n) != stamps[n])]
+                files: dict[str, BinaryIO] = {
+                    name: trial.enter_context(open(self.staging / name, "rb")) for name in new
+                }
+                reach = furthest(self.staging) or Reach()
+                if _of_states(_stamps(self.staging)) == _of_states(stamps):
+                    opened.enter_context(trial.pop_all())
+                    return stamps, links, files, reach
+        raise CheckpointError(f"{self.staging} changes faster than it can be listed; save less often")
+
+    def _upload(self, name: str, stamp: _Stamp, file: BinaryIO) -> dict[str, Any]:
+        """Uploads a file up to the size it has now; logs grow meanwhile."""
+        entry: dict[str, Any] = {"size": 0, "parts": [], "written": stamp[1]}
+        crc, left = 0, os.fstat(file.fileno()).st_size
+        while left > 0 and (data := file.read(min(self.part, left))):
+            key = f"{_OBJECTS}{self.claim.number:08d}/{self._number:08d}/{name}.{len(entry['parts']):04d}"
+            self.store.put(key, data)
+            crc, left = zlib.crc32(data, crc), left - len(data)
+            entry["parts"].append({"key": key, "size": len(data)})
+            entry["size"] += len(data)
+        return {**entry, "crc32": f"{crc:08x}"}
+
+    def _clean(self, manifest: Manifest, before: Manifest | None) -> None:
+        """Deletes what neither this manifest nor the one before needs; of other claims, everything but that."""
+        kept = {manifest.key} | manifest.objects
+        if before is not None:
+            kept |= {before.key} | before.objects
+        present = self.store.sizes()
+        stale = [
+            key
+            for key in present
+            if key.startswith((_MANIFESTS, _OBJECTS)) and key not in kept and _claim_of(key) <= self.claim.number
+        ]
+        # Manifests first: one must never name objects that are gone.
+        self.store.delete(sorted(stale, key=lambda key: not key.startswith(_MANIFESTS)))
+
+    def leftovers(self) -> list[str]:
+        """Returns the objects that the two latest manifests do not name; none once a run has ended."""
+        present = self.store.sizes()
+        manifests = sorted(key for key in present if key.startswith(_MANIFESTS))[-2:]
+        kept = set(manifests).union(*(Manifest.unpacked(self.store.get(key)).objects for key in manifests))
+        return sorted(key for key in present if key not in kept and not key.startswith("claims/"))
+
+
+def _claim_of(key: str) -> int:
+    digits = key.partition("/")[2][:8]
+    return int(digits) if digits.isdecimal() else 0
+
+
+def is_state(name: str) -> bool:
+    """Returns whether a file of a run folder is a state, or the marker of a folder of shards.
+
+    Example:
+        >>> is_state("checkpoints/last.pt"), is_state("steps.jsonl")
+        (True, False)
+    """
+    return name.endswith((".pt", f"/{MARKER}"))
+
+
+def _of_states(stamps: Mapping[str, _Stamp]) -> dict[str, _Stamp]:
+    return {name: stamp for name, stamp in stamps.items() if is_state(name)}
+
+
+def furthest(folder: Path) -> Reach | None:
+    """Returns how far the furthest state in a folder and its subfolders is; None if there is none.
+
+    Example:
+        >>> furthest(Path("no_such_folder")) is None
+        True
+    """
+    paths = [folder / name for name in _stamps(folder) if is_state(name)]
+    states = [path.parent if path.name == MARKER else path for path in paths if not path.is_symlink()]
+    inside = {path.parent for path in paths if path.name == MARKER}
+    reaches = [reach_of(path) for path in states if path.parent not in inside and not is_aside(path)]
+    return max((reach for reach in reaches if reach is not None), default=None)
+
+
+def _stamps(folder: Path) -> dict[str, _Stamp]:
+    """Returns the finished files of a folder: size, write time and number of each."""
+    found: dict[str, _Stamp] = {}
+    for parent, name in _walk(folder):
+        path = os.path.join(parent, name)
+        try:
+            about = os.lstat(path)
+        except FileNotFoundError:
+            continue
+        found[os.path.relpath(path, folder)] = (about.st_size, about.st_mtime_ns, about.st_ino)
+    return found
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, str]]:
+    for parent, folders, names in os.walk(folder):
+        if is_unfinished(Path(parent)) and not is_whole(Path(parent)) and parent != str(folder):
+            folders.clear()
+            continue
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        linked = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        for name in sorted([*names, *linked]):
+            if not name.startswith(".") or name == METADATA:  # locks and temporary files
+                yield parent, name
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name in (LOCK_NAME, _RESTORING):
+            continue
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -1,0 +1,111 @@
+"""The command ``treadle compare``."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from treadle.cli.console import errors_as_one_line, message_console, result_console
+from treadle.cli.pack_options import AsJson
+
+if TYPE_CHECKING:
+    from treadle.population.results import Results
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="The folder of runs with several seeds.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    metric: Annotated[
+        Optional[str],  # noqa: UP045  (typer on Python 3.10 reads this form)
+        typer.Option(
+            show_default=False, help="A number that the runs ended with; by default every one that both have."
+        ),
+    ] = None,
+    level: Annotated[float, typer.Option(help="Of the interval.")] = 0.95,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether two groups of runs differ by more than the noise of their seeds.
+
+    Runs of the same seed are pairs where both groups have every seed once: what all runs of a seed share, such as their
+    split, is then no noise. The interval of the mean difference B - A is a bootstrap over pairs, or over the runs of
+    either group, widened for few of them. A folder is one that `treadle train ... --seeds 0..7` or a Population wrote,
+    or any other that holds runs.
+
+    \b
+    Examples:
+      treadle compare runs/wide runs/narrow
+      treadle compare runs/wide runs/narrow --metric val_loss --json
+    """
+    console = result_console()
+    with errors_as_one_line(message_console()):
+        from treadle.errors import ConfigError
+        from treadle.population.results import difference
+
+        one, two = read_group(a), read_group(b)
+        shared = [name for name in one.metrics() if name in two.metrics()]
+        if not shared:
+            raise ConfigError(
+                f"{a} and {b} have no number in common: {', '.join(one.metrics()) or 'none'} against "
+                f"{', '.join(two.metrics()) or 'none'}"
+            )
+        found = [difference(one, two, name, level=level) for name in ([metric] if metric else shared)]
+        if as_json:
+            console.print(json.dumps([each.as_json() for each in found], indent=1), markup=False, soft_wrap=True)
+            return
+        for each in found:
+            console.print(
+                f"A {one.summary(each.metric)}   B {two.summary(each.metric)}\n  {each}", markup=False, soft_wrap=True
+            )
+
+
+def read_group(folder: Path) -> Results:
+    """Returns the numbers of the runs of a folder: of its ``population.json``, or of each run below it.
+
+    Raises:
+        ConfigError: there are no runs.
+    """
+    from treadle.errors import ConfigError
+    from treadle.population.population import FILE
+    from treadle.population.results import Results, read_rows
+
+    rows = read_rows(folder / FILE) or [row for row in map(_row_of, _runs_below(folder)) if row.metrics]
+    if not rows:
+        raise ConfigError(f"{folder}: holds no runs with numbers; give the folder of a population, or one of runs")
+    return Results(rows)
+
+
+def _runs_below(folder: Path) -> list[Path]:
+    from treadle.cli.runpage.files import runs_below
+
+    return list(runs_below(folder))
+
+
+def _row_of(folder: Path) -> Any:
+    """Returns a run as a row: its best value, and the loss of its last step; the seed of its record or its name."""
+    from treadle.cli.runpage.records import read_run
+    from treadle.cli.runpage.summary import summarize
+    from treadle.population.results import Row
+
+    run = summarize(read_run(folder, brief=True))
+    numbers = {} if run.metric is None or run.best is None else {f"best_{run.metric}": run.best}
+    if run.loss is not None:
+        numbers["loss"] = run.loss
+    seed = _seed_of(folder)
+    settings = {} if seed is None else {"seed": seed}
+    return Row(
+        folder.name, settings, run.status, run.step or 0, run.epoch or 0, numbers, run.seconds or 0.0, run.reason
+    )
+
+
+def _seed_of(folder: Path) -> int | None:
+    from treadle.runs.folder import read_record
+
+    record = read_record(folder)
+    config = {} if record is None or record.config is None else record.config
+    named = re.search(r"seed=(\d+)", folder.name)
+    seed = config.get("seed", None if named is None else int(named[1]))
+    return seed if isinstance(seed, int) else None

@@ -1,0 +1,258 @@
+"""Many runs of one command: ``--seeds`` and settings with several values, ``key=a,b,c``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from treadle.cli.console import ConsoleHandler
+from treadle.config.grammar import alternatives, kind_of, parse
+from treadle.errors import ConfigError
+from treadle.runs.launch import launched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+
+
+class Several(NamedTuple):
+    """What a command line asks for where it asks for several runs.
+
+    Attributes:
+        fixed: the settings that all have.
+        members: of each run the others, as texts.
+    """
+
+    fixed: list[str]
+    members: list[dict[str, str]]
+
+
+def read_seeds(text: str | None) -> list[int] | None:
+    """Returns the seeds that ``--seeds`` names: ``0..7``, ``0,3,5``, or both.
+
+    Raises:
+        ConfigError: it names none, or one twice.
+
+    Example:
+        >>> read_seeds("0..2,7")
+        [0, 1, 2, 7]
+    """
+    if text is None:
+        return None
+    seeds: list[int] = []
+    for part in text.split(","):
+        found = _RANGE.fullmatch(part.strip())
+        if found is not None:
+            seeds += range(int(found[1]), int(found[2]) + 1)
+        elif part.strip().isdigit():
+            seeds.append(int(part))
+        else:
+            raise ConfigError(f"--seeds {text}: {part!r} is no seed; write 0..7 or 0,3,5")
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"--seeds {text}: {'one is named twice' if seeds else 'names none'}; write 0..7 or 0,3,5")
+    return seeds
+
+
+def several(settings: Sequence[str], seeds: str | None, current: Callable[[str], Any]) -> Several | None:
+    """Returns the runs that a command line asks for, every combination of them; None where it asks for one.
+
+    Args:
+        settings: texts ``key=value``.
+        seeds: the option ``--seeds``.
+        current: returns the value of a key before, None if there is none; where a list is, commas are of the list.
+
+    Raises:
+        ConfigError: the seeds are wrong, or given twice.
+    """
+    fixed: list[str] = []
+    swept: dict[str, list[str]] = {}
+    for text in settings:
+        found = parse(text) if "=" in text else None
+        options = [] if found is None or found.sign != "=" else alternatives(found.raw)
+        if found is None or len(options) < 2 or kind_of(current(found.key)) == "list":
+            fixed.append(text)
+            continue
+        if len(set(options)) < len(options):
+            raise found.error("names a value twice")
+        swept[("+" if found.new else "") + found.key] = options
+    numbers = read_seeds(seeds)
+    if numbers is not None:
+        if "seed" in swept or any(text.lstrip("+").startswith("seed=") for text in fixed):
+            raise ConfigError(f"--seeds {seeds}: the settings have a seed, too; give one of them")
+        swept["seed"] = [str(seed) for seed in numbers]
+    if not swept:
+        return None
+    from treadle.population.sweeps import grid
+
+    return Several(fixed, grid(**swept))
+
+
+@dataclass(frozen=True)
+class PackMember:
+    """Factory of the runs of a pack, for a population.
+
+    Attributes:
+        face: the pack.
+        settings: that all have.
+        device: None takes CUDA, then MPS, then the CPU.
+        resume: go on from the folder's checkpoint.
+        trackers: what follows the runs.
+    """
+
+    face: str
+    settings: tuple[str, ...]
+    device: str | None = None
+    resume: bool = True
+    trackers: str | None = None
+
+    def __call__(self, *, workspace: Path, **settings: str) -> Callable[[], Any]:
+        """Returns what trains the run."""
+        return partial(self.train, workspace, [*self.settings, *as_texts(settings)])
+
+    def train(self, out: Path, settings: Sequence[str]) -> Mapping[str, Any]:
+        """Trains a run as ``treadle train PACK`` does, and returns its metrics."""
+        from treadle.engine.observers import observing
+        from treadle.runs.packs import find_pack
+        from treadle.runs.record_hooks import SessionKeeper
+        from treadle.runs.tracking import tracked
+
+        pack = find_pack(self.face)
+        values = partial(_values, pack, settings, self.device)
+        with observing(SessionKeeper()), tracked(self.trackers, values) as tracking:
+            metrics = pack.train(settings, out=out, device=self.device, resume=self.resume, messages=_silent_console())
+            tracking.final(metrics)
+        return metrics or {}
+
+
+def _values(pack: Any, settings: Sequence[str], device: str | None) -> Any:
+    return pack.values(pack.read_settings(settings, device))
+
+
+@dataclass(frozen=True)
+class FileMember:
+    """Factory of the runs of a configuration file, for a population.
+
+    Attributes:
+        file: the configuration.
+        settings: that all have.
+        trackers: what follows the runs.
+    """
+
+    file: Path
+    settings: tuple[str, ...]
+    trackers: str | None = None
+
+    def __call__(self, *, workspace: Path, **settings: str) -> Callable[[], Any]:
+        """Returns what trains the run."""
+        given = [*self.settings, *as_texts(settings), f"+trainer.workspace={str(workspace)!r}"]
+        return partial(self.train, given)
+
+    def train(self, settings: Sequence[str]) -> None:
+        """Trains a run as ``treadle train FILE`` does."""
+        from treadle.cli.config_run import run_config
+        from treadle.engine.observers import observing
+        from treadle.runs.record_hooks import SessionKeeper
+
+        with observing(SessionKeeper()):
+            run_config(self.file, settings, messages=_silent_console(), trackers=self.trackers)
+
+
+def as_texts(settings: Mapping[str, str]) -> list[str]:
+    """Returns settings as a command line has them.
+
+    Example:
+        >>> as_texts({"optimizer.lr": "1e-3"})
+        ['optimizer.lr=1e-3']
+    """
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def _silent_console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True, quiet=True)
+
+
+def train_several(
+    make: PackMember | FileMember,
+    found: Several,
+    *,
+    out: Path,
+    device: str | None,
+    workers: int | None,
+    console: Console,
+) -> None:
+    """Trains the runs of a command line, and prints their means and deviations.
+
+    Args:
+        make: the factory.
+        found: the runs.
+        out: folder of the population.
+        device: where they compute; None takes CUDA, then MPS, then the CPU.
+        workers: processes; None takes a core each on the CPU, and on a GPU this process alone.
+        console: of results.
+
+    Raises:
+        ConfigError: torchrun launched this process, or a value is wrong.
+        SystemExit: 1 if a run failed.
+    """
+    if launched():
+        raise ConfigError("several runs are dealt over processes without torchrun; use --workers, or one run on ranks")
+    from treadle.device import get_device
+    from treadle.population import Population
+
+    if workers is None:
+        workers = 0 if get_device(device).type != "cpu" else min(len(found.members), os.cpu_count() or 1)
+    names = [{key.lstrip("+"): value for key, value in member.items()} for member in found.members]
+    population = Population(_Renamed(make, found), names, out=out, workers=workers, progress=False)
+    with members_named():
+        results = population.run()
+    for line in results.lines():
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(
+        f"Files in {population.out}: population.json population.csv, and a folder for each run", soft_wrap=True
+    )
+    if results.failed:
+        raise SystemExit(1)
+
+
+@dataclass(frozen=True)
+class _Renamed:
+    """Factory that is called without the ``+`` of new keys, which is no part of a name, and puts it back."""
+
+    make: PackMember | FileMember
+    found: Several
+
+    def __call__(self, *, workspace: Path, **settings: str) -> Callable[[], Any]:
+        new = {key.lstrip("+"): key for key in self.found.members[0]}
+        return self.make(workspace=workspace, **{new[key]: value for key, value in settings.items()})
+
+
+@contextlib.contextmanager
+def members_named() -> Iterator[None]:
+    """Shows warnings of runs that take turns with the run's name, and nothing else of them."""
+    from treadle.engine.voice import VOICE
+
+    def name(record: logging.LogRecord) -> bool:
+        if VOICE.speaker is not None and record.levelno >= logging.WARNING:
+            record.msg = f"{VOICE.speaker}: {record.msg}"
+        return VOICE.speaker is None or record.levelno >= logging.WARNING
+
+    handlers = [each for each in logging.getLogger("treadle").handlers if isinstance(each, ConsoleHandler)]
+    for handler in handlers:
+        handler.addFilter(name)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(name)

@@ -1,0 +1,55 @@
+"""Tensors that several runs of one process read are kept once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_scopes: list[dict[tuple[object, ...], list[Tensor]]] = []
+
+
+@contextlib.contextmanager
+def shared_tensors() -> Iterator[None]:
+    """Lets loaders that are made inside the block keep equal tensors of a device once; they are only read.
+
+    Example:
+        >>> with shared_tensors():
+        ...     one, two = kept_once(torch.ones(3)), kept_once(torch.ones(3))
+        >>> one is two
+        True
+    """
+    _scopes.append({})
+    try:
+        yield
+    finally:
+        _scopes.pop()
+
+
+def kept_once(tensor: Tensor) -> Tensor:
+    """Returns an equal tensor that an earlier loader keeps, or this one; outside :func:`shared_tensors` this one.
+
+    Args:
+        tensor: where it is to be read; compared to the bit.
+    """
+    if not _scopes or tensor.requires_grad or tensor.layout != torch.strided:
+        return tensor
+    key = (tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+    kept = _scopes[-1].setdefault(key, [])
+    for other in kept:
+        if other is tensor or torch.equal(_bits(other), _bits(tensor)):
+            return other
+    if tensor.device.type == "cuda":
+        torch.cuda.current_stream(tensor.device).synchronize()  # other streams read it
+    kept.append(tensor)
+    return tensor
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Returns a tensor whose equality is that of the bits: NaN equals itself, and zeros differ by their sign."""
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor)
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(whole.get(tensor.element_size(), torch.uint8)) if tensor.dtype.is_floating_point else tensor

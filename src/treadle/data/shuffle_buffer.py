@@ -1,0 +1,110 @@
+"""A shuffle buffer that is entered in the middle: its state is where the stream was when it was filled last."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from treadle.checkpoint.attributes import has_state
+from treadle.checkpoint.schema import to_plain
+from treadle.data.indexed import seed_worker
+from treadle.data.ranks import rank_and_worker
+from treadle.data.streamed import Draws, EnteredStream
+from treadle.errors import ConfigError
+from treadle.seed import mix_seed
+
+
+class ShuffleBuffer(EnteredStream):
+    """Mixes the samples of a stream that keeps its place, and keeps its own place.
+
+    It reads ``size`` samples, gives them in another order, and reads the next ones. The state holds no samples: a
+    resume reads those of the present buffer again, at most ``size``. Give it a stream that is not shuffled itself by a
+    buffer, such as ``datasets.IterableDataset`` with its shards shuffled alone.
+
+    Args:
+        stream: with ``state_dict`` and ``load_state_dict``, shared among ranks and workers by itself.
+        size: samples that are mixed, >= 2.
+        seed: seeds the orders, and what the stream draws from the global generators while the buffer is filled.
+
+    Raises:
+        ConfigError: the stream offers no state, or ``size`` is below 2.
+
+    Example:
+        >>> from treadle.data import ShardedStream
+        >>> try:
+        ...     ShuffleBuffer([1, 2, 3], 2)
+        ... except ConfigError as error:
+        ...     print(str(error)[:38])
+        stream: a list offers no state_dict an
+    """
+
+    def __init__(self, stream: Any, size: int, *, seed: int = 0):
+        if not has_state(stream):
+            raise ConfigError(
+                f": a {type(stream).__name__} offers no state_dict and load_state_dict, so no place in it can be kept; "
+                "pass a stream that does, such as datasets.IterableDataset",
+                argument="stream",
+            )
+        if size < 2:
+            raise ConfigError("must be at least 2 samples", argument="size", value=size)
+        self.stream = stream
+        self.size = size
+        self.seed = seed
+        self.epoch = 0
+        self._fill = 0  # how often the buffer was filled before
+        self._given = 0  # samples given of it
+        self._before: Any = None  # state of the stream before it was filled
+        self._entered = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch of the next pass, and tells the stream; an engine calls it."""
+        self.epoch = epoch
+        if callable(getattr(self.stream, "set_epoch", None)):
+            self.stream.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place after the sample that was given last."""
+        return {"epoch": self.epoch, "fill": self._fill, "given": self._given, "before": self._before}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Lets the next pass begin where ``state`` was taken, if it is one of the same epoch."""
+        self._fill, self._given, self._before = int(state["fill"]), int(state["given"]), state["before"]
+        self._entered = int(state["epoch"]) == self.epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the samples of the stream in another order."""
+        entered, self._entered = self._entered, False
+        if not entered:
+            self._fill, self._given, self._before = 0, 0, None
+        elif self._before is not None:
+            self.stream.load_state_dict(to_plain(self._before, "stream"))
+        return self._samples(rank_and_worker()[0])
+
+    def _samples(self, reader: int) -> Iterator[Any]:
+        iterator, fill, given = iter(self.stream), self._fill, self._given
+        while True:
+            before = None if fill == 0 else to_plain(self.stream.state_dict(), "stream")
+            with _drawing_from(mix_seed(self.seed, self.epoch, reader, fill)):
+                buffer = list(itertools.islice(iterator, self.size))
+                order = torch.randperm(len(buffer)).tolist()
+            if not buffer:
+                return
+            for number in range(given, len(buffer)):
+                self._fill, self._given, self._before = fill, number + 1, before
+                yield buffer[order[number]]
+            fill, given = fill + 1, 0
+
+
+@contextlib.contextmanager
+def _drawing_from(seed: int) -> Iterator[None]:
+    """Lets the CPU's random generators draw from a seed inside the block, and go on after it as if nothing happened."""
+    outside = Draws()
+    seed_worker(seed)
+    try:
+        yield
+    finally:
+        outside.restore()

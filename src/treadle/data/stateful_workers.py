@@ -1,0 +1,127 @@
+"""Workers of loaders that carry the state of their data sets, as torchdata's StatefulDataLoader does, seeded by batch.
+
+Such a loader restores where each worker is, but not what it draws from the random generators. Its workers get a data
+set that seeds them before each batch, by a number that is part of the state that the loader carries anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from treadle.checkpoint.attributes import has_state
+from treadle.data.indexed import seed_worker
+from treadle.data.streamed import SeededStream, StatefulSeededStream, StreamInit
+from treadle.seed import mix_seed
+
+
+class SeededReads(Dataset[Any]):
+    """Reads from a map-style data set, under a seed of its own for each batch of this worker.
+
+    Args:
+        dataset: the user's data set.
+        seed: of the epoch.
+    """
+
+    def __init__(self, dataset: Any, seed: int):
+        self.dataset = dataset
+        self.seed = seed
+        self.first = 0
+        self._reads = 0
+
+    @property
+    def worker(self) -> int:
+        """Number of the worker that this copy is in."""
+        info = get_worker_info()
+        return 0 if info is None else info.id
+
+    def _seed(self) -> None:
+        seed_worker(mix_seed(self.seed, self.worker, self._reads))
+        self._reads += 1
+
+    def __getitem__(self, index: Any) -> Any:
+        """Reads one item that is a batch."""
+        self._seed()
+        return self.dataset[index]
+
+    def __getitems__(self, index: Any) -> Any:
+        """Reads the items of a batch."""
+        self._seed()
+        getitems = getattr(self.dataset, "__getitems__", None)
+        return getitems(index) if getitems else [self.dataset[i] for i in index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns how many batches this worker has read, and the state of the user's data set if it has one."""
+        return {
+            "seed": self.seed,
+            "reads": self._reads,
+            "dataset": self.dataset.state_dict() if has_state(self.dataset) else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads what :meth:`state_dict` returned, or a bare state of the user's data set."""
+        if not {"seed", "reads", "dataset"} <= set(state):
+            state = {"seed": self.seed, "reads": 0, "dataset": state}
+        self.seed, self._reads = int(state["seed"]), int(state["reads"])
+        if state["dataset"] is not None:
+            self.dataset.load_state_dict(state["dataset"])
+
+
+@contextlib.contextmanager
+def seeded_workers(loader: Any, seed: int) -> Iterator[None]:
+    """Lets the workers that a loader starts inside the block seed themselves before each batch.
+
+    Args:
+        loader: with state; one without workers, or that is no DataLoader, is left alone.
+        seed: of the epoch.
+    """
+    if not seeds_workers(loader):
+        yield
+        return
+    _end_running(loader)
+    dataset, init = loader.dataset, loader.worker_init_fn
+    seeded: Any = SeededReads(dataset, seed)
+    if isinstance(dataset, IterableDataset):
+        kind = StatefulSeededStream if has_state(dataset) else SeededStream
+        seeded = kind(dataset, batch_size=loader.batch_size, seeded=True)
+        seeded.seed = seed
+    # DataLoader refuses setattr once it is made, but reads these two when it starts its workers.
+    object.__setattr__(loader, "dataset", seeded)
+    object.__setattr__(loader, "worker_init_fn", StreamInit(seeded, init))
+    try:
+        yield
+    finally:
+        object.__setattr__(loader, "dataset", dataset)
+        object.__setattr__(loader, "worker_init_fn", init)
+
+
+def seeds_workers(loader: Any) -> bool:
+    """Returns whether the workers of a loader with state can be seeded by batch.
+
+    Example:
+        >>> seeds_workers(DataLoader([1.0]))
+        False
+    """
+    return isinstance(loader, DataLoader) and loader.num_workers > 0 and _starts_workers_as_torchdata(loader)
+
+
+def _starts_workers_as_torchdata(loader: Any) -> bool:
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+    except ImportError:
+        return False
+    return isinstance(loader, StatefulDataLoader) and type(loader)._get_iterator is StatefulDataLoader._get_iterator
+
+
+def _end_running(loader: Any) -> None:
+    """Ends workers that the loader keeps between epochs: they have the seed of another one."""
+    running = loader._iterator
+    if running is not None and loader.persistent_workers:
+        running._shutdown_workers()
+        loader._iterator = None

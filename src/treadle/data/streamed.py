@@ -1,0 +1,396 @@
+"""DataLoaders over streams that keep their place themselves: entered in the middle, by their own state.
+
+Each worker of such a loader has a copy of the data set. The loader made here wraps that copy: it seeds python, numpy
+and torch before each batch, and sends the state after the batch along with it. So the state that a checkpoint holds is
+that of the batches that were consumed, whatever workers have read ahead, and random augmentation does not depend on it.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from treadle.checkpoint.attributes import has_state
+from treadle.checkpoint.plain_values import same
+from treadle.checkpoint.schema import to_plain
+from treadle.data.indexed import Workers, seed_worker
+from treadle.errors import CheckpointError
+from treadle.seed import mix_seed
+
+
+def keeps_its_place(dataset: Any) -> bool:
+    """Returns whether a stream offers a state that may be its place: ``state_dict()`` without arguments.
+
+    Example:
+        >>> keeps_its_place(IterableDataset())
+        False
+    """
+    if not isinstance(dataset, IterableDataset) or not has_state(dataset):
+        return False
+    stateful: Any = dataset
+    try:
+        inspect.signature(stateful.state_dict).bind()
+    except TypeError:  # litdata's and mosaicml-streaming's want numbers that only their own loaders have
+        return False
+    except ValueError:  # no signature to look at
+        return True
+    return True
+
+
+class EnteredStream(IterableDataset[Any]):
+    """A stream whose state is known to lead back to its place; others are tried."""
+
+
+class SeededStream(IterableDataset[Any]):
+    """A stream whose random generators are seeded before each batch, with a state that says where it is.
+
+    It is iterated in a worker, or with 0 workers in the main process, where it seeds nothing.
+
+    Args:
+        dataset: the user's stream.
+        batch_size: samples in a batch; None if each item is a batch.
+        seeded: whether batches are seeded.
+
+    Attributes:
+        seed: of the epoch.
+        start: states of all workers to begin with; empty begins afresh.
+        first: the worker that is asked first.
+        tries: whether the some samples are read a second time, to see if the state leads back to its place.
+    """
+
+    def __init__(self, dataset: Any, *, batch_size: int | None, seeded: bool):
+        self.dataset = dataset
+        self.batch_size = batch_size or 1
+        self.seeded = seeded
+        self.seed = 0
+        self.start: list[Mapping[str, Any] | None] = []
+        self.first = 0
+        self.tries = False
+        self.tried: _Trial | None = None
+        self._reads = 0
+        self._ended = False
+
+    @property
+    def worker(self) -> int:
+        """Number of the worker that this copy is in, counted as when the epoch began; 0 in the main process."""
+        info = get_worker_info()
+        return 0 if info is None else (info.id + self.first) % info.num_workers
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begins the epoch, or goes on where the state of this worker says."""
+        worker = self.worker
+        state = self.start[worker] if self.start else None
+        self._reads, self._ended = (0, False) if state is None else (int(state["reads"]), bool(state["ended"]))
+        self.tried = _Trial(self.dataset) if self.tries and worker == 0 and state is None else None
+        if state is not None and not self._ended and state["dataset"] is not None:
+            self.dataset.load_state_dict(to_plain(state["dataset"], "dataset"))
+        iterator = iter(self.dataset)
+        if state is not None and state.get("iterator") is not None and has_state(iterator):
+            iterator.load_state_dict(to_plain(state["iterator"], "iterator"))
+        self._iterator = iterator
+        samples = self._samples(worker)
+        return samples if has_state(self.dataset) or not has_state(iterator) else _StatefulPass(self, samples)
+
+    def _samples(self, worker: int) -> Iterator[Any]:
+        fresh = not self.start
+        while not self._ended:
+            if self.seeded and self._reads % self.batch_size == 0:
+                seed_worker(mix_seed(self.seed, worker, self._reads // self.batch_size))
+            before = None if self.tried is None else Draws()
+            try:
+                sample = next(self._iterator)
+            except StopIteration:
+                if fresh:  # its state was loaded at the end of an epoch: this was the rest of that, now comes the next
+                    fresh, self._iterator = False, iter(self.dataset)
+                    continue
+                self._ended = True
+                return
+            fresh = False
+            self._reads += 1
+            if self.tried is not None and before is not None:
+                self.tried.see(sample, before)
+            yield sample
+
+    def enter(self, state: Mapping[str, Any]) -> None:
+        """Lets a pass that has just begun go on where a state says, by the iterator's own state."""
+        if "reads" not in state:
+            state = {"reads": 0, "ended": False, "iterator": state}
+        self._reads, self._ended = int(state["reads"]), bool(state["ended"])
+        self.start = self.start or [state]
+        self._iterator.load_state_dict(to_plain(state["iterator"], "iterator"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place after the sample that was given last."""
+        iterator: Any = getattr(self, "_iterator", None)
+        own = iterator is not self.dataset and has_state(iterator)
+        return {
+            "reads": self._reads,
+            "ended": self._ended,
+            "dataset": self.dataset.state_dict() if has_state(self.dataset) else None,
+            "iterator": iterator.state_dict() if own else None,
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_iterator"}
+
+
+class StatefulSeededStream(SeededStream):
+    """A :class:`SeededStream` for loaders that carry the state of each worker's data set themselves."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads what ``state_dict`` returned, or a bare state of the data set, before the next iteration."""
+        if "reads" not in state:
+            state = {"reads": 0, "ended": False, "dataset": state}
+        info = get_worker_info()
+        self.start = [state] * (1 if info is None else info.num_workers)
+
+
+class _StatefulPass:
+    """A pass over a stream whose iterator keeps the place, and not the data set."""
+
+    def __init__(self, stream: SeededStream, samples: Iterator[Any]):
+        self._stream = stream
+        self._samples = samples
+
+    def __iter__(self) -> _StatefulPass:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._stream.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._stream.enter(state)
+
+
+class Draws:
+    """State of the CPU's random generators, as it is when the object is made."""
+
+    def __init__(self) -> None:
+        self._states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+    def restore(self) -> None:
+        """Sets the generators back."""
+        random.setstate(self._states[0])
+        np.random.set_state(self._states[1])
+        torch.set_rng_state(self._states[2])
+
+
+class _Trial:
+    """Trials of whether the state of a stream leads back to its place: some samples are read from a copy too.
+
+    After 1, 8, 64, ... samples, so that a state that stops to tell when a buffer inside is filled again is found.
+
+    Attributes:
+        problem: why it does not; None if it does, or is not known yet.
+        over: whether the first trial is over.
+    """
+
+    def __init__(self, dataset: Any):
+        self._dataset = dataset
+        self._copy: Any = None
+        self._reads = 0
+        self._next = 1
+        self._last: Any = None  # the state after the sample before, where the present one is tried
+        self.over = False
+        self.problem = shuffle_buffer_of_datasets(dataset)
+        if self.problem is None:
+            try:
+                self._copy = copy.deepcopy(dataset)
+            except Exception as error:  # noqa: BLE001  (a data set of any kind)
+                self.problem = f"it cannot be copied to try it ({type(error).__name__})"
+
+    def see(self, sample: Any, before: Draws) -> None:
+        """Takes in a sample that was read, and the random state before it."""
+        if self.problem is not None:
+            return
+        self._reads += 1
+        if self._last is not None:
+            after = Draws()
+            try:
+                self.problem = self._tried(sample, before)
+            except Exception as error:  # noqa: BLE001  (a data set of any kind)
+                self.problem = f"loading it raises {type(error).__name__}"
+            finally:
+                after.restore()
+            self.over, self._last = True, None
+        if self._reads == self._next:
+            self._last, self._next = copy.deepcopy(self._dataset.state_dict()), self._next * 8
+
+    def _tried(self, sample: Any, before: Draws) -> str | None:
+        after = f"after {self._reads - 1:,} samples"
+        if _alike(self._dataset.state_dict(), self._last):
+            return f"it is the same {after} and after one more"
+        before.restore()
+        self._copy.load_state_dict(self._last)
+        again = next(iter(self._copy), None)
+        return None if _alike(sample, again) else f"taken {after} and loaded, it does not give the next one"
+
+
+def shuffle_buffer_of_datasets(dataset: Any) -> str | None:
+    """Returns why a ``datasets.IterableDataset`` with a shuffle buffer cannot be entered; None for all others.
+
+    Example:
+        >>> shuffle_buffer_of_datasets([1, 2]) is None
+        True
+    """
+    library = sys.modules.get("datasets")
+    if library is None or not isinstance(dataset, library.IterableDataset):
+        return None
+    kind = getattr(library.iterable_dataset, "BufferShuffledExamplesIterable", ())
+    waiting: list[Any] = [getattr(dataset, "_ex_iterable", None)]
+    while waiting:
+        stage = waiting.pop()
+        if isinstance(stage, kind):
+            return f"the {stage.buffer_size} samples in its shuffle buffer are in no state, and would be lost"
+        waiting += [stage.ex_iterable] if hasattr(stage, "ex_iterable") else getattr(stage, "ex_iterables", None) or []
+    return None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    try:
+        return same(one, other)
+    except Exception:  # noqa: BLE001  (arrays, pictures: whatever a sample is)
+        return pickle.dumps(one) == pickle.dumps(other)
+
+
+@dataclass
+class _Carried:
+    """A batch with the state of its worker after it."""
+
+    batch: Any
+    worker: int
+    state: Any
+    tried: tuple[bool, str | None]
+
+    def pin_memory(self) -> _Carried:
+        pinned = pin_memory(self.batch)  # type: ignore[no-untyped-call]
+        return _Carried(pinned, self.worker, self.state, self.tried)
+
+
+class _Carrying:
+    """The user's collate function; what it returns is sent with the state of the stream."""
+
+    def __init__(self, stream: SeededStream, collate: Callable[[Any], Any]):
+        self.stream = stream
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> _Carried:
+        batch, trial = self.collate(samples), self.stream.tried
+        tried = (False, None) if trial is None else (trial.over, trial.problem)
+        known_bad = tried[1] is not None
+        return _Carried(batch, self.stream.worker, None if known_bad else self.stream.state_dict(), tried)
+
+
+class StreamInit:
+    """The user's ``worker_init_fn``, with the user's data set and worker number in ``get_worker_info()``."""
+
+    def __init__(self, stream: Any, user_fn: Callable[[int], None] | None):
+        self.stream = stream
+        self.user_fn = user_fn
+
+    def __call__(self, worker_id: int) -> None:
+        """Numbers the worker as when the epoch began, seeds it, and calls the user's function."""
+        info: Any = get_worker_info()
+        worker = self.stream.worker
+        # WorkerInfo refuses setattr; a data set takes its share of files by this number.
+        object.__setattr__(info, "id", worker)
+        object.__setattr__(info, "dataset", self.stream.dataset)
+        self.stream.first = 0
+        seed_worker(mix_seed(self.stream.seed, worker))
+        if self.user_fn is not None:
+            self.user_fn(worker)
+
+
+class StreamReader:
+    """Opens the epochs of a DataLoader over a stream that keeps its place, at any place.
+
+    Args:
+        loader: the user's loader; it is not changed and not iterated.
+
+    Attributes:
+        problem: why the stream cannot be entered in the middle; None as long as it can.
+    """
+
+    def __init__(self, loader: DataLoader[Any]):
+        self.workers = max(1, loader.num_workers)
+        self.stream = SeededStream(loader.dataset, batch_size=loader.batch_size, seeded=loader.num_workers > 0)
+        self.problem = shuffle_buffer_of_datasets(loader.dataset)
+        if loader.num_workers > 0 and not loader.in_order:
+            self.problem = "batches come as workers finish them (in_order=False)"
+        self._tells = isinstance(loader.dataset, EnteredStream)
+        self._states: list[Any] = []
+        self._next = 0
+        self._running = Workers()
+        self._loader = self._remake(loader)
+
+    def _remake(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        settings: dict[str, Any] = {}
+        if loader.num_workers > 0:  # without persistent ones: each epoch has a seed, which workers get when they start
+            settings["prefetch_factor"] = loader.prefetch_factor
+            settings["multiprocessing_context"] = loader.multiprocessing_context
+            settings["in_order"] = loader.in_order
+            settings["worker_init_fn"] = StreamInit(self.stream, loader.worker_init_fn)
+        return DataLoader(
+            self.stream,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+            num_workers=loader.num_workers,
+            collate_fn=_Carrying(self.stream, loader.collate_fn),
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            generator=loader.generator,
+            pin_memory_device=loader.pin_memory_device,
+            **settings,
+        )
+
+    def open(self, *, seed: int, state: Mapping[str, Any] | None) -> Iterator[Any]:
+        """Opens an epoch at its start, or where ``state`` says.
+
+        Raises:
+            CheckpointError: the state is of another number of workers.
+        """
+        states = [] if state is None else list(state["workers"])
+        if states and len(states) != self.workers:
+            raise CheckpointError(
+                f"the stream's state was saved with num_workers={len(states)} and cannot be loaded with "
+                f"num_workers={self.workers}: keep the number"
+            )
+        self.stream.seed, self.stream.start = seed, states
+        self.stream.first = self._next = 0 if state is None else int(state["next"])
+        self.stream.tries = not self._tells and not states and self.problem is None
+        self._states = states or [None] * self.workers
+        self._tells = self._tells or bool(states)
+        return self._batches(self._running.of(iter(self._loader)))
+
+    def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for carried in iterator:
+            over, problem = carried.tried
+            self._tells = self._tells or (over and problem is None)
+            self.problem = self.problem or problem
+            self._states[carried.worker] = carried.state
+            self._next = (carried.worker + 1) % self.workers
+            yield carried.batch
+
+    def state(self) -> dict[str, Any] | None:
+        """Returns the place after the batch that was given last; None where it is known by number alone."""
+        if not self._tells or self.problem is not None:
+            return None
+        return {"workers": to_plain(self._states, "data.loader"), "next": self._next}
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._running.end()

@@ -1,0 +1,144 @@
+"""Blocks of captured steps: replayed one after the other, counted and recorded together.
+
+A step of a small model takes less time on a GPU than the host takes over its record. Where no hook has to see a step,
+the host replays several and hands all their numbers to the hooks at once. The state after the block is that of the same
+steps one by one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from treadle.engine.attempt import Attempt
+from treadle.engine.session import leave_after_step
+from treadle.optim.nonfinite import StepLocation
+from treadle.task import StepOutput, add_output
+
+if TYPE_CHECKING:
+    from treadle.data.cursor import Group
+    from treadle.engine.loop import Engine
+
+MOST = 64  # steps
+
+
+@dataclass(frozen=True)
+class StepBlock:
+    """Numbers of several steps, all applied, of one micro-batch each.
+
+    Attributes:
+        first_step: number of the first step, 1-based.
+        epoch: epochs completed.
+        first_position: micro-batches of the epoch consumed when the first step was done.
+        numbers: (N, 2) on the device, gradient norm and loss of each step.
+        output: of a step, without its loss: weight, reduction and records, which are the same for all.
+        rates: learning rate of each parameter group.
+    """
+
+    first_step: int
+    epoch: int
+    first_position: int
+    numbers: Tensor
+    output: StepOutput
+    rates: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def norms(self) -> Sequence[Tensor]:
+        """Gradient norm of each step, 0-d on the device."""
+        return self.numbers.unbind(1)[0].unbind()
+
+    @property
+    def losses(self) -> Sequence[Tensor]:
+        """Loss of each step, 0-d on the device."""
+        return self.numbers.unbind(1)[1].unbind()
+
+
+class RunsAhead:
+    """Base of steps of an engine that can be replayed several at a time."""
+
+    def may_run_ahead(self) -> bool:
+        """Returns whether the next step can be replayed with others."""
+        raise NotImplementedError
+
+    def ahead(self, count: int) -> tuple[Group, StepBlock]:
+        """Replays the next steps, which the engine has not counted yet; returns the last batch and their numbers."""
+        raise NotImplementedError
+
+
+def run_ahead(engine: Engine) -> bool:
+    """Runs as many steps as may pass before a hook, the end of the epoch or the target needs one by itself.
+
+    Returns:
+        Whether there were any: none where steps are not captured, or where the next one is to be captured first.
+    """
+    steps = engine.steps
+    if not isinstance(steps, RunsAhead):
+        return False
+    count = steps_to_look(engine)
+    started = time.perf_counter()
+    if count < 2 or not steps.may_run_ahead():
+        return False
+    group, block = steps.ahead(count)
+    _count(engine, block)
+    _record(engine, group, block, seconds=time.perf_counter() - started)
+    for hook in engine.events.hooks_for(engine.hooks, "on_after_step"):
+        hook.on_after_steps(engine, block)
+    engine.events.write_requested()
+    if engine.signals.plans:
+        leave_after_step(engine)
+    return True
+
+
+def steps_to_look(engine: Engine) -> int:
+    """Returns how many steps may pass until the last of them must be seen."""
+    target, cursor, progress = engine.target, engine.cursor, engine.progress
+    if engine.should_stop or engine.signals.received or cursor.length is None or engine.accumulation_steps > 1:
+        return 0
+    if target.deadline is not None:
+        return 0  # the time is looked at after each step
+    count = min(MOST, cursor.length - cursor.position - 1)  # the last batch of an epoch ends it
+    if target.max_steps is not None:
+        count = min(count, target.max_steps - progress.step)
+    for event in ("on_before_step", "on_after_step"):
+        for hook in engine.events.hooks_for(engine.hooks, event):
+            due = hook.steps_ahead(engine)
+            count = count if due is None else min(count, due)
+    return count
+
+
+def _count(engine: Engine, block: StepBlock) -> None:
+    """Counts the steps of a block, as one by one, and adds their losses to the means of the epoch."""
+    engine.progress.count_block(len(block), block.rates)
+    for average in engine.averages.values():
+        for _ in range(len(block)):
+            average.count_update()
+    means, output = engine.progress.epoch_means, block.output
+    weight = 1.0 if output.weight is None else output.weight
+    if output.records or type(weight) is not float or output.reduction == "sum":
+        for loss in block.losses:
+            add_output(means, StepOutput(loss, output.records, output.weight, output.reduction))
+    else:
+        means.add_each(("loss",), block.losses, weight)
+
+
+def _record(engine: Engine, group: Group, block: StepBlock, *, seconds: float) -> None:
+    """Makes the last step of a block the latest attempt."""
+    attempt = Attempt(group, rates=block.rates)
+    output = block.output
+    norm, loss = block.numbers[-1].unbind()
+    attempt.keep(StepOutput(loss, output.records, output.weight, output.reduction, num_samples=output.num_samples))
+    attempt.info.update(grad_norm=norm, applied=True, step_time=seconds / len(block))
+    engine.attempt = attempt
+
+
+def locations(block: StepBlock) -> list[StepLocation]:
+    """Returns the location of each step of a block, for error messages."""
+    step, position = block.first_step, block.first_position
+    return [StepLocation(step + number, block.epoch, position + number, 1, 1) for number in range(len(block))]

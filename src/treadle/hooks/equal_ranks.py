@@ -1,0 +1,102 @@
+"""EqualRanksHook: notices replicas whose weights have drifted apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from treadle import distributed
+from treadle.engine.hook import BaseHook
+from treadle.errors import ConfigError, RanksDifferError
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+
+class EqualRanksHook(BaseHook):
+    """Raises on all ranks when the weights of replicas are no longer equal.
+
+    Gradients are exchanged before hooks see them and never compared again, so a hook that changes them on one rank only
+    trains as many models as there are ranks, and rank 0's is saved. This hook compares one sum over the weights every
+    ``interval`` steps. It travels with what ranks tell each other in each step anyway, so nothing more is exchanged; on
+    a GPU, the host waits for that sum once an interval. Weights that are sharded over ranks are not looked at.
+
+    Args:
+        interval: steps between two comparisons, >= 1.
+
+    Raises:
+        ConfigError: ``interval`` is smaller.
+
+    Example:
+        >>> hook = EqualRanksHook(100)
+    """
+
+    def __init__(self, interval: int = 100):
+        if interval < 1:
+            raise ConfigError("must be at least 1 step", argument="interval", value=interval)
+        self.interval = interval
+        self._sum = 0.0
+        self._summed_at = 0
+        self._equal_at = 0
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Starts to compare where there are several ranks."""
+        self.idle = distributed.world_size() == 1
+        self._summed_at, self._equal_at = 0, trainer.step
+
+    def notice(self, trainer: Engine) -> Callable[[], float]:
+        """Tells the other ranks the last sum."""
+        return self._told
+
+    def _told(self) -> float:
+        return self._sum
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Compares the sums that came with this step, and makes the next ones.
+
+        Raises:
+            RanksDifferError: they are not equal; on all ranks.
+        """
+        if self._summed_at:
+            self._compare(trainer.heard_of(self._told))
+        if trainer.step % self.interval == 0:
+            self._sum, self._summed_at = _sum_of_weights(trainer), trainer.step
+
+    def on_after_train(self, trainer: Engine) -> None:
+        """Compares the weights that training ended with.
+
+        Raises:
+            RanksDifferError: they are not equal; on all ranks.
+        """
+        if not self.idle:
+            self._sum, self._summed_at = _sum_of_weights(trainer), trainer.step
+            self._compare([row[0] for row in distributed.gather_numbers([self._sum], dtype=torch.float64)])
+
+    def _compare(self, sums: Sequence[float]) -> None:
+        step, self._summed_at = self._summed_at, 0
+        others = [rank for rank, value in enumerate(sums) if not _same(value, sums[0])]
+        if others:
+            raise RanksDifferError(
+                f"the weights of {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))} differ from "
+                f"those of rank 0 after step {step}, and did not after step {self._equal_at}: something changes "
+                "gradients, weights or the optimizer on some ranks only, such as a hook that acts on rank 0 alone. "
+                "Change them alike on every rank"
+            )
+        self._equal_at = step
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))
+
+
+@torch.no_grad()
+def _sum_of_weights(trainer: Engine) -> float:
+    """Returns a sum over the weights that every rank has whole, in which each weight's place counts."""
+    whole = [weight.detach() for weight in trainer.model.parameters() if not distributed.is_dtensor(weight)]
+    if not whole:
+        return 0.0
+    sums = [(number + 1) * weight.sum(dtype=torch.float64) for number, weight in enumerate(whole)]
+    return float(torch.stack([value.to(sums[0].device) for value in sums]).sum())

@@ -1,0 +1,212 @@
+"""RemoteWorkspaceHook: the workspace of a run in an object store, uploaded while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from treadle import distributed
+from treadle.checkpoint.objects import ObjectStore
+from treadle.checkpoint.ranks import on_rank_0
+from treadle.checkpoint.remote import RemoteWorkspace
+from treadle.engine.hook import BaseHook
+from treadle.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+
+class RemoteWorkspaceHook(BaseHook):
+    """Mirrors the trainer's workspace to an object store: S3, Google Cloud Storage, or whatever fsspec reaches.
+
+    When a run starts, the workspace is filled with the furthest state of the store, unless it holds one as far itself.
+    While it trains, a thread uploads each new state together with the other files of the workspace: objects first, a
+    manifest last, so that the store holds the old state or the new one at every moment. One process at a time writes.
+
+    ``BaseTrainer(workspace="s3://bucket/run")`` adds this hook itself. It must come before a CheckpointingHook.
+
+    An upload that fails is tried again, warned of, and tried again with the next state; if the last one of a run fails,
+    the run ends with its error. The local files are whole in any case.
+
+    Args:
+        url: such as ``s3://bucket/runs/7``. ``s3://`` needs s3fs and ``gs://`` gcsfs.
+        options: for fsspec's file system, such as ``{"endpoint_url": "https://..."}``.
+        part_size: bytes of the largest object, >= 1; a larger file is several.
+        lease: seconds without a heartbeat after which another process that wrote there is taken for dead, > 0.
+        poll: seconds between two looks for new states, > 0.
+
+    Raises:
+        ConfigError: a value is outside its range, or the URL cannot be reached for want of a package.
+
+    Example:
+        >>> hook = RemoteWorkspaceHook("memory://runs/7")
+    """
+
+    writes = True
+
+    def __init__(
+        self,
+        url: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        part_size: int = 64 << 20,
+        lease: float = 60.0,
+        poll: float = 1.0,
+    ):
+        for name, value in (("part_size", part_size), ("lease", lease), ("poll", poll)):
+            if not value > 0:
+                raise ConfigError("must be above 0", argument=name, value=value)
+        self.store = ObjectStore(url, options=dict(options or {}))
+        self._settings = {"part": int(part_size), "lease": lease}
+        self._poll = poll
+        self._remote: RemoteWorkspace | None = None
+        self._said: list[str] = []
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
+        """Fills the workspace from the store, before a CheckpointingHook looks there.
+
+        Raises:
+            ConfigError: the trainer has no workspace, or ranks on other machines do not see it.
+            CheckpointError: the store cannot be reached, or none of its states is intact.
+        """
+        if trainer.workspace is None:
+            raise ConfigError("a RemoteWorkspaceHook needs a local folder to mirror", argument="workspace")
+        if int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world_size())) < distributed.world_size():
+            trainer.logger.warning(
+                "%s: the workspace %s must be a folder that all machines see: rank 0 alone fills and uploads it",
+                self.store.url, trainer.workspace,
+            )  # fmt: skip
+        on_rank_0(lambda: self._ready(trainer))
+        self._speak(trainer)
+        return None
+
+    def _ready(self, trainer: Engine) -> None:
+        assert trainer.workspace is not None
+        remote = self._remote = RemoteWorkspace(self.store, trainer.workspace, **self._settings)  # type: ignore[arg-type]
+        if remote.restore(self._said.append):
+            trainer.logger.info("%s: filled from %s", trainer.workspace, self.store.url)
+        elif remote.ahead():  # of a run that was killed before it was uploaded, and may be finished now
+            with self._claimed():
+                remote.publish()
+
+    @contextlib.contextmanager
+    def _claimed(self) -> Iterator[None]:
+        assert self._remote is not None
+        self._remote.begin()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(CheckpointError):  # the lease ends without it
+                self._remote.claim.release()
+
+    def claim(self, trainer: Engine) -> AbstractContextManager[None]:
+        """Holds the folder in the store for this process."""
+        return self._held(trainer)
+
+    @contextlib.contextmanager
+    def _held(self, trainer: Engine) -> Iterator[None]:
+        if self._remote is None:
+            on_rank_0(lambda: self._ready(trainer))
+        remote = self._remote
+        on_rank_0(lambda: None if remote is None else remote.begin())
+        try:
+            yield
+        finally:
+            if remote is not None:
+                with contextlib.suppress(CheckpointError):  # the lease ends without it
+                    remote.claim.release()
+            self._remote = None
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Starts to upload."""
+        if self._remote is not None and distributed.rank() == 0:
+            self._stopped.clear()
+            self._thread = threading.Thread(
+                target=self._mirror, args=(self._remote,), name="treadle-upload", daemon=True
+            )
+            self._thread.start()
+
+    def _mirror(self, remote: RemoteWorkspace) -> None:
+        failed = 0.0
+        while not self._stopped.wait(self._poll):
+            if not remote.changed() or time.monotonic() < failed:
+                continue
+            try:
+                remote.publish()
+            except Exception as error:  # noqa: BLE001  (training goes on without it)
+                self._said.append(f"{error}. Training goes on; the next upload comes with the next state")
+                failed = time.monotonic() + 10 * self._poll
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Logs what went wrong in the thread since the step before."""
+        if self._said:
+            self._speak(trainer)
+
+    def _speak(self, trainer: Engine) -> None:
+        while self._said:
+            trainer.logger.warning("%s", self._said.pop(0))
+
+    def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
+        """Uploads what the run ended with.
+
+        Raises:
+            CheckpointError: it could not be uploaded, and the run itself did not fail.
+        """
+        if error is None:
+            on_rank_0(self._finish)
+        else:
+            try:
+                self._finish()
+            except CheckpointError as late:
+                trainer.logger.error("%s", late)
+        self._speak(trainer)
+
+    def _finish(self) -> None:
+        if self._thread is None or self._remote is None:
+            return
+        self._stopped.set()
+        self._thread.join()
+        self._thread = None
+        self._remote.publish()
+
+
+def is_remote(workspace: object) -> bool:
+    """Returns whether a workspace is a URL.
+
+    Example:
+        >>> is_remote("s3://bucket/run"), is_remote("runs/7")
+        (True, False)
+    """
+    return isinstance(workspace, str) and "://" in workspace
+
+
+def staging_of(url: str) -> Path:
+    """Returns the local folder for a workspace in an object store, below ``TREADLE_STAGING`` or the user's cache.
+
+    Example:
+        >>> staging_of("s3://bucket/run").name
+        's3%3A%2F%2Fbucket%2Frun'
+    """
+    base = os.environ.get("TREADLE_STAGING") or Path.home() / ".cache" / "treadle" / "staging"
+    return Path(base).absolute() / quote(url.rstrip("/"), safe="")
+
+
+def local_workspace(workspace: Path | str | None) -> tuple[Path | None, RemoteWorkspaceHook | None]:
+    """Returns the local folder of a workspace, absolute, and the hook that mirrors it if the workspace is a URL.
+
+    Example:
+        >>> local_workspace(None)
+        (None, None)
+    """
+    if workspace is not None and is_remote(workspace):
+        return staging_of(str(workspace)), RemoteWorkspaceHook(str(workspace))
+    return (None if workspace is None else Path(workspace).absolute()), None

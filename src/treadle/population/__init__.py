@@ -1,0 +1,20 @@
+"""Many runs at once, each with the bits that it has alone: seeds, sweeps and searches."""
+
+from __future__ import annotations
+
+from treadle.population.population import Population
+from treadle.population.results import Difference, Results, Summary, difference
+from treadle.population.search import SuccessiveHalving
+from treadle.population.sweeps import Uniform, draws, grid
+
+__all__ = [
+    "Difference",
+    "Population",
+    "Results",
+    "SuccessiveHalving",
+    "Summary",
+    "Uniform",
+    "difference",
+    "draws",
+    "grid",
+]

@@ -1,0 +1,335 @@
+"""What decides which member runs next: all in order, successive halving, or an Optuna study.
+
+Every decision is kept in a journal before it takes effect, so that a population that was killed repeats none of them
+and revises none: it reads them back, goes on with the members that were running, and decides from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from treadle.errors import CheckpointError, ConfigError
+from treadle.hooks.files import append_lines, to_json
+from treadle.population.member import Member, Outcome, Until
+
+Placed = Callable[[Mapping[str, Any]], Member]
+
+
+class InOrder:
+    """Source of members that each train to their end.
+
+    Args:
+        members: in order.
+        told: receives every outcome.
+
+    Example:
+        >>> source = InOrder([Member("a", {}, Path("a"))], told=lambda member, outcome: None)
+        >>> source.next().name, source.next()
+        ('a', None)
+    """
+
+    def __init__(self, members: Sequence[Member], *, told: Callable[[Member, Outcome], None]):
+        self._waiting = list(members)
+        self._told = told
+
+    def next(self) -> Member | None:
+        """Returns the next member."""
+        return self._waiting.pop(0) if self._waiting else None
+
+    def tell(self, member: Member, outcome: Outcome) -> None:
+        """Passes an outcome on."""
+        self._told(member, outcome)
+
+
+class Journal:
+    """Lines of JSON about the decisions of a search, appended before each takes effect.
+
+    Args:
+        path: the file.
+        about: plain values of the search; those of the file must be the same.
+
+    Attributes:
+        entries: of the file when it was opened.
+
+    Raises:
+        ConfigError: the file is about another search.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any]):
+        self.path = path
+        kept = _lines_of(path)
+        self.entries = kept[1:]
+        about = json.loads(json.dumps(to_json(about)))
+        if not kept:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            append_lines(path, [json.dumps(about)])
+        elif kept[0] != about:
+            changed = sorted(key for key in {*about, *kept[0]} if about.get(key) != kept[0].get(key))
+            raise ConfigError(
+                f"{path} is of a search with other values of {', '.join(changed)}; choose another out=, or move it away"
+            )
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Appends an entry."""
+        append_lines(self.path, [json.dumps(to_json(entry))])
+
+
+def _lines_of(path: Path) -> list[dict[str, Any]]:
+    """Returns the whole lines of a journal, and cuts off one that a kill left unfinished."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole, encoding="utf-8")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+@dataclasses.dataclass(frozen=True)
+class SuccessiveHalving:
+    """Asynchronous successive halving (ASHA): of the runs that reach a rung, the best part trains on.
+
+    A run that reaches a rung pauses there: it saves and ends. It goes on once it is among the best ``1 / eta`` of those
+    that have reached the rung; where no run can, a new one starts. With one member at a time the order of decisions is
+    fixed; with several it depends on which is done first, and is kept.
+
+    Args:
+        metric: a name of :attr:`Outcome.metrics`.
+        rungs: epochs (or steps) at which runs pause, rising; a run that passes all of them trains to its end.
+        eta: the reciprocal of the part that trains on, >= 2.
+        mode: whether the smallest or the largest value is best.
+        unit: of the rungs.
+
+    Raises:
+        ConfigError: a value is out of its range.
+
+    Example:
+        >>> SuccessiveHalving("val_loss", rungs=[1, 3, 9]).eta
+        3
+    """
+
+    metric: str
+    rungs: Sequence[int]
+    eta: int = 3
+    mode: Literal["min", "max"] = "min"
+    unit: Literal["epochs", "steps"] = "epochs"
+
+    def __post_init__(self) -> None:
+        rungs = list(self.rungs)
+        if not rungs or rungs != sorted(set(rungs)) or rungs[0] < 1:
+            raise ConfigError(
+                "must be rising whole numbers of epochs or steps, >= 1", argument="rungs", value=self.rungs
+            )
+        if not isinstance(self.eta, int) or self.eta < 2:
+            raise ConfigError("must be a whole number >= 2", argument="eta", value=self.eta)
+        if self.mode not in ("min", "max"):
+            raise ConfigError("must be 'min' or 'max'", argument="mode", value=self.mode)
+
+    def source(
+        self, members: Sequence[Member], folder: Path, *, told: Callable[[Member, Outcome], None]
+    ) -> HalvingSource:
+        """Returns the source of a population's members; reads and keeps the journal in its folder."""
+        return HalvingSource(self, members, Journal(folder / "halving.jsonl", self._about(members)), told=told)
+
+    def _about(self, members: Sequence[Member]) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "rungs": list(self.rungs), "members": [member.name for member in members]}
+
+
+class HalvingSource:
+    """Members of a successive halving, as they are to run.
+
+    Args:
+        rule: the rule.
+        members: in the order in which they start.
+        journal: of earlier processes.
+        told: receives every outcome.
+    """
+
+    def __init__(
+        self,
+        rule: SuccessiveHalving,
+        members: Sequence[Member],
+        journal: Journal,
+        *,
+        told: Callable[[Member, Outcome], None],
+    ):
+        self._rule = rule
+        self._members = {member.name: member for member in members}
+        self._journal = journal
+        self._told = told
+        self._values: list[dict[str, float]] = [{} for _ in rule.rungs]  # of each rung, by member
+        self._promoted: list[set[str]] = [set() for _ in rule.rungs]
+        self._started: list[str] = []
+        self._running: dict[str, int] = {}
+        for entry in journal.entries:
+            self._note(entry)
+        self._again = list(self._running)  # was running when the process ended
+
+    def _note(self, entry: Mapping[str, Any]) -> None:
+        name, rung = entry["member"], entry["rung"]
+        if entry["event"] == "start":
+            self._running[name] = rung
+            if rung == 0:
+                self._started.append(name)
+            else:
+                self._promoted[rung - 1].add(name)
+        else:
+            self._running.pop(name, None)
+            if rung < len(self._values):
+                self._values[rung][name] = math.inf if entry["value"] is None else entry["value"]
+
+    def next(self) -> Member | None:
+        """Returns a member with the rung it trains to: one that was running, one to promote, or a new one."""
+        if self._again:
+            name = self._again.pop(0)
+            return self._until(name, self._running[name])
+        found = self._to_promote()
+        if found is None:
+            fresh = [name for name in self._members if name not in self._started]
+            if not fresh:
+                return None
+            found = (fresh[0], 0)
+        entry = {"event": "start", "member": found[0], "rung": found[1]}
+        self._journal.write(entry)
+        self._note(entry)
+        return self._until(*found)
+
+    def _to_promote(self) -> tuple[str, int] | None:
+        for rung in reversed(range(len(self._values))):
+            values = self._values[rung]
+            best = sorted(values, key=lambda name: (values[name], list(self._members).index(name)))
+            for name in best[: len(values) // self._rule.eta]:
+                if name not in self._promoted[rung] and math.isfinite(values[name]):
+                    return name, rung + 1
+        return None
+
+    def _until(self, name: str, rung: int) -> Member:
+        until = Until(self._rule.rungs[rung], self._rule.unit) if rung < len(self._rule.rungs) else None
+        return dataclasses.replace(self._members[name], until=until)
+
+    def tell(self, member: Member, outcome: Outcome) -> None:
+        """Keeps the value that a member reached its rung with; a member that was stopped runs it again."""
+        if outcome.status != "stopped":
+            value = self._value_of(member, outcome)
+            entry = {"event": "reached", "member": member.name, "rung": self._running[member.name], "value": value}
+            self._journal.write(entry)
+            self._note(json.loads(json.dumps(to_json(entry))))
+        self._told(member, outcome)
+
+    def _value_of(self, member: Member, outcome: Outcome) -> float:
+        if outcome.status == "failed":
+            return math.inf
+        if self._rule.metric not in outcome.metrics:
+            raise ConfigError(
+                f"is not among the numbers of member {member.name}: {', '.join(outcome.metrics) or 'none'}",
+                argument="metric", value=self._rule.metric,
+            )  # fmt: skip
+        value = float(outcome.metrics[self._rule.metric])
+        value = value if self._rule.mode == "min" else -value
+        return value if math.isfinite(value) else math.inf
+
+
+class StudySource:
+    """Members whose settings an Optuna study asks for, one at a time or several; exact on resume.
+
+    The journal keeps every ask and tell in order. A later process makes the same calls to a new study, which must ask
+    for the same settings, and goes on.
+
+    Args:
+        study: a new ``optuna.Study`` whose sampler has a seed.
+        space: returns the settings of a trial, by its ``suggest_`` methods.
+        trials: how many.
+        metric: a name of :attr:`Outcome.metrics`, which the study minimises or maximises.
+        folder: of the journal.
+        place: makes a member of settings.
+        told: receives every outcome.
+
+    Raises:
+        CheckpointError: the study asks for other settings than those in the journal.
+    """
+
+    def __init__(
+        self,
+        study: Any,
+        space: Callable[[Any], Mapping[str, Any]],
+        *,
+        trials: int,
+        metric: str,
+        folder: Path,
+        place: Placed,
+        told: Callable[[Member, Outcome], None],
+    ):
+        self._study, self._space, self._trials, self._metric = study, space, trials, metric
+        self._place, self._told = place, told
+        direction = study.direction.name.lower()
+        about = {"metric": metric, "direction": direction, "sampler": type(study.sampler).__name__}
+        self._journal = Journal(folder / "study.jsonl", about)
+        self._asked: dict[str, Any] = {}
+        self._count = 0
+        self._again: list[Member] = []
+        for entry in self._journal.entries:
+            self._repeat(entry)
+
+    def _repeat(self, entry: Mapping[str, Any]) -> None:
+        if entry["event"] == "tell":
+            self._finish(entry["member"], entry["value"])
+            self._again = [member for member in self._again if member.name != entry["member"]]
+            return
+        member = self._ask()
+        if member.name != entry["member"]:
+            raise CheckpointError(
+                f"{self._journal.path}: the study asked for {entry['member']} then and for {member.name} now; give its "
+                "sampler the seed that it had and start from a new study, or choose another out="
+            )
+        self._again.append(member)
+
+    def _ask(self) -> Member:
+        trial = self._study.ask()
+        settings = dict(self._space(trial))
+        member = self._place(settings)
+        if member.name in self._asked:  # settings asked for twice are two runs
+            member = dataclasses.replace(
+                member, name=f"{member.name}.{trial.number}",
+                folder=member.folder.with_name(f"{member.name}.{trial.number}"),
+            )  # fmt: skip
+        self._asked[member.name] = trial
+        self._count += 1
+        return member
+
+    def next(self) -> Member | None:
+        """Returns a member that was running, else one that the study asks for."""
+        if self._again:
+            return self._again.pop(0)
+        if self._count >= self._trials:
+            return None
+        member = self._ask()
+        self._journal.write({"event": "ask", "member": member.name, "settings": dict(member.settings)})
+        return member
+
+    def tell(self, member: Member, outcome: Outcome) -> None:
+        """Tells the study the value; a failed run is a failed trial, and a stopped one runs again."""
+        if outcome.status != "stopped":
+            value = outcome.metrics.get(self._metric) if outcome.status == "finished" else None
+            if value is None and outcome.status == "finished":
+                raise ConfigError(
+                    f"is not among the numbers of member {member.name}: {', '.join(outcome.metrics) or 'none'}",
+                    argument="metric", value=self._metric,
+                )  # fmt: skip
+            value = None if value is None or not math.isfinite(value) else value
+            self._journal.write({"event": "tell", "member": member.name, "value": value})
+            self._finish(member.name, value)
+        self._told(member, outcome)
+
+    def _finish(self, name: str, value: float | None) -> None:
+        from optuna.trial import TrialState
+
+        trial = self._asked[name]
+        if value is None:
+            self._study.tell(trial, state=TrialState.FAIL)
+        else:
+            self._study.tell(trial, value)

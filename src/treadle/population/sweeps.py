@@ -1,0 +1,115 @@
+"""Settings that are swept: a grid, or random draws."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from treadle.errors import ConfigError
+
+
+def grid(**values: Iterable[Any]) -> list[dict[str, Any]]:
+    """Returns every combination of values, the last name fastest.
+
+    Args:
+        values: by setting.
+
+    Raises:
+        ConfigError: a setting has no values, or a text in their place.
+
+    Example:
+        >>> grid(lr=[0.1, 0.01], seed=range(2))
+        [{'lr': 0.1, 'seed': 0}, {'lr': 0.1, 'seed': 1}, {'lr': 0.01, 'seed': 0}, {'lr': 0.01, 'seed': 1}]
+    """
+    lists = {}
+    for name, each in values.items():
+        if isinstance(each, (str, bytes)) or not isinstance(each, Iterable):
+            raise ConfigError(f"must be a list of values, such as [{each!r}]", argument=name, value=each)
+        lists[name] = list(each)
+        if not lists[name]:
+            raise ConfigError("has no values; give at least one", argument=name, value=each)
+    return [dict(zip(lists, row, strict=True)) for row in itertools.product(*lists.values())]
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Numbers between two bounds.
+
+    Args:
+        low: the smallest.
+        high: the largest.
+        log: draw the logarithm evenly; both bounds above 0.
+        whole: whole numbers, both bounds included.
+
+    Raises:
+        ConfigError: the bounds are not in order, or not above 0 with ``log``.
+
+    Example:
+        >>> Uniform(1e-4, 1e-1, log=True).draw(random.Random(0)) > 1e-4
+        True
+    """
+
+    low: float
+    high: float
+    log: bool = False
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ConfigError(f"must be below high={self.high}", argument="low", value=self.low)
+        if self.log and not self.low > 0:
+            raise ConfigError("must be above 0 with log=True", argument="low", value=self.low)
+
+    def draw(self, rng: random.Random) -> float:
+        """Returns a number."""
+        low, high = self.low, self.high + (1 if self.whole else 0)
+        number = math.exp(rng.uniform(math.log(low), math.log(high))) if self.log else rng.uniform(low, high)
+        return min(int(number), int(self.high)) if self.whole else min(max(number, self.low), self.high)
+
+
+def draws(count: int, *, draw_seed: int = 0, **space: Uniform | Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns random settings; the first ones are the same whatever ``count`` is.
+
+    Args:
+        count: how many, >= 1.
+        draw_seed: of the draws, not of the runs.
+        space: by setting, a :class:`Uniform` or a list to choose from.
+
+    Raises:
+        ConfigError: ``count`` is below 1, or a setting has no values.
+
+    Example:
+        >>> draws(2, lr=Uniform(1e-4, 1e-1, log=True), width=[16, 32]) == draws(
+        ...     3, lr=Uniform(1e-4, 1e-1, log=True), width=[16, 32])[:2]
+        True
+    """
+    if not isinstance(count, int) or count < 1:
+        raise ConfigError("must be a whole number of settings, >= 1", argument="count", value=count)
+    rng = random.Random(draw_seed)
+    for name, values in space.items():
+        if not isinstance(values, Uniform) and (isinstance(values, str) or not list(values)):
+            raise ConfigError("must be a Uniform or a list of values", argument=name, value=values)
+    return [
+        {name: each.draw(rng) if isinstance(each, Uniform) else rng.choice(list(each)) for name, each in space.items()}
+        for _ in range(count)
+    ]
+
+
+def with_seeds(settings: Sequence[Mapping[str, Any]], seeds: Iterable[int] | None) -> list[dict[str, Any]]:
+    """Returns settings with each seed in turn; None leaves them.
+
+    Example:
+        >>> with_seeds([{"lr": 0.1}], range(2))
+        [{'lr': 0.1, 'seed': 0}, {'lr': 0.1, 'seed': 1}]
+    """
+    if seeds is None:
+        return [dict(each) for each in settings]
+    given = list(seeds)
+    both = next((each for each in settings if "seed" in each), None)
+    if both is not None:
+        raise ConfigError(f": settings {both!r} have a seed already; give seeds in one of them", argument="seeds")
+    return [{**each, "seed": seed} for each in settings or [{}] for seed in given]

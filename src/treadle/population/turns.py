@@ -1,0 +1,323 @@
+"""Runs of one process that take turns: a thread each, of which exactly one runs, with its own random streams.
+
+A member is a function that knows nothing of the others, so that every face, pack and script can be one. After some
+steps it hands over to the next. Everything that is global to a process and moves while a run trains belongs to the
+member and is exchanged with it: the generators of python, numpy and torch, the number of threads, torch's flags and the
+observers. On a GPU each member has a stream, on which its graphs are recorded, too; the GPU works on all of them at
+once while the host launches one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treadle.engine.observers import exchange_observers
+from treadle.engine.signals import SignalRelay
+from treadle.engine.voice import VOICE
+from treadle.population.member import Make, Member, Outcome, run_member
+
+MAX_STREAMS = 32  # that torch gives out before it gives one out again
+
+
+class Source(Protocol):
+    """Decides which member runs next."""
+
+    def next(self) -> Member | None:
+        """Returns a member to run, or None where there is none, or none before another ends."""
+        ...
+
+    def tell(self, member: Member, outcome: Outcome) -> None:
+        """Receives how a member ended."""
+        ...
+
+
+@dataclass
+class ProcessState:
+    """Global state of this process that belongs to the member that runs."""
+
+    python: Any
+    numpy: Any
+    cpu: Tensor
+    cuda: list[torch.Generator]
+    observers: list[Any]
+    threads: int
+    deterministic: tuple[bool, bool]
+    cudnn: tuple[bool, bool, bool]
+    matmul_tf32: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def capture(cls) -> ProcessState:
+        """Reads the present state; of CUDA the generators themselves, which graphs hold on to."""
+        return cls(
+            python=random.getstate(),
+            numpy=np.random.get_state(),
+            cpu=torch.get_rng_state(),
+            cuda=[generator.graphsafe_get_state() for generator in _cuda_generators()],
+            observers=exchange_observers([]),
+            threads=torch.get_num_threads(),
+            deterministic=(
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            cudnn=(
+                torch.backends.cudnn.deterministic,
+                torch.backends.cudnn.benchmark,
+                torch.backends.cudnn.allow_tf32,
+            ),
+            matmul_tf32=torch.backends.cuda.matmul.allow_tf32,
+            dtype=torch.get_default_dtype(),
+        )
+
+    def restore(self) -> None:
+        """Sets this state."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        for generator, state in zip(_cuda_generators(), self.cuda, strict=False):
+            generator.graphsafe_set_state(state)
+        exchange_observers(self.observers)
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        if now != self.deterministic:
+            torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+        cudnn = torch.backends.cudnn
+        if (cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32) != self.cudnn:
+            cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = self.cudnn
+        if torch.backends.cuda.matmul.allow_tf32 != self.matmul_tf32:
+            torch.backends.cuda.matmul.allow_tf32 = self.matmul_tf32
+        if torch.get_default_dtype() != self.dtype:
+            torch.set_default_dtype(self.dtype)
+
+
+def _cuda_generators() -> list[torch.Generator]:
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return []
+    return list(torch.cuda.default_generators)
+
+
+def _cloned(generators: list[torch.Generator]) -> list[torch.Generator]:
+    """Returns generators in the same state that share nothing with the given ones, nor their graphs."""
+    return [generator.clone_state() for generator in generators]
+
+
+def _closed() -> threading.Lock:
+    """Returns a gate that one thread waits at and another one opens for a single pass."""
+    gate = threading.Lock()
+    gate.acquire()
+    return gate
+
+
+class Seat:
+    """The thread of a member.
+
+    Args:
+        make: the factory.
+        member: whose run.
+        state: which the run begins with.
+        steps: in a turn.
+        stream: on which the member computes; None for that of the thread.
+    """
+
+    def __init__(self, make: Make, member: Member, state: ProcessState, *, steps: int, stream: Any = None):
+        self.member = member
+        self.outcome: Outcome | None = None
+        self.error: BaseException | None = None  # that ended the thread and is no outcome
+        self._make = make
+        self._state = dataclasses.replace(state, cuda=_cloned(state.cuda), observers=list(state.observers))
+        self._steps = steps
+        self._stream = stream
+        self._left = steps
+        self._go, self._back = _closed(), _closed()
+        self._asks: Callable[[], None] | None = None
+        self._ends_with: BaseException | None = None
+        device = torch.cuda.current_device() if stream is not None else None
+        self.thread = threading.Thread(target=self._work, args=(device,), name=f"treadle {member.name}", daemon=True)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is over."""
+        return not self.thread.is_alive() and self.thread.ident is not None
+
+    def take_turn(self) -> None:
+        """Lets the member run for a turn, from the main thread, which waits and serves what the member asks for."""
+        VOICE.speaker = self.member.name
+        try:
+            if self.thread.ident is None:
+                self.thread.start()
+            else:
+                self._go.release()
+            self._back.acquire()
+            while (asked := self._asks) is not None:
+                self._asks = None
+                asked()
+                self._go.release()
+                self._back.acquire()
+        finally:
+            VOICE.speaker = None
+        if self.outcome is not None or self.error is not None:
+            self.thread.join()
+
+    def end_with(self, error: BaseException) -> None:
+        """Raises an error in the member and waits for its end."""
+        self._ends_with = error
+        while not self.ended:
+            self.take_turn()
+
+    # -- in the thread of the member --------------------------------------------------------------------------------
+
+    def ask(self, function: Callable[[], None]) -> None:
+        """Has the main thread call a function, and waits for it."""
+        if threading.current_thread() is not self.thread:
+            function()
+            return
+        self._asks = function
+        self._back.release()
+        self._go.acquire()
+
+    def _work(self, device: int | None) -> None:
+        try:
+            with contextlib.ExitStack() as stack:
+                if device is not None:
+                    torch.cuda.set_device(device)
+                    stack.enter_context(torch.cuda.stream(self._stream))
+                self._state.restore()
+                self.outcome = run_member(self._make, self.member, turn=self._after_steps)
+        except BaseException as error:  # noqa: BLE001  (raised again in the main thread)
+            self.error = error
+        finally:
+            self._make = None  # type: ignore[assignment]  # nothing of the run stays alive
+            self._back.release()
+
+    def _after_steps(self, count: int) -> None:
+        self._left -= count
+        if self._left > 0 and self._ends_with is None:
+            return
+        self._left = self._steps
+        if self._ends_with is None:
+            self._state = ProcessState.capture()
+            self._back.release()
+            self._go.acquire()
+            self._state.restore()
+        if self._ends_with is not None:
+            error, self._ends_with = self._ends_with, None
+            raise error
+
+
+def run_in_turns(
+    make: Make, source: Source, *, together: int, steps: int, admit: Callable[[int], bool] = lambda running: True
+) -> int | None:
+    """Trains the members of a source in this process, some at a time, each for some steps in its turn.
+
+    Args:
+        make: the factory.
+        source: gives members and is told their outcomes.
+        together: members that are alive at a time, >= 1.
+        steps: in a turn, >= 1.
+        admit: asked before a further member starts beside so many others.
+
+    Returns:
+        The signal that ended the run of the members, or None.
+
+    Raises:
+        KeyboardInterrupt: none of the members listens to SIGINT, and it arrived.
+    """
+    streams = _Streams()
+    begun = ProcessState.capture()
+    begun.restore()
+    seats: list[Seat] = []
+
+    def ask(function: Callable[[], None]) -> None:
+        seat = next((each for each in seats if each.thread is threading.current_thread()), None)
+        function() if seat is None else seat.ask(function)
+
+    relay = SignalRelay(ask)
+    try:
+        with relay.installed():
+            waiting: Member | None = None
+            while True:
+                while len(seats) < together and relay.received is None:
+                    waiting = waiting or source.next()
+                    if waiting is None or (seats and not admit(len(seats))):
+                        break
+                    seats.append(Seat(make, waiting, begun, steps=steps, stream=streams.take()))
+                    waiting = None
+                    seats[-1].take_turn()
+                    _collect(seats, source, streams)
+                if not seats:
+                    return relay.received
+                for seat in list(seats):
+                    if relay.received is not None and not relay.serves(seat.thread):
+                        seat.end_with(SystemExit(128 + relay.received))
+                    else:
+                        seat.take_turn()
+                _collect(seats, source, streams)
+    except BaseException as error:
+        for seat in seats:
+            seat.end_with(type(error)() if isinstance(error, KeyboardInterrupt) else SystemExit(1))
+        raise
+    finally:
+        begun.restore()
+
+
+def _collect(seats: list[Seat], source: Source, streams: _Streams) -> None:
+    """Tells the source of the members that have ended."""
+    for seat in [each for each in seats if each.ended]:
+        seats.remove(seat)
+        streams.give_back(seat._stream)
+        if seat.error is not None:
+            raise seat.error
+        assert seat.outcome is not None
+        source.tell(seat.member, seat.outcome)
+
+
+class _Streams:
+    """Streams of the members, none of which two use at a time; on the CPU there are none."""
+
+    def __init__(self) -> None:
+        self._free: list[Any] = []
+        if torch.cuda.is_available():
+            self._free = [torch.cuda.Stream() for _ in range(MAX_STREAMS)]  # type: ignore[no-untyped-call]
+
+    def take(self) -> Any:
+        """Returns a stream that waits for what was launched before."""
+        if not self._free:
+            return None
+        stream = self._free.pop(0)
+        stream.wait_stream(torch.cuda.current_stream())
+        return stream
+
+    def give_back(self, stream: Any) -> None:
+        """Takes a stream back once it has nothing left to do."""
+        if stream is not None:
+            stream.synchronize()
+            self._free.append(stream)
+
+
+@contextlib.contextmanager
+def kept_levels() -> Iterator[None]:
+    """Restores the levels of the library's loggers: runs that overlap put back each other's.
+
+    Example:
+        >>> with kept_levels():
+        ...     logging.getLogger("treadle.population").setLevel(logging.ERROR)
+    """
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("treadle")]
+    before = {name: logging.getLogger(name).level for name in names}
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)

@@ -1,0 +1,95 @@
+"""Means over seeds, tables, and whether a difference is more than noise."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+import statistics
+
+import pytest
+
+from treadle import ConfigError
+from treadle.population import Results, Summary, difference
+from treadle.population.results import Row, read_rows
+
+
+def rows(values, **settings):
+    return [
+        Row(f"seed={n}", {**settings, "seed": n}, "finished", 9, 1, {"loss": value}) for n, value in enumerate(values)
+    ]
+
+
+def test_a_summary_has_mean_and_deviation_of_the_sample():
+    values = [0.3, 0.1, 0.25, 0.7]
+    found = Summary.of([*values, math.nan])
+    assert (found.mean, found.count) == (pytest.approx(statistics.mean(values)), 4)
+    assert found.deviation == pytest.approx(statistics.stdev(values))
+    assert str(Summary.of([2.0])) == "2 (1)"
+    assert Summary.of([]).count == 0
+
+
+def test_groups_are_settings_without_the_seed_and_failed_members_count_nothing():
+    results = Results([
+        *rows([1.0, 2.0], lr="a"), *rows([5.0], lr="b"),
+        Row("x", {"lr": "b", "seed": 9}, "failed", 1, 0, {}, 0, "E: no"),
+    ])  # fmt: skip
+    assert list(results.groups()) == ["lr=a", "lr=b"]
+    assert results.lines() == [
+        "lr=a: 2 of 2 members; loss 1.5 ± 0.71 (2)", "lr=b: 1 of 2 members; loss 5 (1)", "x failed: E: no",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="metric='los': no member has it; did you mean 'loss'"):
+        results.summary("los")
+
+
+def test_a_table_is_written_and_rows_are_read_again(tmp_path):
+    found = rows([1.5, 2.5], lr=0.1)
+    path = Results(found).to_csv(tmp_path / "rows.csv")
+    table = list(csv.DictReader(path.read_text().splitlines()))
+    assert [(row["member"], row["seed"], row["lr"], row["loss"]) for row in table] == [
+        ("seed=0", "0", "0.1", "1.5"), ("seed=1", "1", "0.1", "2.5"),
+    ]  # fmt: skip
+    (tmp_path / "population.json").write_text(json.dumps({"members": [row.as_values() for row in found]}))
+    assert read_rows(tmp_path / "population.json") == found
+
+
+def test_pairs_of_seeds_show_a_small_difference_that_whole_groups_do_not():
+    rng = random.Random(0)
+    base = [rng.gauss(0, 1) for _ in range(10)]
+    one, two = Results(rows(base)), Results(rows([value + 0.1 + rng.gauss(0, 0.02) for value in base]))
+    found = difference(one, two, "loss")
+    assert found.paired
+    assert found.is_real
+    assert found.low < 0.1 < found.high
+    assert "paired over 10 seeds" in str(found)
+    assert str(found).endswith("more than noise")
+    unpaired = Results(
+        [Row(row.name, {"seed": 100 + n}, "finished", 9, 1, row.metrics) for n, row in enumerate(two.rows)]
+    )
+    apart = difference(one, unpaired, "loss")
+    assert not apart.paired
+    assert not apart.is_real
+    assert difference(one, two, "loss") == found
+
+
+def test_an_interval_of_nothing_but_noise_holds_zero_about_as_often_as_it_says():
+    rng, misses = random.Random(1), 0
+    for _ in range(200):
+        one, two = (Results(rows([rng.gauss(0, 1) for _ in range(5)])) for _ in range(2))
+        misses += difference(one, two, "loss", resamples=400).is_real
+    assert misses <= 20  # 10 are expected of 200 at 95 %
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"level": 1.0}, "level=1.0: must be between 0 and 1"), ({"resamples": 5}, "resamples=5: must be")],
+)
+def test_bad_options_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        difference(Results(rows([1, 2])), Results(rows([1, 2])), "loss", **options)
+
+
+def test_one_member_has_no_noise_to_compare_with():
+    with pytest.raises(ConfigError, match="A has 1 members with it and B has 1; noise needs at least 2 of each"):
+        difference(Results(rows([1.0])), Results(rows([2.0])), "loss")
