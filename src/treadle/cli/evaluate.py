@@ -153,6 +153,24 @@ class StoredRun:
         return known_split(self.pack.default_split(part) if asked is None else asked, self.pack.splits)
 
 
+def stored_runs(run: Path) -> list[StoredRun]:
+    """Returns the run of a folder or checkpoint, or the runs in a folder of runs, such as one for each seed.
+
+    Raises:
+        ConfigError: there is none, or its face cannot be evaluated.
+        CheckpointError: one is damaged.
+    """
+    if run.is_dir() and not any((run / name).exists() for name in _BEST):
+        inside = [
+            path
+            for path in sorted(run.iterdir())
+            if path.is_dir() and not path.name.startswith(".") and any((path / name).exists() for name in _BEST)
+        ]
+        if inside:
+            return [stored_run(path) for path in inside]
+    return [stored_run(run)]
+
+
 def stored_run(run: Path) -> StoredRun:
     """Returns a run with the checkpoint that it is used by.
 

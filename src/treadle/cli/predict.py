@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
-from treadle.cli.evaluate import Run, check_sizes, stored_run
+from treadle.cli.evaluate import check_sizes, stored_run, stored_runs
 from treadle.cli.pack_options import AsJson, BatchSize, Device
 from treadle.errors import ConfigError
 from treadle.runs.folder import run_folder_of
@@ -23,14 +24,26 @@ if TYPE_CHECKING:
     from treadle.cli.evaluate import StoredRun
     from treadle.runs.results import Predictions
 
-Split = Annotated[
+Runs = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN",
+        help="A run folder, or one of its checkpoints. With --smiles also several, or a folder of runs.",
+    ),
+]
+SmilesColumn = Annotated[
     Optional[str],  # noqa: UP045  (typer on Python 3.10 reads this form)
+    typer.Option(metavar="NAME", help="The column of SMILES.  [default: found by its name]", show_default=False),
+]
+Split = Annotated[
+    Optional[str],  # noqa: UP045
     typer.Option(help="train, val or test; not of text.  [default: test]", show_default=False),
 ]
 Out = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option(
-        help="A file .npz or .csv.  [default: predictions_SPLIT.npz in the run folder; of text continuations.csv]",
+        help="A file .npz or .csv.  [default: predictions_SPLIT.npz in the run folder; of text continuations.csv, "
+        "with --smiles predictions_smiles.csv]",
         show_default=False,
     ),
 ]
@@ -53,15 +66,15 @@ Seed = Annotated[
 Smiles = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option(
-        help="Of graphs: molecules to predict, a .csv with a column smiles or a file with one SMILES a line.",
+        metavar="FILE",
+        help="Of graphs: molecules to predict, a .csv with a column of SMILES or a file with one SMILES a line.",
         show_default=False,
     ),
 ]
 Member = Annotated[
     Optional[list[Path]],  # noqa: UP045
     typer.Option(
-        help="Of graphs, with --smiles: a further run of the task, such as another seed; the answer is the mean of all "
-        "runs, beside their deviation. May be given several times.",
+        help="Of graphs, with --smiles: a further RUN; may be given several times.",
         show_default=False,
     ),
 ]
@@ -69,7 +82,7 @@ Greedy = Annotated[bool, typer.Option("--greedy", help="Of text: take the likeli
 
 
 def predict(
-    run: Run,
+    run: Runs,
     split: Split = None,
     out: Out = None,
     batch_size: BatchSize = None,
@@ -79,6 +92,7 @@ def predict(
     seed: Seed = None,
     greedy: Greedy = False,
     smiles: Smiles = None,
+    smiles_column: SmilesColumn = None,
     member: Member = None,
     device: Device = None,
     as_json: AsJson = False,
@@ -92,10 +106,15 @@ def predict(
     Text: continuations of prompts, drawn as the run drew its samples but for the options given, by the model before its
     fine-tuning, or after it where RUN is the folder lora of the run.
 
+    With --smiles, a run on molecules predicts those of a file: its columns, and the prediction of each target; the
+    probability, where the targets are labels. Of several runs that differ by the seed, this is their mean, with the
+    standard deviation beside it. A SMILES that cannot be read keeps its row, without prediction. The data that the run
+    was trained on are not needed.
+
     \b
     Examples:
       treadle predict runs/graphs
-      treadle predict runs/a --member runs/b --member runs/c --smiles molecules.csv --out predicted.csv
+      treadle predict runs/seed0 runs/seed1 runs/seed2 --smiles molecules.csv --out predictions.csv
       treadle predict runs/spectra --split val --out latents.csv
       treadle predict runs/text --prompt 'The "with" statement' --prompt 'A list' --greedy
       treadle predict runs/digits --device cpu --json
@@ -104,89 +123,95 @@ def predict(
     with errors_as_one_line(messages), log_to(messages):
         _check_suffix(out)
         check_sizes(batch_size)
-        stored = stored_run(run)
         given: dict[str, Any] = {
-            "split": split, "batch_size": batch_size, "prompt": prompt, "count": count, "num_tokens": num_tokens,
-            "seed": seed, "greedy": greedy, "smiles": smiles, "member": member,
+            "split": split, "prompt": prompt, "count": count, "num_tokens": num_tokens, "seed": seed, "greedy": greedy,
         }  # fmt: skip
-        _refuse_idle(given, stored)
-        chosen = stored.split(split)
-        options = {name: value for name, value in given.items() if name in stored.pack.takes and name != "split"}
-        if smiles is not None or member:
-            options |= _molecules(stored, smiles, member or ())
-            chosen = chosen if smiles is None else smiles.stem
-        with stored.pack.open(stored.path, stored.tree, device=device, messages=messages) as opened:
-            predicted = stored.pack.predict(opened, chosen, **{"batch_size": None, **options})
-        path = run_folder_of(stored.path) / stored.pack.predictions_file(chosen) if out is None else out
-        target = write_arrays(predicted.arrays, path)
-        if as_json:
-            about = {"split": chosen} if "split" in stored.pack.takes else {}
-            found = {"path": str(target), "checkpoint": str(stored.path), **about, **_as_values(predicted)}
-            results.print(json.dumps(found), markup=False, soft_wrap=True)
+        runs: list[Path] = [*run, *(member or ())]
+        shown: dict[str, Any] = {"as_json": as_json, "results": results}
+        if smiles is not None:
+            _refuse_beside_smiles(given)
+            _predict_smiles(runs, smiles, smiles_column, out, batch_size=batch_size, device=device, **shown)
         else:
-            _print(predicted, target, results)
+            stored = stored_run(_the_only(runs, smiles_column))
+            _predict_split(stored, {**given, "batch_size": batch_size}, out, device=device, messages=messages, **shown)
 
 
-def _molecules(stored: StoredRun, smiles: Path | None, members: Sequence[Path]) -> dict[str, Any]:
-    """Returns the molecules to predict, and the further runs that do."""
-    if smiles is None:
-        raise ConfigError("--member: runs answer together for --smiles alone; give a file of molecules")
-    others = [stored_run(path) for path in members]
-    _refuse_strangers(stored, others)
-    return {"smiles": read_smiles(smiles), "member": others}
-
-
-def _refuse_strangers(stored: StoredRun, others: Sequence[StoredRun]) -> None:
-    """Raises ConfigError for a member whose run is of another pack."""
-    for other in others:
-        if other.pack.name != stored.pack.name:
-            raise ConfigError(
-                f"a run of the face {other.pack.name}, the others are of {stored.pack.name}; give runs of one task",
-                argument="--member",
-                value=str(other.path),
-            )
-
-
-def read_smiles(path: Path) -> list[str]:
-    """Returns the molecules of a file: the column ``smiles`` of a .csv, else the first word of each line.
-
-    Raises:
-        ConfigError: the file cannot be read, or has no such column or no molecules.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp(), "a.csv")
-        >>> _ = path.write_text("name,SMILES\\nethanol,CCO\\n")
-        >>> read_smiles(path)
-        ['CCO']
-    """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot be read: {error}", argument="--smiles", value=str(path)) from error
-    if path.suffix == ".csv":
-        rows = list(csv.reader(io.StringIO(text)))
-        names = [name.strip().lower() for name in rows[0]] if rows else []
-        if "smiles" not in names:
-            columns = ", ".join(names) or "none"
-            raise ConfigError(
-                f"has the columns {columns}; one must be named smiles", argument="--smiles", value=str(path)
-            )
-        place = names.index("smiles")
-        found = [row[place].strip() if place < len(row) else "" for row in rows[1:] if row]
+def _predict_split(
+    stored: StoredRun,
+    given: Mapping[str, Any],
+    out: Path | None,
+    *,
+    device: str | None,
+    as_json: bool,
+    messages: Console,
+    results: Console,
+) -> None:
+    """Writes what a run predicts for the samples of a split, or for prompts."""
+    _refuse_idle(given, stored)
+    chosen = stored.split(given["split"])
+    options = {name: value for name, value in given.items() if name in stored.pack.takes and name != "split"}
+    with stored.pack.open(stored.path, stored.tree, device=device, messages=messages) as opened:
+        predicted = stored.pack.predict(opened, chosen, **{"batch_size": None, **options})
+    path = run_folder_of(stored.path) / stored.pack.predictions_file(chosen) if out is None else out
+    target = write_arrays(predicted.arrays, path)
+    if as_json:
+        about = {"split": chosen} if "split" in stored.pack.takes else {}
+        found = {"path": str(target), "checkpoint": str(stored.path), **about, **_as_values(predicted)}
+        results.print(json.dumps(found), markup=False, soft_wrap=True)
     else:
-        found = [line.split()[0] for line in text.splitlines() if line.strip()]
-    if not found:
-        raise ConfigError("has no molecules", argument="--smiles", value=str(path))
-    return found
+        _print(predicted, target, results)
 
 
 def _refuse_idle(given: Mapping[str, Any], stored: StoredRun) -> None:
     """Raises ConfigError for an option that has no effect on the run."""
     for name, value in given.items():
         if name not in stored.pack.takes and value is not None and value is not False and value != []:  # 0 is a seed
-            why = "reads no molecules" if name in ("smiles", "member") else stored.pack.without
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: a run of the face {stored.pack.name} {why}")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value}: a run of the face {stored.pack.name} {stored.pack.without}"
+            )
+
+
+def _the_only(runs: Sequence[Path], smiles_column: str | None) -> Path:
+    """Returns the run of a command without ``--smiles``, or raises ConfigError for what only that takes."""
+    if len(runs) > 1 or smiles_column is not None:
+        idle = f"{len(runs)} runs" if len(runs) > 1 else f"--smiles-column {smiles_column}"
+        raise ConfigError(f"{idle}: has a meaning only with --smiles FILE")
+    return runs[0]
+
+
+def _refuse_beside_smiles(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if value is not None and value is not False and value != []:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: has no meaning with --smiles")
+
+
+def _predict_smiles(
+    runs: Sequence[Path],
+    file: Path,
+    column: str | None,
+    out: Path | None,
+    *,
+    batch_size: int | None,
+    device: str | None,
+    as_json: bool,
+    results: Console,
+) -> None:
+    """Writes the predictions of an ensemble of runs for the molecules of a file."""
+    stored = [found for run in runs for found in stored_runs(run)]
+    for each in stored:
+        if each.pack is not stored[0].pack or "smiles" not in each.pack.takes:
+            raise ConfigError(f"--smiles {file}: {each.path} is of the face {each.pack.name}; give runs of graphs")
+    predicted = stored[0].pack.predict_smiles(
+        [(each.path, each.tree) for each in stored], file, column=column, batch_size=batch_size, device=device
+    )
+    folder = runs[0] if runs[0].is_dir() else run_folder_of(runs[0])
+    target = write_arrays(predicted.arrays, folder / "predictions_smiles.csv" if out is None else out, nan="")
+    if as_json:
+        checkpoints = [str(each.path) for each in stored]
+        found = {"path": str(target), "checkpoints": checkpoints, **_as_values(predicted)}
+        results.print(json.dumps(found), markup=False, soft_wrap=True)
+    else:
+        _print(predicted, target, results)
 
 
 def _as_values(predicted: Predictions) -> dict[str, Any]:
@@ -209,12 +234,13 @@ def _check_suffix(out: Path | None) -> None:
         raise ConfigError(f"--out {out}: must end in .npz or .csv")
 
 
-def write_arrays(arrays: Mapping[str, Any], path: Path) -> Path:
+def write_arrays(arrays: Mapping[str, Any], path: Path, *, nan: str = "nan") -> Path:
     """Writes named arrays as .npz, or as the columns of a .csv, the whole old file or the whole new one.
 
     Args:
         arrays: for a .csv equally long; what has several columns becomes ``name_0``, ``name_1``, ...
         path: its suffix selects the format.
+        nan: stands for NaN in a .csv.
 
     Raises:
         ConfigError: the arrays are of several lengths and the file is a .csv.
@@ -241,5 +267,10 @@ def write_arrays(arrays: Mapping[str, Any], path: Path) -> Path:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
+    shown = ([_cell(value, nan) for value in column.tolist()] for column in columns.values())
+    writer.writerows(zip(*shown, strict=True))
     return write_text(text.getvalue(), path)
+
+
+def _cell(value: Any, nan: str) -> Any:
+    return nan if isinstance(value, float) and math.isnan(value) else value

@@ -8,6 +8,7 @@ from __future__ import annotations
 from treadle.device import get_device
 from treadle.engine.best import EarlyStopping
 from treadle.graphs.buckets import PadBucket, plan_buckets
+from treadle.graphs.contributions import atom_contributions
 from treadle.graphs.datasets import GraphDataset, dataset_names, get_dataset, list_available_datasets
 from treadle.graphs.encoding_cache import cached_encodings
 from treadle.graphs.encodings import (
@@ -82,6 +83,7 @@ __all__ = [
     "RoleConfig",
     "SmilesPrediction",
     "Trainer",
+    "atom_contributions",
     "bfs_pe",
     "cached_encodings",
     "compute_node_pe",

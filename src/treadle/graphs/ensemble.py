@@ -14,6 +14,9 @@ from treadle.graphs.encodings.compute import encode_graph
 from treadle.graphs.encodings.config import parse_pe_config
 
 if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+    from treadle.graphs.encodings import PEConfig
     from treadle.graphs.encodings.config import PEConfigLike
 
 _TASKS = ("regression", "multilabel")
@@ -60,8 +63,6 @@ def predict_smiles(
         >>> found.mean.shape, found.deviation[:2].gt(0).all().item(), len(found.unusable)
         (torch.Size([3, 1]), True, 1)
     """
-    from torch_geometric.data import Batch
-
     from treadle.graphs.datasets.molecules import usable_graphs
 
     if not models or not smiles or batch_size < 1:
@@ -72,22 +73,38 @@ def predict_smiles(
         raise ConfigError(nearest(str(task_type), _TASKS), argument="task_type", value=task_type)
     settings, place = parse_pe_config(pe_config), get_device(device)
     found, unusable = usable_graphs(smiles, num_workers=0)
+    mean, deviation = predict_graphs(models, found, settings, task_type=task_type, batch_size=batch_size, device=place)
+    return SmilesPrediction(mean, deviation, unusable)
+
+
+def predict_graphs(
+    models: Sequence[nn.Module],
+    found: Sequence[Data | None],
+    settings: PEConfig,
+    *,
+    task_type: str,
+    batch_size: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Returns mean and deviation of :class:`SmilesPrediction` for M graphs, None where there is none."""
+    from torch_geometric.data import Batch
+
     usable = [number for number, graph in enumerate(found) if graph is not None]
     graphs = [
         encode_graph(graph.edge_index, graph.num_nodes, settings).attach(graph) for graph in found if graph is not None
     ]
     batches = [Batch.from_data_list(graphs[at : at + batch_size]) for at in range(0, len(graphs), batch_size)]
-    outputs = [_outputs(model.to(place).eval(), batches, place) for model in models]
+    outputs = [_outputs(model.to(device).eval(), batches, device) for model in models]
     if not graphs:
-        empty = torch.full((len(smiles), 1), torch.nan, dtype=torch.float64)
-        return SmilesPrediction(empty, empty.clone(), unusable)
+        empty = torch.full((len(found), getattr(models[0], "num_classes", 1)), torch.nan, dtype=torch.float64)
+        return empty, empty.clone()
     every = torch.stack(outputs)
     every = every.sigmoid() if task_type == "multilabel" else every
-    mean, deviation = (torch.full((len(smiles), every.shape[2]), torch.nan, dtype=torch.float64) for _ in range(2))
+    mean, deviation = (torch.full((len(found), every.shape[2]), torch.nan, dtype=torch.float64) for _ in range(2))
     mean[usable] = every.mean(dim=0)
     if len(models) > 1:
         deviation[usable] = every.std(dim=0)
-    return SmilesPrediction(mean, deviation, unusable)
+    return mean, deviation
 
 
 @torch.no_grad()

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from treadle.graphs import GraphDataset, GraphTrainer, parse_pe_config
+from treadle.graphs.contributions import atom_contributions, plot_contributions, typical_and_worst
+from treadle.graphs.datasets.molecules import ATOM_COLUMNS
 from treadle.graphs.distances import errors_by_distance, plot_distances
 from treadle.graphs.pictures import is_molecule, plot_encodings, plot_molecules, plot_predictions
 from treadle.graphs.run_build import loader
@@ -16,6 +19,7 @@ from treadle.graphs.run_config import GraphsConfig
 from treadle.runs.curves import plot_training_curves
 from treadle.runs.report import Picture
 
+_MOST_TARGETS = 3  # that get a picture of contributions
 _LOGP = ("nci", "zinc_clean_leads")  # data sets whose target is penalised logP
 _MOLECULE_SIZES = range(18, 27)  # of the molecule whose encodings are drawn: large enough to show, small enough to read
 
@@ -39,6 +43,7 @@ def draw(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, folder
     )
     return [
         *_predictions(data, predicted, folder),
+        *_contributions(data, trainer, predicted, folder),
         *_distances(data, predicted, folder),
         *_encodings(config, data, folder),
         Picture(curves, "Training", caption),
@@ -66,6 +71,45 @@ def _predictions(data: GraphDataset, predicted: Tensor, folder: Path) -> list[Pi
     return pictures
 
 
+def _contributions(data: GraphDataset, trainer: GraphTrainer, predicted: Tensor, folder: Path) -> list[Picture]:
+    """Pictures of test molecules with their atoms coloured, one for each of the first targets."""
+    if data.level != "graph" or data.task_type not in ("regression", "multilabel"):
+        return []
+    graphs = list(data.test)
+    if graphs[0].x.shape[1:] != (len(ATOM_COLUMNS),) or not is_molecule(graphs[0]):
+        return []
+    labels = data.task_type == "multilabel"
+    guessed = (predicted.sigmoid() if labels else predicted).double().numpy()
+    true = torch.cat([graph.y for graph in graphs]).double().numpy()
+    pictures = []
+    for target in range(min(true.shape[1], _MOST_TARGETS)):
+        name = data.target_names[target].replace("penalised_logp", "penalised logP") if data.target_names else "target"
+        chosen = typical_and_worst(np.abs(guessed[:, target] - true[:, target]))
+        rows = {}
+        for row, numbers in chosen.items():
+            rows[row] = [
+                (
+                    graphs[number].smiles,
+                    f"true {true[number, target]:.3g}, predicted {guessed[number, target]:.3g}",
+                    atom_contributions(trainer.model, graphs[number])[:, target].numpy(),
+                )
+                for number in numbers.tolist()
+                if is_molecule(graphs[number])
+            ]
+        if not any(rows.values()):
+            continue
+        unit = f"log-odds of {name}" if labels else f"in units of {name}"
+        path = plot_contributions(rows, folder / f"contributions{f'_{target}' if target else ''}.png", unit=unit)
+        caption = (
+            f"What each atom adds to the predicted {name}: the prediction less that of the same molecule without the "
+            "features of the atom, its bonds and encodings kept (Riniker and Landrum 2013). Orange raises it, blue "
+            "lowers it, on one scale; the numbers of a molecule need not add up to its prediction. Above, the test "
+            "molecules with the errors nearest to the median, below those with the largest."
+        )
+        pictures.append(Picture(path, f"Contributions of atoms to {name}", caption))
+    return pictures
+
+
 def _distances(data: GraphDataset, predicted: Tensor, folder: Path) -> list[Picture]:
     errors = errors_by_distance(data, predicted)
     path = None if errors is None else plot_distances(errors, folder / "distances.png")
@@ -79,7 +123,7 @@ def _distances(data: GraphDataset, predicted: Tensor, folder: Path) -> list[Pict
 
 
 def _encodings(config: GraphsConfig, data: GraphDataset, folder: Path) -> list[Picture]:
-    pe = parse_pe_config(config.pe)
+    pe = parse_pe_config(config.encodings)
     graph = _shown_molecule(data)
     if graph is None or (pe.node is None and pe.relative is None):
         return []

@@ -64,7 +64,7 @@ def _decisions(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer) 
 
 
 def _encodings_line(config: GraphsConfig) -> str:
-    pe = parse_pe_config(config.pe)
+    pe = parse_pe_config(config.encodings)
     nodes = "none" if pe.node is None else f"{' + '.join(pe.node.blocks)} in {pe.node.width} columns"
     pairs = "none" if pe.relative is None else f"{pe.relative.type} in {pe.relative.dim} columns"
     return f"of nodes {nodes}; of pairs {pairs}"

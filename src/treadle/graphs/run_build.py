@@ -211,5 +211,6 @@ def build_trainer(
         capture=check_capture(training.capture),
         compile=check_compile(training.compile),
     )
-    trainer.config.update({"run": config.to_dict(), "threads": torch.get_num_threads()})
+    named = {"targets": list(data.target_names)} if data.target_names else {}
+    trainer.config.update({"run": config.to_dict(), "threads": torch.get_num_threads(), **named})
     return trainer

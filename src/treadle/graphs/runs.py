@@ -19,7 +19,7 @@ from treadle.errors import ConfigError
 from treadle.graphs.run_config import FREE, RENAMED, GraphsConfig, read_settings
 from treadle.hooks.bar import work_bar
 from treadle.hooks.files import to_json
-from treadle.runs.folder import part_of, read_record, stored_json, write_changed
+from treadle.runs.folder import part_of, read_record, run_folder_of, stored_json, write_changed
 from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run, Show, load_newest
 from treadle.runs.packs import SUMMARIES
 from treadle.runs.ranks import by_rank_0, rank_0_first
@@ -65,12 +65,12 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
       treadle train graphs --show-settings
     """
     config = GraphsConfig
-    takes = ("split", "batch_size", "smiles", "member")
     example = "pe=none training.epochs=20"
     free = FREE
     needed = ("checkpoints/best.pt",)
     results = ("metrics.json", "test_results.json")
     loads_in_processes = True
+    takes = ("split", "batch_size", "smiles", "smiles_column")
 
     # -- settings -------------------------------------------------------------------------------------------------
 
@@ -227,18 +227,8 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         )
 
     def predict(self, opened: GraphsOpened, split: str, *, batch_size: int | None, **options: Any) -> Predictions:
-        """Returns the model's outputs for a split, and the targets where each output has one.
-
-        Args:
-            opened: the run.
-            split: has no effect with ``smiles``.
-            batch_size: None takes that of the training.
-            options: ``smiles``, molecules to predict, and ``member``, further runs that predict them too.
-        """
+        """Returns the model's outputs for a split, and the targets where each output has one."""
         import torch
-
-        if options.get("smiles"):
-            return self._of_smiles(opened, options["smiles"], options.get("member") or (), batch_size=batch_size)
 
         from treadle.graphs.run_build import loader
 
@@ -248,37 +238,24 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         target = torch.cat([graph.y.reshape(1) if graph.y.dim() == 0 else graph.y for graph in graphs]).numpy()
         return Predictions({"prediction": prediction, **({"target": target} if len(target) == len(prediction) else {})})
 
-    def _of_smiles(
-        self, opened: GraphsOpened, smiles: Sequence[str], members: Sequence[Any], *, batch_size: int | None
+    def predict_smiles(
+        self,
+        stored: Sequence[tuple[Path, Mapping[str, Any]]],
+        file: Path,
+        *,
+        column: str | None,
+        batch_size: int | None,
+        device: str | None,
     ) -> Predictions:
-        """Returns mean and deviation over the runs for molecules, NaN for those that cannot be read."""
-        import numpy as np
+        """Returns the mean over runs for the molecules of a file, and their deviation as its uncertainty."""
+        from treadle.graphs.smiles_runs import load_stored_model, predict_file
 
-        from treadle.graphs.ensemble import predict_smiles
-
-        models, config = [opened.trainer.model], opened.run.config
-        kinds = [_task_of(opened)]
-        for member in members:
-            device, messages = str(opened.run.device), opened.run.messages
-            with self.open(member.path, member.tree, device=device, messages=messages) as other:
-                models.append(other.trainer.model)
-                kinds.append(_task_of(other))
-        if kinds.count(kinds[0]) != len(kinds):
-            raise ConfigError("--member: the runs differ in data set, task or encodings; give runs of one task")
-        found = predict_smiles(
-            models, smiles, pe_config=config.encodings, task_type=opened.data.task_type,
-            batch_size=batch_size or config.training.batch_size, device=opened.run.device,
-        )  # fmt: skip
-        for line in found.unusable:
-            _log.warning("%s", line)
-        arrays: dict[str, Any] = {"smiles": np.array(smiles), "prediction": found.mean.numpy()}
-        return Predictions(arrays | ({"deviation": found.deviation.numpy()} if members else {}))
-
-
-def _task_of(opened: GraphsOpened) -> tuple[Any, ...]:
-    """Returns what runs must share to answer together."""
-    config = opened.run.config
-    return config.dataset.get("name"), opened.data.task_type, config.encodings
+        models = []
+        for path, tree in stored:
+            config, _ = self.stored(run_folder_of(path), path, tree)
+            with self.environment(config):
+                models.append(load_stored_model(config, path, tree))
+        return predict_file(models, file, column=column, batch_size=batch_size, device=device)
 
 
 def _as_started(run: Run[GraphsConfig]) -> GraphsConfig:

@@ -264,6 +264,26 @@ class Pack(Generic[Config, Data, Trainer]):
         batches = self.loader(opened.run, opened.data, split, batch_size=batch_size, num_workers=0)
         return Predictions(predicted_arrays(trainer, batches))
 
+    def predict_smiles(
+        self,
+        stored: Sequence[tuple[Path, Mapping[str, Any]]],
+        file: Path,
+        *,
+        column: str | None,
+        batch_size: int | None,
+        device: str | None,
+    ) -> Predictions:
+        """Returns predictions for the molecules of a file, of one run or of several as an ensemble.
+
+        Args:
+            stored: a checkpoint of each run, and what it holds.
+            file: of comma-separated values with a column of SMILES.
+            column: that of SMILES; None finds it by its name.
+            batch_size: None takes that of the training.
+            device: None takes CUDA, then MPS, then the CPU.
+        """
+        raise ConfigError(f"--smiles {file}: a run of the face {self.name} reads no SMILES")
+
     def predictions_file(self, split: str) -> str:
         """Returns the name of the file that ``treadle predict`` writes without ``--out``."""
         return f"predictions_{split}.npz"

@@ -376,18 +376,18 @@ def test_molecules_of_a_file_are_predicted_by_several_runs(
     command = ["predict", finished, "--smiles", file, "--out", out, "--device", "cpu"]
     assert treadle(*command) == 0
     alone = [line.split(",") for line in out.read_text().splitlines()]
-    assert alone[0] == ["smiles", "prediction_0"]
+    assert alone[0] == ["name", "smiles", "penalised_logp_mean"]
     assert treadle(*command, "--member", copied) == 0
     assert "C1CC" in capsys.readouterr().err  # it gives no graph
     rows = [line.split(",") for line in out.read_text().splitlines()]
-    assert rows[0] == ["smiles", "prediction_0", "deviation_0"]
-    assert [row[0] for row in rows[1:]] == ["CCO", "C1CC", "c1ccccc1"]
-    assert rows[2][1:] == ["nan", "nan"]
-    assert float(rows[1][2]) > 0
-    assert rows[1][1] != alone[1][1]
+    assert rows[0] == ["name", "smiles", "penalised_logp_mean", "penalised_logp_std"]
+    assert [row[1] for row in rows[1:]] == ["CCO", "C1CC", "c1ccccc1"]
+    assert rows[2][2:] == ["", ""]
+    assert float(rows[1][3]) > 0
+    assert rows[1][2] != alone[1][2]
     file.write_text("name\nethanol\n")
     assert treadle(*command) == 2
-    assert "one must be named smiles" in capsys.readouterr().err
+    assert "no columns of SMILES" in " ".join(capsys.readouterr().err.split())
     assert treadle("predict", finished, "--member", copied) == 2
 
 

@@ -109,6 +109,16 @@ def test_a_target_that_is_no_number_is_named_with_its_line(tmp_path):
         get_dataset("smiles_csv", tmp_path, file=path, num_workers=0)
 
 
+def test_lines_are_counted_right_behind_empty_ones(tmp_path, caplog):
+    path = tmp_path / "molecules.csv"
+    path.write_text("smiles,y\nCCO,1\n\nC1CC,2\n\n\nCC,many\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="'y' has 'many' in line 7"):
+        get_dataset("smiles_csv", tmp_path, file=path, num_workers=0)
+    path.write_text(path.read_text().replace("many", "3") + "".join(f"C{'C' * n},{n}\n" for n in range(2, 12)))
+    get_dataset("smiles_csv", tmp_path, file=path, split="random", num_workers=0)
+    assert "line 4, 'C1CC': RDKit cannot read it" in caplog.text
+
+
 def test_scaffolds_go_to_one_part_each_and_the_largest_to_training():
     from treadle.graphs.datasets.base import scaffold_split
 

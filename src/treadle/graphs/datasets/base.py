@@ -33,6 +33,8 @@ class Described:
     """Outputs of the model: 1 for one regression target or one logit."""
     num_edge_features: int | None = None
     """Rows of the bond table for integer `edge_attr`, columns of a float one; None: the edges carry nothing."""
+    target_names: tuple[str, ...] = field(default=(), kw_only=True)
+    """A name for each column of `y`; empty where the source names none."""
 
 
 @dataclass(frozen=True)

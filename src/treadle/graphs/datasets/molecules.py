@@ -174,12 +174,15 @@ def graphs_from_smiles(
     return graphs, unusable
 
 
-def usable_graphs(smiles: Sequence[str], *, num_workers: int | None = None) -> tuple[list[Data | None], list[str]]:
+def usable_graphs(
+    smiles: Sequence[str], *, num_workers: int | None = None, lines: Sequence[int] | None = None
+) -> tuple[list[Data | None], list[str]]:
     """Turns molecules into graphs without targets, in several processes.
 
     Args:
         smiles: the molecules.
         num_workers: see :func:`parallel_map`; the result does not depend on it.
+        lines: of a file, by which molecules are named; None names them by their number.
 
     Returns:
         A graph for each molecule, None where there is none, and one line about every molecule that gave none.
@@ -194,9 +197,10 @@ def usable_graphs(smiles: Sequence[str], *, num_workers: int | None = None) -> t
     graphs = [
         None if isinstance(found, str) else _data(found, text) for text, found in zip(smiles, results, strict=True)
     ]
+    places = [f"number {at}" for at in range(1, len(results) + 1)] if lines is None else [f"line {at}" for at in lines]
     unusable = [
-        f"number {number}, {text!r}: {found}"
-        for number, (text, found) in enumerate(zip(smiles, results, strict=True), 1)
+        f"{place}, {text!r}: {found}"
+        for place, text, found in zip(places, smiles, results, strict=True)
         if isinstance(found, str)
     ]
     return graphs, unusable

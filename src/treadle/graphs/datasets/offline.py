@@ -35,6 +35,7 @@ _MOLECULES = Described(
     num_features=len(ATOM_COLUMNS),
     num_classes=1,
     num_edge_features=len(BOND_COLUMNS),
+    target_names=("penalised_logp",),
 )
 
 

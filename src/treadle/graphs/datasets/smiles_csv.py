@@ -25,7 +25,7 @@ from treadle.graphs.datasets.molecules import (
 )
 from treadle.graphs.datasets.packed import GraphSplit, pack
 
-__all__ = ["load_smiles_csv", "read_smiles_csv"]
+__all__ = ["load_smiles_csv", "read_smiles_csv", "read_smiles_to_predict"]
 
 _log = logging.getLogger("treadle.graphs")
 
@@ -66,17 +66,13 @@ def load_smiles_csv(
         raise ConfigError(
             f"{name!r} needs a file of molecules, such as file='molecules.csv'", argument="file", value=file
         )
-    columns, rows = read_smiles_csv(Path(file), smiles=smiles)
-    chosen = [column for column in columns if column != smiles] if targets is None else list(targets)
-    for column in chosen:
-        if column not in columns or column == smiles:
-            raise ConfigError(
-                f"{str(file)!r} has no column {column!r}; {nearest(column, columns)}", argument="targets", value=chosen
-            )
-    if not chosen:
-        raise ConfigError(f"targets: {str(file)!r} has no column but {smiles!r}; name a file with targets")
-    values = [[_number(row[column], column, line, task) for column in chosen] for line, row in enumerate(rows, 2)]
-    found, unusable = usable_graphs([row[smiles] for row in rows], num_workers=num_workers)
+    columns, rows, lines = _read_table(Path(file), smiles)
+    others = [column for column in columns if column != smiles]
+    chosen = _chosen(others if targets is None else list(targets), others, f"{str(file)!r}", smiles)
+    values = [
+        [_number(row[column], column, line, task) for column in chosen] for line, row in zip(lines, rows, strict=True)
+    ]
+    found, unusable = usable_graphs([row[smiles] for row in rows], num_workers=num_workers, lines=lines)
     if unusable:
         _log.warning("%s: %s", file, describe_unusable(unusable, len(rows)))
     graphs = []
@@ -84,7 +80,10 @@ def load_smiles_csv(
         if graph is not None:
             graph.y = torch.tensor([target], dtype=torch.float32)
             graphs.append(graph)
-    described = Described("graph", task, len(ATOM_COLUMNS), len(chosen), len(BOND_COLUMNS))  # type: ignore[arg-type]
+    described = Described(
+        "graph", task, len(ATOM_COLUMNS), len(chosen), len(BOND_COLUMNS),  # type: ignore[arg-type]
+        target_names=tuple(chosen),
+    )  # fmt: skip
     texts = [graph.smiles for graph in graphs]
     numbered = number_molecules(texts).numpy()
     if split == "scaffold":
@@ -94,30 +93,92 @@ def load_smiles_csv(
     return Source(described, GraphSplit(pack(graphs)), parts, has_test_set=False, molecules=numbered)
 
 
+def _chosen(chosen: list[str], columns: Sequence[str], file: str, smiles: str) -> list[str]:
+    """Returns the columns of targets, or raises ConfigError for one that is not there, or for none."""
+    for column in chosen:
+        if column not in columns:
+            raise ConfigError(
+                f"{file} has no column {column!r}; {nearest(column, columns)}", argument="targets", value=chosen
+            )
+    if not chosen:
+        raise ConfigError(f"targets: {file} has no column but {smiles!r}; name a file with targets")
+    return chosen
+
+
 def read_smiles_csv(path: Path, *, smiles: str = "smiles") -> tuple[list[str], list[Mapping[str, Any]]]:
     """Reads the names of the columns, and the rows, of a file with a column of SMILES.
 
     Raises:
         ConfigError: the file is not there, has no such column, or a row has too few fields.
     """
+    return _read_table(path, smiles)[:2]
+
+
+def read_smiles_to_predict(path: Path, *, smiles: str | None) -> tuple[str, list[Mapping[str, Any]], list[int]]:
+    """Reads molecules to predict: the column of their SMILES, the rows, and the line of the file that each ends on.
+
+    Args:
+        path: ``.smi`` or ``.txt``: one SMILES a line, and what else is behind it; else comma-separated values, with a
+            line of names.
+        smiles: the column of SMILES; None takes the only one whose name has "smiles" in it, in capitals or not.
+
+    Raises:
+        ConfigError: the file is not there, has no rows or no such column, or a row has too few fields.
+    """
+    if path.suffix in (".smi", ".txt"):
+        return _read_lines(path)
+    columns, rows, lines = _read_table(path, smiles)
+    if smiles is None:
+        found = [column for column in columns if column.lower() == "smiles"]
+        found = found or [column for column in columns if "smiles" in column.lower()]
+        if len(found) != 1:
+            raise ConfigError(
+                f"{str(path)!r} has {len(found) or 'no'} columns of SMILES by their names; name it with "
+                f"--smiles-column, one of {', '.join(columns)}"
+            )
+        smiles = found[0]
+    if not rows:
+        raise ConfigError(f"{str(path)!r} has a line of names and no molecules; add a row for each")
+    return smiles, rows, lines
+
+
+def _read_lines(path: Path) -> tuple[str, list[Mapping[str, Any]], list[int]]:
+    try:
+        texts = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot be read ({error}); name a file with one SMILES a line", argument="file", value=str(path)
+        ) from error
+    filled = [(line, text.split()[0]) for line, text in enumerate(texts, 1) if text.strip()]
+    if not filled:
+        raise ConfigError(f"{str(path)!r} has no molecules; add a line for each")
+    return "smiles", [{"smiles": text} for _, text in filled], [line for line, _ in filled]
+
+
+def _read_table(path: Path, smiles: str | None) -> tuple[list[str], list[Mapping[str, Any]], list[int]]:
+    rows: list[Mapping[str, Any]] = []
+    lines: list[int] = []
     try:
         with path.open(newline="", encoding="utf-8-sig") as opened:
             reader = csv.DictReader(opened)
-            columns, rows = list(reader.fieldnames or ()), list(reader)
-    except (OSError, UnicodeDecodeError) as error:
+            columns = list(reader.fieldnames or ())
+            for fields in reader:  # which passes over empty lines
+                rows.append(fields)
+                lines.append(reader.line_num)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
             f"cannot be read ({error}); name a file of comma-separated values", argument="file", value=str(path)
         ) from error
-    if smiles not in columns:
+    if smiles is not None and smiles not in columns:
         raise ConfigError(
             f"{str(path)!r} has no such column; {nearest(smiles, columns)}", argument="smiles", value=smiles
         )
-    for line, row in enumerate(rows, 2):
+    for line, row in zip(lines, rows, strict=True):
         if None in row.values() or None in row:
             raise ConfigError(
                 f"line {line} has not {len(columns)} fields, as the first line has", argument="file", value=str(path)
             )
-    return columns, list(rows)
+    return columns, rows, lines
 
 
 def _number(text: str, column: str, line: int, task: str) -> float:

@@ -1,0 +1,157 @@
+"""What each atom adds to the prediction of a molecule, in numbers and on a drawing.
+
+The number of an atom is the prediction less that of the same molecule with the columns of this atom at zero: its bonds
+and encodings stay. So Riniker & Landrum 2013, "Similarity maps" (J. Cheminformatics 5:43), weigh atoms of fingerprints.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from treadle.errors import ConfigError
+from treadle.graphs.datasets.targets import import_rdkit
+from treadle.runs.figures import INK, MUTED, new_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.cm import ScalarMappable
+
+__all__ = ["atom_contributions", "plot_contributions", "typical_and_worst"]
+
+_PER_ROW = 4
+_COLOURS = ("#4d9dcc", "#ffffff", "#e68a4d")  # the blue and orange of all pictures, paler: letters lie on them
+_BOUND = 0.95  # quantile of the contributions that has the full colour: few atoms far off would pale all others
+
+
+@torch.no_grad()
+def atom_contributions(model: nn.Module, graph: Any, *, batch_size: int = 64) -> Tensor:
+    """Returns the outputs for a graph less those without the features of each of its nodes.
+
+    A model that sums over nodes a linear function of their features gives every node its own term. Else the numbers of
+    a graph do not add up to its prediction, as two atoms may say the same.
+
+    Args:
+        model: with outputs of graphs; computes on its device, and keeps its mode.
+        graph: of N nodes, with ``x`` (N, F) of floats.
+        batch_size: copies of the graph in a batch.
+
+    Returns:
+        (N, T) float64 on the CPU, in the unit of the outputs: of a regression that of the target, of labels log-odds.
+
+    Raises:
+        ConfigError: ``x`` holds types and no columns, so that nothing stands for an unknown atom.
+
+    Example:
+        >>> from treadle.graphs import get_model
+        >>> from treadle.graphs.datasets.molecules import graph_from_smiles
+        >>> model = get_model("mpnn", 40, num_classes=2, hidden_dim=8, num_layers=1, num_edge_features=6)
+        >>> atom_contributions(model, graph_from_smiles("CCO")).shape
+        torch.Size([3, 2])
+    """
+    from torch_geometric.data import Batch
+
+    if graph.x.dim() != 2 or not graph.x.is_floating_point():
+        raise ConfigError(
+            f"has x of {graph.x.dtype} in shape {tuple(graph.x.shape)}; give columns of floats, (N, F)",
+            argument="graph",
+        )
+    copies = [graph]
+    for node in range(graph.num_nodes):
+        copy = graph.clone()
+        copy.x[node] = 0
+        copies.append(copy)
+    place = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    try:
+        batches = (Batch.from_data_list(copies[at : at + batch_size]) for at in range(0, len(copies), batch_size))
+        outputs = torch.cat([model(batch.to(place)).double().cpu() for batch in batches])
+    finally:
+        model.train(training)
+    return outputs[:1] - outputs[1:]
+
+
+def typical_and_worst(error: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[np.int64]]:
+    """Returns which samples have the errors nearest to the median, and which the largest, at most four each.
+
+    Args:
+        error: (G,) absolute; NaN is left out.
+
+    Example:
+        >>> {name: rows.tolist() for name, rows in typical_and_worst(np.array([0.0, 9.0, 1.0, np.nan])).items()}
+        {'typical errors': [2, 0, 1], 'largest errors': [1, 2, 0]}
+    """
+    known = np.flatnonzero(~np.isnan(error))
+    off = np.abs(error[known] - np.median(error[known])) if len(known) else error[known]
+    return {
+        "typical errors": known[np.argsort(off, kind="stable")][:_PER_ROW],
+        "largest errors": known[np.argsort(-error[known], kind="stable")][:_PER_ROW],
+    }
+
+
+def plot_contributions(
+    rows: Mapping[str, Sequence[tuple[str, str, npt.NDArray[Any]]]], path: Path, *, unit: str
+) -> Path:
+    """Draws molecules with their atoms coloured by what they add to the prediction, on one scale.
+
+    Args:
+        rows: the name of each row, and its molecules: SMILES, caption, and a number (N,) for each atom.
+        path: ends in ``.png``.
+        unit: of the numbers.
+
+    Raises:
+        ImportError: matplotlib or RDKit is not installed.
+    """
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
+
+    every = np.abs(np.concatenate([values for row in rows.values() for _, _, values in row]))
+    bound = float(np.quantile(every, _BOUND)) or 1.0
+    colours = LinearSegmentedColormap.from_list("contributions", _COLOURS)
+    scale = ScalarMappable(Normalize(-bound, bound), colours)
+    figure = new_figure(3.1 * _PER_ROW, 3.1 * len(rows) + 0.4)
+    panels = figure.subplots(len(rows), _PER_ROW, squeeze=False)
+    for axes_row, (name, row) in zip(panels, rows.items(), strict=True):
+        for axes in axes_row:
+            axes.axis("off")
+        for axes, (smiles, caption, values) in zip(axes_row, row, strict=False):
+            axes.imshow(_draw(smiles, scale.to_rgba(values)), interpolation="antialiased")
+            axes.set_title(caption.replace("-", "\N{MINUS SIGN}"), fontsize=9, color=INK)
+        axes_row[0].text(
+            -0.02, 0.5, name, rotation=90, ha="right", va="center", fontsize=11, color=MUTED,
+            transform=axes_row[0].transAxes,
+        )  # fmt: skip
+    _colour_bar(figure, panels, scale, unit=unit, extended=bool((every > bound).any()))
+    return save_figure(figure, path)
+
+
+def _colour_bar(figure: Any, panels: Any, scale: ScalarMappable, *, unit: str, extended: bool) -> None:
+    ends = "both" if extended else "neither"
+    bar = figure.colorbar(scale, ax=list(panels.ravel()), location="bottom", shrink=0.5, aspect=40, extend=ends)
+    bar.set_label(f"prediction less that without the features of the atom, {unit}", fontsize=10, color=INK)
+    bar.ax.tick_params(labelsize=8, color=MUTED, labelcolor=INK, length=2)
+    bar.outline.set_visible(False)
+
+
+def _draw(smiles: str, colours: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    from matplotlib.image import imread
+
+    draw = import_rdkit("Chem.Draw.rdMolDraw2D")
+    molecule = import_rdkit("Chem").MolFromSmiles(smiles)
+    canvas = draw.MolDraw2DCairo(560, 470)
+    options = canvas.drawOptions()
+    options.padding, options.minFontSize, options.fixedBondLength = 0.06, 14, 70
+    options.useBWAtomPalette()  # the colours of elements would be taken for contributions
+    options.highlightRadius, options.fillHighlights = 0.42, True
+    atoms = list(range(molecule.GetNumAtoms()))
+    shown = {atom: tuple(map(float, colour[:3])) for atom, colour in zip(atoms, colours, strict=True)}
+    draw.PrepareAndDrawMolecule(canvas, molecule, highlightAtoms=atoms, highlightAtomColors=shown, highlightBonds=[])
+    canvas.FinishDrawing()
+    return np.asarray(imread(io.BytesIO(canvas.GetDrawingText())))

@@ -1,0 +1,157 @@
+"""Stored runs that predict molecules of a file of SMILES; their data sets are not needed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treadle.checkpoint.store import load_weights
+from treadle.device import get_device
+from treadle.distributed.state_names import load_model_state
+from treadle.errors import ConfigError
+from treadle.graphs import GraphDataset, parse_pe_config
+from treadle.graphs.datasets.molecules import ATOM_COLUMNS, BOND_COLUMNS, usable_graphs
+from treadle.graphs.datasets.smiles_csv import read_smiles_to_predict
+from treadle.graphs.ensemble import predict_graphs
+from treadle.graphs.run_build import build_model
+from treadle.runs.results import Predictions
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from treadle.graphs.run_config import GraphsConfig
+
+_log = logging.getLogger("treadle.cli")
+
+_SETS = ("smiles_csv", "nci", "zinc_clean_leads")  # whose atoms and bonds have the columns of graph_from_smiles
+_COLUMNS = ("mean", "std")  # of each target
+_MOST_NAMED = 20
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A trained model with what it predicts.
+
+    Attributes:
+        path: of its checkpoint.
+        config: the settings of its run.
+        targets: a name for each output.
+        task_type: ``"regression"`` or ``"multilabel"``.
+        model: with the weights of the checkpoint.
+    """
+
+    path: Path
+    config: GraphsConfig
+    targets: tuple[str, ...]
+    task_type: str
+    model: nn.Module
+
+
+def load_stored_model(config: GraphsConfig, path: Path, tree: Mapping[str, Any]) -> StoredModel:
+    """Builds the model of a run on molecules and loads its weights.
+
+    Args:
+        config: the settings of the run.
+        path: the checkpoint.
+        tree: what it holds.
+
+    Raises:
+        ConfigError: the run was trained on graphs that are not made of SMILES.
+        CheckpointError: the weights do not fit.
+    """
+    name = str(config.dataset.get("name"))
+    if name not in _SETS:
+        raise ConfigError(
+            f"--smiles: {path} was trained on {name}, whose graphs are not made of SMILES; give a run of "
+            f"dataset={', '.join(_SETS[:-1])} or {_SETS[-1]}"
+        )
+    trained = tree["config"]
+    count = trained["num_classes"] or 1
+    # Checkpoints of before name no targets.
+    targets = tuple(trained.get("targets") or config.dataset.get("targets") or (f"target_{k}" for k in range(count)))
+    pe = parse_pe_config(config.encodings)
+    described = GraphDataset(
+        "graph", trained["task_type"], len(ATOM_COLUMNS), count, len(BOND_COLUMNS),
+        name=name, train=(), val=(), test=(), node_pe_dim=pe.node_dim, relative_pe_dim=pe.relative_dim,
+        target_names=targets,
+    )  # fmt: skip
+    model = build_model(config, described, measure=False)
+    load_model_state(model, load_weights(path))
+    return StoredModel(path, config, targets, trained["task_type"], model)
+
+
+def predict_file(
+    stored: Sequence[StoredModel],
+    file: str | os.PathLike[str],
+    *,
+    column: str | None = None,
+    batch_size: int | None = None,
+    device: str | None = None,
+) -> Predictions:
+    """Predicts the molecules of a file, as the mean over models.
+
+    Args:
+        stored: of one task, with the same targets and encodings.
+        file: of comma-separated values, with a line of names and a column of SMILES.
+        column: that of SMILES; None finds it by its name.
+        batch_size: None takes that of the training.
+        device: None takes CUDA, then MPS, then the CPU.
+
+    Returns:
+        The columns of the file, for each target ``<name>_mean``, and with several models ``<name>_std``, their standard
+        deviation; NaN where a SMILES gives no graph, of which one warning names the lines.
+
+    Raises:
+        ConfigError: the models predict not the same, or the file cannot be read.
+    """
+    _refuse_mixed(stored)
+    first, encodings = stored[0], parse_pe_config(stored[0].config.encodings)
+    column, rows, lines = read_smiles_to_predict(Path(file), smiles=column)
+    written = {f"{target}_{what}" for target in first.targets for what in _COLUMNS}
+    if taken := [name for name in rows[0] if name in written]:
+        raise ConfigError(f"--smiles: {str(file)!r} has columns that are written: {', '.join(taken)}; rename them")
+    smiles = [row[column].strip() for row in rows]
+    found, unusable = usable_graphs(smiles, num_workers=0, lines=lines)
+    if unusable:
+        more = f"; and {len(unusable) - _MOST_NAMED:,} more" if len(unusable) > _MOST_NAMED else ""
+        named = "; ".join(unusable[:_MOST_NAMED])
+        _log.warning("%s: %d of %d rows have no prediction: %s%s", file, len(unusable), len(rows), named, more)
+    mean, deviation = predict_graphs(
+        [each.model for each in stored],
+        found,
+        encodings,
+        task_type=first.task_type,
+        batch_size=batch_size or first.config.training.batch_size,
+        device=get_device(device),
+    )
+    arrays: dict[str, Any] = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    return Predictions({**arrays, **_by_name(first.targets, mean, deviation if len(stored) > 1 else None)})
+
+
+def _refuse_mixed(stored: Sequence[StoredModel]) -> None:
+    """Raises ConfigError for models that do not predict the same of the same encodings."""
+    for name, its in (
+        ("targets", [each.targets for each in stored]),
+        ("task", [each.task_type for each in stored]),
+        ("encodings", [parse_pe_config(each.config.encodings) for each in stored]),
+    ):
+        for each, value in zip(stored, its, strict=True):
+            if value != its[0]:
+                raise ConfigError(
+                    f"--smiles: {each.path} has other {name} than {stored[0].path}; give runs that differ by the seed"
+                )
+
+
+def _by_name(targets: Sequence[str], mean: Tensor, deviation: Tensor | None) -> dict[str, Any]:
+    arrays: dict[str, Any] = {}
+    for number, name in enumerate(targets):
+        arrays[f"{name}_mean"] = mean[:, number].numpy()
+        if deviation is not None:
+            arrays[f"{name}_std"] = deviation[:, number].numpy()
+    return arrays
