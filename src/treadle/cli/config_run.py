@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from rich.console import Console
 
 from treadle import distributed
 from treadle.cli.console import result_console, show_report
-from treadle.cli.population import FileMember, PackMember, Several, as_texts, several, train_several
+from treadle.cli.population import PackMember, Several, as_texts, several, silent_console, train_several
 from treadle.cli.train_pack import check_each, show_settings
 from treadle.config import format_config
 from treadle.engine import Engine
@@ -22,7 +24,7 @@ from treadle.engine.hook import BaseHook
 from treadle.engine.observers import observing
 from treadle.errors import ConfigError
 from treadle.runs.packs import find_pack
-from treadle.runs.record_hooks import RunRecordHook
+from treadle.runs.record_hooks import RunRecordHook, SessionKeeper
 from treadle.runs.script import train_from
 from treadle.runs.setting_places import settings_placed
 from treadle.runs.settings import flat
@@ -30,6 +32,31 @@ from treadle.runs.target import PackRun, read_target
 from treadle.runs.tracking import tracked
 
 _log = logging.getLogger("treadle.cli")
+
+
+@dataclass(frozen=True)
+class FileMember:
+    """Factory of the runs of a configuration file, for a population.
+
+    Attributes:
+        file: the configuration.
+        settings: that all have.
+        trackers: what follows the runs.
+    """
+
+    file: Path
+    settings: tuple[str, ...]
+    trackers: str | None = None
+
+    def __call__(self, *, workspace: Path, **settings: str) -> Callable[[], Any]:
+        """Returns what trains the run."""
+        given = [*self.settings, *as_texts(settings), f"+trainer.workspace={str(workspace)!r}"]
+        return partial(self.train, given)
+
+    def train(self, settings: Sequence[str]) -> None:
+        """Trains a run as ``treadle train FILE`` does."""
+        with observing(SessionKeeper()):
+            run_config(self.file, settings, messages=silent_console(), trackers=self.trackers)
 
 
 def run_config(file: Path, settings: Sequence[str], *, messages: Console, trackers: str | None = None) -> None:

@@ -129,42 +129,13 @@ class PackMember:
         pack = find_pack(self.face)
         values = partial(_values, pack, settings, self.device)
         with observing(SessionKeeper()), tracked(self.trackers, values) as tracking:
-            metrics = pack.train(settings, out=out, device=self.device, resume=self.resume, messages=_silent_console())
+            metrics = pack.train(settings, out=out, device=self.device, resume=self.resume, messages=silent_console())
             tracking.final(metrics)
         return metrics or {}
 
 
 def _values(pack: Any, settings: Sequence[str], device: str | None) -> Any:
     return pack.values(pack.read_settings(settings, device))
-
-
-@dataclass(frozen=True)
-class FileMember:
-    """Factory of the runs of a configuration file, for a population.
-
-    Attributes:
-        file: the configuration.
-        settings: that all have.
-        trackers: what follows the runs.
-    """
-
-    file: Path
-    settings: tuple[str, ...]
-    trackers: str | None = None
-
-    def __call__(self, *, workspace: Path, **settings: str) -> Callable[[], Any]:
-        """Returns what trains the run."""
-        given = [*self.settings, *as_texts(settings), f"+trainer.workspace={str(workspace)!r}"]
-        return partial(self.train, given)
-
-    def train(self, settings: Sequence[str]) -> None:
-        """Trains a run as ``treadle train FILE`` does."""
-        from treadle.cli.config_run import run_config
-        from treadle.engine.observers import observing
-        from treadle.runs.record_hooks import SessionKeeper
-
-        with observing(SessionKeeper()):
-            run_config(self.file, settings, messages=_silent_console(), trackers=self.trackers)
 
 
 def as_texts(settings: Mapping[str, str]) -> list[str]:
@@ -177,14 +148,15 @@ def as_texts(settings: Mapping[str, str]) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items()]
 
 
-def _silent_console() -> Console:
+def silent_console() -> Console:
+    """Returns a console that prints nothing."""
     from rich.console import Console
 
     return Console(stderr=True, quiet=True)
 
 
 def train_several(
-    make: PackMember | FileMember,
+    make: Callable[..., Any],
     found: Several,
     *,
     out: Path,
@@ -230,7 +202,7 @@ def train_several(
 class _Renamed:
     """Factory that is called without the ``+`` of new keys, which is no part of a name, and puts it back."""
 
-    make: PackMember | FileMember
+    make: Callable[..., Any]
     found: Several
 
     def __call__(self, *, workspace: Path, **settings: str) -> Callable[[], Any]:

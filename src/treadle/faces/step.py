@@ -175,19 +175,20 @@ class BaseTrainer(Engine):
         self.state_dict_options = state_dict_options
         self.task = _ForwardTask(self)
         self._clear_parts()
-        self.config = self._described(mixed_precision, gradient_checkpointing, compile)
+        self.config = self._described(
+            mixed_precision=mixed_precision, max_non_finite_grad_retries=max_non_finite_grad_retries,
+            gradient_checkpointing=gradient_checkpointing, compile=compile,
+        )  # fmt: skip
 
-    def _described(
-        self, mixed_precision: str | None, gradient_checkpointing: Checkpointing, compile: Compile
-    ) -> dict[str, Any]:
-        """Returns the settings that a checkpoint records, the later ones only where they are set."""
+    def _described(self, *, gradient_checkpointing: Checkpointing, **given: Any) -> dict[str, Any]:
+        """Returns the settings that a checkpoint records, as they were given; later ones only where set."""
         own = self.settings
         later = {"grad_clip_value": own.grad_clip_value, "gradient_checkpointing": gradient_checkpointing}
         return {
             "max_steps": self.max_steps, "grad_clip": own.grad_clip,
-            "max_non_finite_grad_retries": own.max_non_finite_grad_retries, "mixed_precision": mixed_precision,
-            "gradient_accumulation_steps": own.accumulation_steps, "scheduler_interval": own.scheduler_interval,
-            "capture": own.capture, "compile": compile,
+            "max_non_finite_grad_retries": given["max_non_finite_grad_retries"],
+            "mixed_precision": given["mixed_precision"], "gradient_accumulation_steps": own.accumulation_steps,
+            "scheduler_interval": own.scheduler_interval, "capture": own.capture, "compile": given["compile"],
             **{name: value for name, value in later.items() if value}, **own.limits.given(),
         }  # fmt: skip
 
