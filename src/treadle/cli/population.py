@@ -202,7 +202,7 @@ def train_several(
 class _Renamed:
     """Factory that is called without the ``+`` of new keys, which is no part of a name, and puts it back."""
 
-    make: Callable[..., Any]
+    make: Callable[..., Callable[[], Any]]
     found: Several
 
     def __call__(self, *, workspace: Path, **settings: str) -> Callable[[], Any]:
