@@ -184,7 +184,7 @@ def test_construction_touches_no_file_and_gives_a_hook_with_its_own_key(name, tm
 @pytest.mark.parametrize("name", NAMES)
 def test_no_hook_uses_an_event_that_does_not_exist(name):
     events = {attribute for attribute in dir(getattr(hooks, name)) if attribute.startswith("on_")}
-    assert events == set(hooks.EVENTS)
+    assert events == {*hooks.EVENTS, "on_after_steps"}  # the last is on_after_step of a block of captured steps
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -228,6 +228,8 @@ def test_two_of_a_kind_are_refused_unless_named_apart(name, tmp_path):
         OnEngine([MAKE[name](tmp_path / "a"), MAKE[name](tmp_path / "b")], tmp_path).train(1)
     if name == "EmaHook":
         second = EmaHook(0.5, name="other")
+    elif name == "SwaHook":
+        return  # one average of this kind is kept; its name is that of the average
     elif name == "ProfilerHook":
         return  # torch runs one profiler at a time
     elif name == "NonFiniteHook":

@@ -61,6 +61,9 @@ class At(BaseHook):
         if trainer.step == self.step:
             self.act(trainer)
 
+    def on_state_dict(self, trainer, state):
+        """Keeps nothing: a resumed run counts its own steps."""
+
 
 def term(trainer):
     os.kill(os.getpid(), signal.SIGTERM)

@@ -248,7 +248,7 @@ def test_the_spectra_face(asked, tmp_path):
 
     model = Net()
     cfg = TrainerConfig(out_dir=tmp_path, compile="blocks")
-    SpectraTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), [], [], cfg=cfg, device="cpu")
+    SpectraTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), [], cfg=cfg, device="cpu")
     assert asked == ["Block"] * 3
     with pytest.raises(ConfigError, match=r"TrainerConfig\.compile='x'"):
         TrainerConfig(compile="x")

@@ -38,7 +38,7 @@ class Attributes:
         deep: whether tensors, arrays and containers count.
         leave_out: names of attributes that do not count.
         stashes: whether tensors that belong to a graph may appear, as activations that a module remembers do.
-        largest: elements of a tensor that is written.
+        largest: elements of all tensors of an attribute that is written.
 
     Example:
         >>> class Counter: calls = 0

@@ -15,7 +15,7 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 OPAQUE = object()  # what a value is encoded to that cannot be written
 _SCALARS = frozenset((bool, int, float, str, type(None)))
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
-LONGEST = 1_000_000  # elements of a tensor or items of a flat list that a state may hold
+LONGEST = 1_000_000  # elements of all tensors of a value, or items of a flat list, that a state may hold
 _DEEPEST = 32  # containers inside of containers; one that contains itself has no end
 _MOST_NESTED = 20_000  # items inside containers of containers, each of which is visited at each save
 
@@ -26,7 +26,7 @@ def encode(value: Any, *, deep: bool = False, largest: int = LONGEST) -> Any:
     Args:
         value: any.
         deep: whether tensors, arrays and containers have one.
-        largest: elements of a tensor that has one.
+        largest: elements of all tensors inside; more have none.
 
     Example:
         >>> encode((1, "a"), deep=True)
@@ -54,9 +54,9 @@ class _Encoder:
         if kind in _SCALARS or isinstance(value, (np.generic, *GENERATORS)):
             return encode(value)
         if isinstance(value, Tensor):
-            return _encoded_tensor(value, self._largest)
+            return _encoded_tensor(value) if self._fits(value.numel()) else OPAQUE
         if kind is np.ndarray:
-            small = value.dtype.kind in "biuf" and value.size <= self._largest
+            small = value.dtype.kind in "biuf" and self._fits(value.size)
             return {"array": torch.from_numpy(value.copy())} if small else OPAQUE
         if kind in _DICTS:
             return self._of_dict(value)
@@ -65,6 +65,11 @@ class _Encoder:
             items = self._of_items(items)
             return items if kind is list or items is OPAQUE else {kind.__name__: items}
         return OPAQUE
+
+    def _fits(self, count: int) -> bool:
+        """Takes elements from those that are left, so that a cache of samples does not go into every checkpoint."""
+        self._largest -= count
+        return self._largest >= 0
 
     def _of_items(self, items: list[Any]) -> Any:
         if len(items) <= LONGEST and _SCALARS.issuperset(map(type, items)):
@@ -97,9 +102,9 @@ def _is_checkpoint(value: Mapping[Any, Any]) -> bool:
     return isinstance(described, Mapping) and described.get("name") == "treadle"
 
 
-def _encoded_tensor(value: Tensor, largest: int) -> Any:
+def _encoded_tensor(value: Tensor) -> Any:
     plain = type(value) is Tensor and value.grad_fn is None and value.layout is torch.strided
-    if not plain or value.device.type == "meta" or value.numel() > largest:
+    if not plain or value.device.type == "meta":
         return OPAQUE
     copied = value.detach().to("cpu", copy=True)
     return copied if value.device.type == "cpu" else {"tensor": copied, "device": value.device.type}

@@ -85,10 +85,12 @@ def _show(found: Sequence[RunSummary], folder: Path, console: Console) -> None:
 
 def _show_populations(folder: Path, console: Console) -> None:
     """Prints mean ± deviation over the members of each population at and below a folder."""
-    from treadle.population.population import FILE
-    from treadle.population.results import Results, read_rows
+    paths = sorted(folder.rglob("population.json"))
+    if not paths:
+        return
+    from treadle.population.results import Results, read_rows  # which loads torch
 
-    for path in sorted(folder.rglob(FILE)):
+    for path in paths:
         console.print()
         for line in Results(read_rows(path)).lines():
             console.print(f"{path.parent}: {line}", markup=False, soft_wrap=True)

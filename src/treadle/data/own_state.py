@@ -52,8 +52,8 @@ def owners_of(loader: Any) -> dict[str, Any]:
 
 
 def _walk(path: str, owner: Any, found: dict[str, Any], seen: set[int], depth: int) -> None:
-    if owner is None or depth == 0 or isinstance(owner, type) or id(owner) in seen:
-        return
+    if owner is None or depth == 0 or isinstance(owner, type) or id(owner) in seen or hasattr(owner, "eval_cursor"):
+        return  # the last is an engine or a trainer that the user's data know: its state holds that of the data
     if isinstance(owner, (list, tuple)):
         for number, item in enumerate(owner[:_DEEPEST]):
             if _is_part(item):
@@ -174,7 +174,7 @@ class LoaderState:
 
 
 def _is_torchs(owner: Any) -> bool:
-    return type(owner).__module__.startswith("torch.")
+    return type(owner).__module__.startswith(("torch.", "torchdata."))
 
 
 def hidden_generators(loader: Any) -> list[str]:

@@ -33,7 +33,7 @@ def keeps_its_place(dataset: Any) -> bool:
     """Returns whether a stream offers a state that may be its place: ``state_dict()`` without arguments.
 
     Example:
-        >>> keeps_its_place(IterableDataset())
+        >>> keeps_its_place([1, 2])
         False
     """
     if not isinstance(dataset, IterableDataset) or not has_state(dataset):

@@ -112,7 +112,7 @@ class SpectraTask:
             visible_mask = moved(given.visible_mask, self.device)
             counted = {} if given.visible_count is None else {"visible_count": given.visible_count}
             x_recon, _, visible_mask = model(seen, visible_mask, **counted)
-        mask = ~visible_mask if self.loss_region == "masked" else self.counted(visible_mask)
+        mask = self.counted(visible_mask)
         loss = self.loss_fn(x_recon, x, mask, reduction=self.reduction)
         if self.reduction == "sum":
             return StepOutput(loss, reduction="sum", num_samples=len(x))
@@ -124,7 +124,7 @@ class SpectraTask:
         fixed = None if given.visible_mask is None else moved(given.visible_mask, self.device)
         visible_mask = fixed if self.fixed_visible is None else self._visible_for(x)
         x_recon, _, visible_mask, unsure = model(seen, visible_mask, with_uncertainty=True)
-        mask = ~visible_mask if self.loss_region == "masked" else self.counted(visible_mask)
+        mask = self.counted(visible_mask)
         loss = masked_uncertain(
             x_recon, x, mask, log_variance=unsure.log_variance, prior_variance=unsure.prior_variance,
             reduction=self.reduction,

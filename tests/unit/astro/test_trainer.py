@@ -71,7 +71,8 @@ def test_the_constructor_and_train_have_the_documented_arguments():
     assert list(parameters) == [
         "model", "vocab", "train_loader", "config", "image_codebook", "spectrum_codebook", "scalar_centers", "device",
         "output_dir", "use_amp", "use_ce", "compile_model", "amp_dtype", "optimizer", "scheduler",
-        "scheduler_interval", "hooks", "trackers", "eval_seed", "capture", "parallel", "progress",
+        "scheduler_interval", "hooks", "trackers", "eval_seed", "capture", "parallel", "progress", "limits",
+        "save_total_limit",
     ]  # fmt: skip
     keyword_only = [name for name, value in parameters.items() if value.kind is value.KEYWORD_ONLY]
     assert keyword_only == list(parameters)[12:]

@@ -33,7 +33,7 @@ TINY = [
     "model.num_layers=1", "model.num_heads=2", "model.dropout=0.1", "pe=light", "dataset.num_workers=0",
 ]  # fmt: skip
 STEPS = 8
-PICTURES = ["encodings.png", "molecules.png", "predictions.png", "training_curves.png"]
+PICTURES = ["contributions.png", "encodings.png", "molecules.png", "predictions.png", "training_curves.png"]
 
 
 @pytest.fixture(scope="module")

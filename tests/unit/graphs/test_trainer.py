@@ -59,7 +59,7 @@ def test_the_constructor_and_fit_have_the_documented_arguments():
         "model", "optimizer", "scheduler", "loss_fn", "metrics", "device", "task_type", "num_classes", "grad_clip",
         "mixed_precision", "log_every", "checkpoint_dir", "experiment_name", "accumulation_steps",
         "scheduler_interval", "max_non_finite_grad_retries", "hooks", "trackers", "eval_seed", "parallel", "capture",
-        "pad_to", "compile", "progress",
+        "pad_to", "compile", "progress", "limits",
     ]  # fmt: skip
     fit = inspect.signature(GraphTrainer.fit).parameters
     assert list(fit)[1:] == [
@@ -369,7 +369,7 @@ def test_the_direction_can_be_turned_and_small_changes_need_not_count():
 def test_a_stopped_run_is_finished():
     trainer = scripted([1.0, 2.0, 2.0], early_stopping=2)
     before = trainer.global_step
-    trainer.fit([batch([[0.0]], [[0.0]])], [], 10, early_stopping=2)
+    trainer.fit([batch([[0.0]], [[0.0]])], [batch([[0.0]], [[0.0]])], 10, early_stopping=2)
     assert trainer.global_step == before
     trainer.train_epoch([batch([[0.0]], [[0.0]])])  # asked for by itself, nothing ends it
     assert trainer.global_step == before + 1
