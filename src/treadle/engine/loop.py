@@ -272,7 +272,9 @@ class Engine:
                         if not group.batches:
                             break
                     finish_step(self, outcome)
-                    if self._stops_here() or self.target.reached(self) or self._ends_ahead():
+                    if self._stops_here() or self.target.reached(self):
+                        break
+                    if self.settings.capture is not False and self._ends_ahead():
                         break
                 session.ranks_stop(self)
                 if self.target.completes_epoch(self):
@@ -291,8 +293,7 @@ class Engine:
 
     def _ends_ahead(self) -> bool:
         """Runs captured steps ahead, as far as nobody must see one by itself; returns whether the run ends there."""
-        ran = self.settings.capture is not False and run_ahead(self)
-        return ran and (self._stops_here() or self.target.reached(self))
+        return run_ahead(self) and (self._stops_here() or self.target.reached(self))
 
     def _log_nothing_to_do(self) -> None:
         """Logs that the target is reached, as a warning if this object has trained: its second call trains nothing."""

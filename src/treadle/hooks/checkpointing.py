@@ -206,8 +206,9 @@ class CheckpointingHook(BaseHook):
         """Asks for a checkpoint when one is due; it is written once every hook has seen the step."""
         if self._writer.in_flight and self._writer.ended(trainer.rank_notices(self._writer.notice)):
             trainer.request_write(self.wait_for_writes)
-        due = trainer.step % self.interval == 0 or trainer.is_last_step
-        if due or self.retention.keeps(trainer.step):
+        step = trainer.step
+        due = step % self.interval == 0 or step in self.keep_steps or trainer.is_last_step
+        if due or (self.keep_interval and step % self.keep_interval == 0):
             trainer.request_write(lambda: self.save(trainer))
 
     def steps_ahead(self, trainer: Engine) -> int | None:
@@ -215,7 +216,8 @@ class CheckpointingHook(BaseHook):
         if self._writer.in_flight:
             return 1
         due = self.interval - trainer.step % self.interval
-        return due if self.keep_interval is None else min(due, self.keep_interval - trainer.step % self.keep_interval)
+        kept = [self.keep_interval - trainer.step % self.keep_interval] if self.keep_interval else []
+        return min([due, *kept, *(step - trainer.step for step in self.keep_steps if step > trainer.step)])
 
     def notice(self, trainer: Engine) -> Callable[[], float]:
         """Tells the other ranks whether this one still writes, so that all hear of an error at the same step."""

@@ -77,7 +77,7 @@ def test_the_constructor_and_train_have_the_documented_arguments():
     keyword_only = [name for name, value in parameters.items() if value.kind is value.KEYWORD_ONLY]
     assert keyword_only == list(parameters)[12:]
     train = inspect.signature(AstroTrainer.train).parameters
-    assert list(train)[1:] == ["num_epochs", "val_loader", "resume_from"]
+    assert list(train)[1:] == ["num_epochs", "val_loader", "resume_from", "best_model_metric"]
     assert Trainer is AstroTrainer
 
 

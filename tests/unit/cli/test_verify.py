@@ -115,13 +115,13 @@ FAULTS = {
         {"hook": IN_HOOK.format(
             event="before_step", action="trainer.optimizer.param_groups[0]['lr'] = 0.001 * self.count"
         )},
-        "unsaved_hook_state", "learning rate", ["hook Watch.count is ", "on_state_dict", "lr of the optimizer"],
+        "unsaved_hook_state", "learning rate", ["on_state_dict", "lr of the optimizer"],
     ),
     "hook_moves_weights": (
         {"hook": IN_HOOK.format(
             event="after_step", action="trainer.model.layers[0].bias.data.add_(1e-4 * self.count)"
         )},
-        "unsaved_hook_state", "weights", ["hook Watch.count is ", "model.layers.0.bias"],
+        "unsaved_hook_state", "weights", ["model.layers.0.bias"],
     ),
     "hook_changes_gradients": (
         {"hook": IN_HOOK.format(

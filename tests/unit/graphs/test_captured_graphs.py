@@ -75,6 +75,9 @@ class Watch(BaseHook):
         if trainer.step == self.step:
             trainer.request_write(lambda: setattr(self, "state", trainer.state_dict()))
 
+    def on_state_dict(self, trainer, state):
+        """Keeps nothing."""
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_captured_steps_train_log_and_measure_as_eager_ones(on_the_cpu, kind):
