@@ -272,9 +272,7 @@ class Engine:
                         if not group.batches:
                             break
                     finish_step(self, outcome)
-                    if self._stops_here() or self.target.reached(self):
-                        break
-                    if self.settings.capture is not False and self._ends_ahead():
+                    if self._stops_here() or self.target.reached(self) or (self.settings.capture and self._ahead()):
                         break
                 session.ranks_stop(self)
                 if self.target.completes_epoch(self):
@@ -291,7 +289,7 @@ class Engine:
         if self.state.closed is not None:
             raise ConfigError(self.state.closed)
 
-    def _ends_ahead(self) -> bool:
+    def _ahead(self) -> bool:
         """Runs captured steps ahead, as far as nobody must see one by itself; returns whether the run ends there."""
         return run_ahead(self) and (self._stops_here() or self.target.reached(self))
 
