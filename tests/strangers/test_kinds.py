@@ -510,3 +510,22 @@ def test_states_that_a_hook_keeps_are_named_and_do_not_grow_into_each_other(capl
     sizes = [len(repr(state["hooks"])) for state in hook.states.values()]
     assert max(sizes) == min(sizes)
     assert [record.getMessage() for record in caplog.records if "Keeps: states" in record.getMessage()] != []
+
+
+def test_a_cache_of_samples_is_named_and_goes_into_no_checkpoint(caplog):
+    class Caches(Points):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache: dict[int, Any] = {}
+
+        def __getitem__(self, index: int) -> Any:
+            self.cache[index] = torch.zeros(200_000)  # below the bound of one value; all together are above it
+            return super().__getitem__(index)
+
+    engine = engine_of()
+    engine.run(points_loader(Caches()), max_steps=4)
+    cached = engine.cursor.loader.dataset.cache
+    assert sum(value.numel() for value in cached.values()) > 1_000_000
+    held = str(engine.cursor.state_dict().get("objects"))
+    assert "cache" not in held
+    assert "Caches.cache has changed, and no checkpoint holds it" in caplog.text

@@ -116,6 +116,15 @@ def test_no_block_crosses_a_save_the_end_of_an_epoch_or_the_target(tmp_path):
     assert (tmp_path / "blocks" / "steps.jsonl").read_text() == (tmp_path / "single" / "steps.jsonl").read_text()
 
 
+def test_no_block_crosses_a_step_that_is_kept(tmp_path):
+    counts = Counts()
+    train(tmp_path, counts, CheckpointingHook(50, keep_steps=[13, 31]))
+    assert {13, 31, 50, 60} <= set(counts.seen)
+    assert {"checkpoint_step_13.pt", "checkpoint_step_31.pt"} <= {
+        path.name for path in (tmp_path / "checkpoints").iterdir()
+    }
+
+
 def test_a_hook_sees_the_steps_that_it_asks_for(tmp_path):
     counts = Counts(due=5)
     train(tmp_path, counts, max_steps=33)
