@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
+import io
 import types
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from treadle.checkpoint.introspection import attributes_of, has_state, set_attribute
 from treadle.checkpoint.plain_values import LONGEST, OPAQUE, decode, encode, same
 
 _CONTAINERS = (list, dict, set, deque, np.ndarray)  # what changes in place
 _CachedFunction = type(cache(len))
 _SAMPLED = 4096  # elements of an array that a glance compares
-_LIBRARIES = frozenset({
-    "treadle", "torch", "torchvision", "torchaudio", "torchdata", "torchmetrics", "torch_geometric", "numpy", "scipy",
-    "pandas", "pyarrow", "sklearn", "datasets", "transformers", "tokenizers", "webdataset", "litdata", "h5py", "zarr",
-    "lmdb", "PIL", "cv2", "tqdm", "rich", "tensorboard", "wandb", "mlflow", "_pytest", "pluggy",
-})  # fmt: skip
 
 
 class Attributes:
@@ -39,6 +36,7 @@ class Attributes:
         leave_out: names of attributes that do not count.
         stashes: whether tensors that belong to a graph may appear, as activations that a module remembers do.
         largest: elements of all tensors of an attribute that is written.
+        known: ids of objects that are kept elsewhere, and are not written as part of this one.
 
     Example:
         >>> class Counter: calls = 0
@@ -59,8 +57,10 @@ class Attributes:
         leave_out: Collection[str] = (),
         stashes: bool = False,
         largest: int = LONGEST,
+        known: Collection[int] = (),
     ):
         self.owner = owner
+        self._known = known
         self._largest = largest
         self._deep = deep
         self._leave_out = frozenset(leave_out)
@@ -69,13 +69,14 @@ class Attributes:
         self._before = {name: self._encode(value) for name, value in held.items()}
         self._marks = {name: Mark(value) for name, value in held.items() if _may_change(value)}
         self._seen = {name: mark for name, mark in self._marks.items() if self._before[name] is OPAQUE}
+        self._functions = {name: value for name, value in held.items() if value is None or callable(value)}
         self._last: dict[str, Any] = {}
 
     def _held(self) -> dict[str, Any]:
         return {name: value for name, value in attributes_of(self.owner).items() if name not in self._leave_out}
 
     def _encode(self, value: Any) -> Any:
-        return encode(value, deep=self._deep, largest=self._largest)
+        return encode(value, deep=self._deep, largest=self._largest, known=self._known)
 
     def _now(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the attributes that can be written, encoded, and the others."""
@@ -101,7 +102,7 @@ class Attributes:
         return all(self._before.get(name) is OPAQUE or self._is_harmless(value) for name, value in others.items())
 
     def _is_harmless(self, value: Any) -> bool:
-        return callable(value) or (self._stashes and _is_stash(value))
+        return callable(value) or _moves_unseen(value) or (self._stashes and _is_stash(value))
 
     def changed(self) -> dict[str, Any]:
         """Returns what a checkpoint holds: the attributes that differ, or nothing where they are not all."""
@@ -116,13 +117,26 @@ class Attributes:
             back = {name: start for name in self._differing(plain) if (start := self._start_of(name)) is not OPAQUE}
             wanted = back | wanted
         for name, value in wanted.items():
-            _set(self.owner, name, decode(value, attributes_of(self.owner).get(name)))
+            set_attribute(self.owner, name, decode(value, attributes_of(self.owner).get(name)))
+
+    @contextlib.contextmanager
+    def completing(self, values: Mapping[str, Any]) -> Iterator[None]:
+        """Sets, after a block that loads the object's own state, the attributes of ``values`` that the block left alone.
+
+        What it changed it may have put elsewhere on purpose, to be taken up later.
+        """
+        before, _ = self._now()
+        yield
+        now, _ = self._now()
+        for name, value in values.items():
+            if same(before.get(name), now.get(name)):
+                set_attribute(self.owner, name, decode(value, attributes_of(self.owner).get(name)))
 
     def lost(self) -> Iterator[str]:
         """Yields names of attributes that changed since this was last asked and that no checkpoint holds.
 
-        Numbers beside something that was opened late are named when they change once more; containers, tensors and
-        objects with state at once.
+        Numbers beside something that was opened late are named when they change once more; containers, tensors,
+        objects with state, iterators, and functions in the place of others at once.
         """
         plain, others = self._now()
         for name, value in {} if self._writable(others) else self._differing(plain).items():
@@ -134,6 +148,33 @@ class Attributes:
             if _may_change(value) and not (self._stashes and _is_stash(value)) and not (mark and mark.is_of(value)):
                 yield name
             self._seen[name] = Mark(value)
+            if _moves_unseen(value) or self._is_another_function(name, value):
+                yield name
+
+    def _is_another_function(self, name: str, value: Any) -> bool:
+        """Returns whether something callable is in the place of what was there, or of a method of the class."""
+        if not callable(value) or has_state(value):
+            return False
+        if name in self._functions:
+            before = self._functions[name]  # the same method is another object each time
+            return before is not value and not (isinstance(value, types.MethodType) and before == value)
+        return name not in self._before and callable(getattr(type(self.owner), name, None))
+
+
+def _moves_unseen(value: Any) -> bool:
+    """Returns whether a value is an iterator, whose place cannot be asked for; a file is none that counts."""
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+
+
+def beside(state: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the attributes that an object's own state does not hold under their names.
+
+    Example:
+        >>> beside({"calls": 2}, {"calls": 2, "rate": 0.1})
+        {'rate': 0.1}
+    """
+    held = state if isinstance(state, Mapping) else {}
+    return {name: value for name, value in attributes.items() if not (name in held and same(held[name], value))}
 
 
 class Mark:
@@ -173,19 +214,6 @@ def _glance(value: Any) -> Any:
     return len(value) if isinstance(value, _CONTAINERS) else None
 
 
-def has_state(owner: Any) -> bool:
-    """Returns whether an object offers ``state_dict()`` and ``load_state_dict()``; a class does not.
-
-    Example:
-        >>> from torch import nn
-        >>> has_state(nn.Linear(1, 1)), has_state(nn.Linear)
-        (True, False)
-    """
-    return not isinstance(owner, type) and all(
-        callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict")
-    )
-
-
 def _may_change(value: Any) -> bool:
     """Returns whether a value holds state by its type: a tensor, a container, a cache, an object with a state dict."""
     return isinstance(value, (Tensor, _CachedFunction, *_CONTAINERS)) or has_state(value)
@@ -198,68 +226,3 @@ def _is_stash(value: Any, depth: int = 8) -> bool:
     if isinstance(value, (list, tuple, deque)):
         return len(value) > 0 and depth > 0 and all(_is_stash(item, depth - 1) for item in value)
     return isinstance(value, Tensor) and value.grad_fn is not None
-
-
-def attributes_of(owner: Any) -> dict[str, Any]:
-    """Returns the attributes of an object by name, those in ``__slots__`` too; of a function, what it encloses.
-
-    Example:
-        >>> def made(count): return lambda: count
-        >>> attributes_of(made(3))
-        {'count': 3}
-    """
-    if isinstance(owner, types.FunctionType):
-        cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
-        return {name: cell.cell_contents for name, cell in cells if not _is_empty(cell)}
-    slots = [name for kind in type(owner).__mro__ for name in _as_names(kind.__dict__.get("__slots__", ()))]
-    found = {
-        name: getattr(owner, name) for name in slots if name not in ("__dict__", "__weakref__") and hasattr(owner, name)
-    }
-    return {**found, **getattr(owner, "__dict__", {})}
-
-
-def _is_empty(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  (raises where the variable is not bound yet)
-    except ValueError:
-        return True
-    return False
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    if not isinstance(owner, types.FunctionType):
-        setattr(owner, name, value)
-    elif name in owner.__code__.co_freevars:
-        cells = owner.__closure__ or ()
-        cells[owner.__code__.co_freevars.index(name)].cell_contents = value
-
-
-def _as_names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def behind(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the objects that something callable calls, with what leads to them: of methods, partials and functions.
-
-    Example:
-        >>> [name for name, _ in behind(partial(print, [1], end=[2]))]
-        ['func', 'args[0]', 'end']
-    """
-    if isinstance(value, types.MethodType):
-        yield "__self__", value.__self__
-    elif isinstance(value, partial):
-        yield "func", value.func
-        yield from ((f"args[{number}]", item) for number, item in enumerate(value.args))
-        yield from value.keywords.items()
-
-
-def is_users(owner: Any) -> bool:
-    """Returns whether an object is of a class, or is a function, that may be the user's: of no well-known library.
-
-    Example:
-        >>> is_users(3), is_users(print)
-        (False, False)
-    """
-    of = owner if isinstance(owner, types.FunctionType) else type(owner)
-    root = str(of.__module__).partition(".")[0]
-    return root == "__main__" or not (root in _LIBRARIES or root in sys.stdlib_module_names)

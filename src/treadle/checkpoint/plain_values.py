@@ -4,29 +4,44 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from treadle.checkpoint.constants import (
+    CONSTANTS,
+    class_at,
+    class_path,
+    decode_constant,
+    encode_constant,
+    has_path,
+)
+from treadle.checkpoint.introspection import attributes_of, has_state, is_users, is_users_class
+from treadle.errors import CheckpointError
+
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 OPAQUE = object()  # what a value is encoded to that cannot be written
+_AS_PYTHONS = (np.float64, np.int64, np.bool_, np.str_)  # which compute as Python's own numbers do
 _SCALARS = frozenset((bool, int, float, str, type(None)))
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
+_FACTORIES = {kind.__name__: kind for kind in (int, float, list, dict, set)}  # of a defaultdict
+_WITHOUT_STATE = ("abc", "typing", "collections.abc")  # whose classes are bases that hold nothing
 LONGEST = 1_000_000  # elements of all tensors of a value, or items of a flat list, that a state may hold
 _DEEPEST = 32  # containers inside of containers; one that contains itself has no end
 _MOST_NESTED = 20_000  # items inside containers of containers, each of which is visited at each save
 
 
-def encode(value: Any, *, deep: bool = False, largest: int = LONGEST) -> Any:
+def encode(value: Any, *, deep: bool = False, largest: int = LONGEST, known: Collection[int] = ()) -> Any:
     """Returns a plain copy of a value that :func:`decode` understands, or ``OPAQUE`` where there is none.
 
     Args:
         value: any.
-        deep: whether tensors, arrays and containers have one.
+        deep: whether tensors, arrays, containers and objects of the user's classes have one.
         largest: elements of all tensors inside; more have none.
+        known: ids of objects that are kept elsewhere and have none.
 
     Example:
         >>> encode((1, "a"), deep=True)
@@ -35,17 +50,20 @@ def encode(value: Any, *, deep: bool = False, largest: int = LONGEST) -> Any:
     if type(value) in _SCALARS:
         return value
     if isinstance(value, np.generic) and type(value.item()) in _SCALARS:
-        return value.item()
+        return value.item() if isinstance(value, _AS_PYTHONS) else {"scalar": value.item(), "dtype": value.dtype.name}
     if isinstance(value, GENERATORS):
         return {"generator": _state_of(value)}
-    return _Encoder(largest).of(value) if deep else OPAQUE
+    if (constant := encode_constant(value)) is not None:
+        return constant
+    return _Encoder(largest, known).of(value) if deep else OPAQUE
 
 
 class _Encoder:
     """Encodes one value and what it contains, up to a number of items."""
 
-    def __init__(self, largest: int):
+    def __init__(self, largest: int, known: Collection[int]):
         self._largest = largest
+        self._known = known
         self._left = _MOST_NESTED
         self._depth = 0
 
@@ -56,15 +74,34 @@ class _Encoder:
         if isinstance(value, Tensor):
             return _encoded_tensor(value) if self._fits(value.numel()) else OPAQUE
         if kind is np.ndarray:
-            small = value.dtype.kind in "biuf" and self._fits(value.size)
-            return {"array": torch.from_numpy(value.copy())} if small else OPAQUE
+            small = value.dtype.kind in "biufc" and value.dtype.itemsize <= 8 * (1 + (value.dtype.kind == "c"))
+            return {"array": torch.from_numpy(value.copy())} if small and self._fits(value.size) else OPAQUE
         if kind in _DICTS:
             return self._of_dict(value)
         if kind in (list, tuple, deque, set, frozenset):
             items = sorted(value, key=repr) if kind in (set, frozenset) else list(value)
             items = self._of_items(items)
-            return items if kind is list or items is OPAQUE else {kind.__name__: items}
-        return OPAQUE
+            if items is OPAQUE or kind is list:
+                return items
+            length = {"maxlen": value.maxlen} if kind is deque and value.maxlen is not None else {}
+            return {kind.__name__: items, **length}
+        if (constant := encode_constant(value)) is not None:
+            return constant
+        return self._of_object(value)
+
+    def _of_object(self, value: Any) -> Any:
+        """Returns a named tuple or an object of a user's class, by its class and its items."""
+        kind = type(value)
+        if id(value) in self._known or not is_plain_object(value) or not has_path(kind):
+            return OPAQUE
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            items = self._of_items(list(value))
+            return OPAQUE if items is OPAQUE else {"record": items, "of": class_path(kind)}
+        held = attributes_of(value)
+        items = self._of_items(list(held.values()))
+        return OPAQUE if items is OPAQUE else {
+            "object": dict(zip(held, items, strict=True)), "of": class_path(kind)
+        }  # fmt: skip
 
     def _fits(self, count: int) -> bool:
         """Takes elements from those that are left, so that a cache of samples does not go into every checkpoint."""
@@ -92,9 +129,22 @@ class _Encoder:
         keys, items = self._of_items(list(value)), self._of_items(list(value.values()))
         if keys is OPAQUE or items is OPAQUE:
             return OPAQUE
+        kind = {} if type(value) is dict else {"kind": type(value).__name__}
+        if isinstance(value, defaultdict) and value.default_factory is not None:
+            kind["factory"] = value.default_factory.__name__ if value.default_factory in _FACTORIES.values() else "other"
         if {str, int}.issuperset(map(type, keys)):
-            return {"dict": dict(zip(keys, items, strict=True))}
-        return {"pairs": [list(pair) for pair in zip(keys, items, strict=True)]}
+            return {"dict": dict(zip(keys, items, strict=True)), **kind}
+        return {"pairs": [list(pair) for pair in zip(keys, items, strict=True)], **kind}
+
+
+def is_plain_object(value: Any) -> bool:
+    """Returns whether a value is made of its attributes alone: of a user's class, of no part of a run, no container."""
+    if not is_users(value) or has_state(value):
+        return False
+    if isinstance(value, tuple):
+        return hasattr(value, "_fields")
+    kinds = type(value).__mro__
+    return all(kind is object or kind.__module__ in _WITHOUT_STATE or is_users_class(kind) for kind in kinds)
 
 
 def _is_checkpoint(value: Mapping[Any, Any]) -> bool:
@@ -136,18 +186,60 @@ def decode(value: Any, held: Any = None) -> Any:
         beside = held.device if isinstance(held, Tensor) else torch.device(value["device"])
         return _decoded_tensor(inner.to(beside), held)
     if kind == "array":
-        return inner.numpy().copy()
+        return _decoded_array(inner.numpy(), held)
+    if kind == "scalar":
+        return np.dtype(value["dtype"]).type(inner)
     if kind in ("dict", "pairs"):
         pairs = inner.items() if kind == "dict" else [(decode(key), item) for key, item in inner]
         known = held if isinstance(held, _DICTS) else {}
-        return _in_place(held, _DICTS, {key: decode(item, known.get(key)) for key, item in pairs})
+        decoded = {key: decode(item, known.get(key)) for key, item in pairs}
+        return _in_place(held, _DICTS, decoded) if isinstance(held, _DICTS) else _dict_like(value, decoded)
+    if kind in CONSTANTS:
+        return decode_constant(value, held)
+    if kind in ("record", "object"):
+        return _decoded_object(value, held)
     kinds: dict[str, Any] = {"tuple": tuple, "deque": deque, "set": set, "frozenset": frozenset}
-    return _in_place(held, (deque, set), kinds[kind](_decoded_items(inner, held)))
+    items = _decoded_items(inner, held)
+    return _in_place(held, (deque, set), deque(items, value.get("maxlen")) if kind == "deque" else kinds[kind](items))
+
+
+def _dict_like(value: Mapping[str, Any], decoded: dict[Any, Any]) -> Any:
+    """Returns a new dict of the kind that was encoded."""
+    factory = value.get("factory")
+    if factory is not None and factory not in _FACTORIES:
+        raise CheckpointError(
+            f"a defaultdict with the keys {list(decoded)[:3]} is not there when the checkpoint is loaded, and its "
+            "default_factory is in no checkpoint; make it in __init__"
+        )
+    kind = value.get("kind")
+    if kind == "defaultdict":
+        return defaultdict(_FACTORIES.get(factory) if factory else None, decoded)
+    return {"OrderedDict": OrderedDict, "Counter": Counter}.get(kind or "", dict)(decoded)
+
+
+def _decoded_object(value: Mapping[str, Any], held: Any) -> Any:
+    """Returns an object of a user's class, made without its ``__init__`` where it is not there yet."""
+    (kind, inner), *_ = value.items()
+    if kind == "record":
+        return class_at(value["of"], held)._make(_decoded_items(inner, held))
+    of = class_at(value["of"], held)
+    found = held if type(held) is of else object.__new__(of)
+    before = attributes_of(found)
+    for name, item in inner.items():
+        object.__setattr__(found, name, decode(item, before.get(name)))  # a frozen dataclass has no other
+    return found
 
 
 def _decoded_items(values: list[Any], held: Any) -> list[Any]:
     known = list(held) if isinstance(held, (list, tuple, deque)) and len(held) == len(values) else [None] * len(values)
     return [decode(item, now) for item, now in zip(values, known, strict=True)]
+
+
+def _decoded_array(value: Any, held: Any) -> Any:
+    if type(held) is np.ndarray and held.shape == value.shape and held.dtype == value.dtype and held.flags.writeable:
+        held[...] = value
+        return held
+    return value.copy()
 
 
 @torch.no_grad()

@@ -12,10 +12,12 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from treadle.checkpoint.attributes import Attributes, attributes_of, behind, has_state, is_users
+from treadle.checkpoint.attributes import Attributes, beside
+from treadle.checkpoint.introspection import attributes_of, behind, has_state, is_users
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.plain_values import GENERATORS, same
 from treadle.checkpoint.schema import to_plain
+from treadle.checkpoint.variables import Variables
 from treadle.data.rows import RowLoader
 from treadle.data.samplers import generators_of
 from treadle.data.transfer import TransferLoader
@@ -115,10 +117,12 @@ class LoaderState:
 
     def __init__(self, loader: Any, *, owners: Mapping[str, Any] | None = None):
         self.owners = owners_of(loader) if owners is None else dict(owners)
+        self.owners["variables"] = Variables(self.owners.values())
+        known = {id(owner) for owner in self.owners.values()}
         self._attributes = {
-            path: Attributes(owner, deep=True, leave_out=_OF_TORCHS if _is_torchs(owner) else ())
+            path: Attributes(owner, deep=True, leave_out=_OF_TORCHS if _is_torchs(owner) else (), known=known)
             for path, owner in self.owners.items()
-            if not has_state(owner) and not type(owner).__module__.startswith("treadle.")
+            if _has_attributes(owner)
         }
         modules = {path: owner for path, owner in self.owners.items() if isinstance(owner, nn.Module)}
         self._modules = {path: ModuleState(module) for path, module in modules.items()}
@@ -131,13 +135,13 @@ class LoaderState:
         """
         found: dict[str, Any] = {}
         for path, owner in self.owners.items():
-            if path in self._attributes:
-                if changed := self._attributes[path].changed():
-                    found[path] = {"attributes": changed}
-            elif has_state(owner):
+            states: dict[str, Any] = {}
+            if has_state(owner):
                 states = {"state": owner.state_dict(), "modules": self._beyond_state(path)}
-                if kept := {name: state for name, state in states.items() if state}:
-                    found[path] = to_plain(kept, f"data.objects.{path}")
+            if path in self._attributes:
+                states["attributes"] = beside(states.get("state"), self._attributes[path].changed())
+            if kept := {name: state for name, state in states.items() if state}:
+                found[path] = to_plain(kept, f"data.objects.{path}")
         return found
 
     def _beyond_state(self, path: str) -> dict[str, Any]:
@@ -153,24 +157,38 @@ class LoaderState:
         """
         for path, owner in self.owners.items():
             entry = states.get(path, {})
-            if path in self._attributes:
-                self._attributes[path].restore(entry.get("attributes", {}))
+            attributes = self._attributes.get(path)
+            if attributes is not None and not has_state(owner):
+                attributes.restore(entry.get("attributes", {}))
                 continue
-            if "state" in entry and not same(entry["state"], to_plain(owner.state_dict(), path)):
-                owner.load_state_dict(to_plain(entry["state"], path))
+            with contextlib.nullcontext() if attributes is None else attributes.completing(entry.get("attributes", {})):
+                if "state" in entry and not same(entry["state"], to_plain(owner.state_dict(), path)):
+                    owner.load_state_dict(to_plain(entry["state"], path))
             if path in self._modules:
                 self._modules[path].restore(owner, entry.get("modules", {}), ready=False)
 
     def lost(self) -> Iterator[str]:
         """Yields the names of attributes that changed since this was last asked and that no checkpoint holds."""
         for attributes in self._attributes.values():
-            yield from (f"{type(attributes.owner).__name__}.{name}" for name in attributes.lost())
+            if not has_state(attributes.owner):  # else its own state may hold them
+                yield from (f"{_name_of(attributes.owner)}.{name}".lstrip(".") for name in attributes.lost())
         for path, modules in self._modules.items():
             yield from (f"{type(self.owners[path]).__name__}.{name}" for name in modules.lost())
 
     def unknown(self, states: Mapping[str, Any]) -> list[str]:
         """Returns the paths of states for which this loader has no object."""
         return [path for path in states if path not in self.owners]
+
+
+def _has_attributes(owner: Any) -> bool:
+    """Returns whether the attributes of a part of the data are kept: where it has no state, or a user's class has it."""
+    if has_state(owner):
+        return is_users(owner) and not isinstance(owner, nn.Module)
+    return isinstance(owner, Variables) or not type(owner).__module__.startswith("treadle.")
+
+
+def _name_of(owner: Any) -> str:
+    return "" if isinstance(owner, Variables) else type(owner).__name__
 
 
 def _is_torchs(owner: Any) -> bool:

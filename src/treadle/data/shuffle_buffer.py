@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from treadle.checkpoint.attributes import has_state
+from treadle.checkpoint.introspection import has_state
 from treadle.checkpoint.schema import to_plain
 from treadle.data.indexed import seed_worker
 from treadle.data.ranks import rank_and_worker

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from treadle.checkpoint.attributes import has_state
+from treadle.checkpoint.introspection import has_state
 from treadle.data.indexed import seed_worker
 from treadle.data.streamed import SeededStream, StatefulSeededStream, StreamInit
 from treadle.seed import mix_seed

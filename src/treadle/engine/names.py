@@ -7,6 +7,8 @@ import types
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from treadle.checkpoint.introspection import names_used_by
+
 FOREIGN = {
     "_train_step": "train_step", "_build_model": "build_model", "_build_optimizer": "build_optimizer",
     "training_step": "forward", "train_batch": "forward", "run_step": "train_step", "compute_loss": "forward",
@@ -54,15 +56,6 @@ def names_used_in(owner: type) -> Iterator[str]:
     for value in vars(owner).values():
         if isinstance(value, types.FunctionType):
             yield from names_used_by(value)
-
-
-def names_used_by(function: types.FunctionType) -> Iterator[str]:
-    """Yields the names that a function uses, those of functions inside it included."""
-    waiting = [function.__code__]
-    while waiting:
-        code = waiting.pop()
-        yield from code.co_names
-        waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
 
 def replaces(kind: type, base: type, method: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Collection, Iterator, Mapping
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from treadle.checkpoint.attributes import Attributes, Mark, attributes_of, behind, has_state, is_users
+from treadle.checkpoint.attributes import Attributes, Mark, beside
 from treadle.checkpoint.base_fingerprints import fingerprint
+from treadle.checkpoint.introspection import Named, attributes_of, behind, has_state, is_users, is_users_class
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.plain_values import unequal
 from treadle.checkpoint.schema import to_plain
+from treadle.checkpoint.variables import Variables
 from treadle.distributed.state_names import clean_name
 from treadle.engine.hook import BaseHook
 from treadle.engine.state_part import Difference, Notice, Saved, StatePart
@@ -25,6 +28,11 @@ from treadle.optim.schedules import schedulers_in
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
+OF_OPTIMIZERS = (
+    "_opt_called", "_step_count", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "state",
+    "param_groups", "defaults",
+)  # fmt: skip
+"""Attributes of every optimizer, which its state dict holds or which are no state."""
 _DEEPEST = 4
 _MOST = 256  # items of a container that are looked at
 _OF_MODULES = ("tensors", "attributes")  # what is written of their state beyond the state dict
@@ -44,54 +52,99 @@ class OwnObjects:
         whole: paths of roots that are looked into though they have state dicts.
     """
 
-    def __init__(self, roots: Mapping[str, Any], *, known: Collection[int] = (), whole: Collection[str] = ()):
-        self._known = set(known)
+    def __init__(
+        self,
+        roots: Mapping[str, Any],
+        *,
+        known: Collection[int] = (),
+        whole: Collection[str] = (),
+    ):
+        self._kept = set(known)  # ids of objects that live as long as this one
         self._whole = frozenset(whole)
         self.owners: dict[str, Any] = {}
         self._attributes: dict[str, Attributes] = {}
         self._marks: dict[str, list[Mark]] = {}
         self._modules: dict[str, ModuleState] = {}
-        for path, owner in roots.items():
-            self.add(path, owner)
+        self._late: set[str] = set()
+        self._loaded: Mapping[str, Any] = {}
+        self._roots = dict(roots)
+        self.functions: list[types.FunctionType] = []  # of the user, for the variables that they use
+        self._look(self._roots)
 
     def add(self, path: str, owner: Any) -> None:
-        """Looks into one more root."""
-        found = set(self.owners)
-        self._walk(path, owner, _DEEPEST)
-        for name in self.owners.keys() - found:
-            if isinstance(module := self.owners[name], nn.Module):
-                self._marks[name] = [Mark(value) for value in _tensors_of(module)]
-                self._modules[name] = ModuleState(module)
+        """Looks into one more root, and restores it from the checkpoint that was loaded before it came."""
+        self._roots[path] = owner
+        self._restore_found(self._look({path: owner}))
 
-    def _walk(self, path: str, owner: Any, depth: int) -> None:
-        if depth == 0 or id(owner) in self._known:
+    def look_again(self) -> None:
+        """Looks for objects that were made since, in hooks before training; what a checkpoint holds of them is loaded.
+
+        Raises:
+            CheckpointError: it holds the state of one that was not made.
+        """
+        found = self._look(self._roots)
+        self._late |= found & self.owners.keys()
+        self._restore_found(found)
+        for path, entry in self._loaded.items():
+            if entry.get("late") and path not in self.owners:
+                raise _missing(path)
+
+    def _look(self, roots: Mapping[str, Any]) -> set[str]:
+        """Returns the paths of what was found in some roots and was not known."""
+        owners: dict[str, Any] = {}
+        plain: dict[str, Any] = {}
+        seen: set[int] = set()
+        for path, owner in roots.items():
+            self._walk(path, owner, _DEEPEST, (owners, plain, seen))
+        self._kept |= {id(owner) for owner in (*owners.values(), *plain.values())}
+        for path, owner in owners.items():
+            self.owners[path] = owner
+            if isinstance(owner, nn.Module):
+                self._marks[path] = [Mark(value) for value in _tensors_of(owner)]
+                self._modules[path] = ModuleState(owner)
+            elif is_users(owner):
+                left_out = OF_OPTIMIZERS if isinstance(owner, Optimizer) else ()
+                self._attributes[path] = self._attributes_of(owner, left_out)
+        for path, owner in plain.items():
+            self._attributes[path] = self._attributes_of(owner, _OF_TRAINERS if path in self._whole else ())
+        return {*owners, *plain}
+
+    def _attributes_of(self, owner: Any, left_out: Collection[str]) -> Attributes:
+        return Attributes(owner, deep=True, leave_out=left_out, stashes=True, known=self._kept)
+
+    def _walk(self, path: str, owner: Any, depth: int, found: tuple[dict[str, Any], dict[str, Any], set[int]]) -> None:
+        owners, plain, seen = found
+        if depth == 0 or id(owner) in seen:
             return
-        self._known.add(id(owner))
+        is_new = id(owner) not in self._kept
+        if isinstance(owner, types.FunctionType) and is_users(owner):
+            self.functions.append(owner)
         if isinstance(owner, (list, tuple)):
             for number, item in enumerate(owner[:_MOST]):
-                self._walk(f"{path}[{number}]", item, depth - 1)
+                self._walk(f"{path}[{number}]", item, depth - 1, found)
         elif type(owner) is dict and len(owner) <= _MOST:
             for key, item in owner.items():
-                self._walk(f"{path}.{key}", item, depth - 1)
+                self._walk(f"{path}.{key}", item, depth - 1, found)
         elif isinstance(owner, (types.MethodType, functools.partial)):
             for name, item in behind(owner):
-                self._walk(f"{path}.{name}", item, depth)
-        elif isinstance(owner, types.FunctionType):
-            if owner.__closure__ and is_users(owner):
-                self._look_into(path, owner, depth)
+                self._walk(f"{path}.{name}", item, depth, found)
         elif has_state(owner) and path not in self._whole:
-            if not is_ours(owner) or isinstance(owner, nn.Module):
-                self.owners[path] = owner
-        elif _is_plain(owner):
-            self._look_into(path, owner, depth)
+            if is_new and path not in self.owners and (not is_ours(owner) or isinstance(owner, nn.Module)):
+                owners[path] = owner
+                seen.add(id(owner))
+        elif (is_new or path in self._roots or path in self._attributes) and _is_looked_into(owner):
+            seen.add(id(owner))
+            left_out = _OF_TRAINERS if path in self._whole else ()
+            if is_new and not is_ours(owner) and path not in self._attributes:
+                plain[path] = owner
+            for name, value in attributes_of(owner).items():
+                if name not in left_out:
+                    self._walk(f"{path}.{name}".lstrip("."), value, depth - 1, found)
 
-    def _look_into(self, path: str, owner: Any, depth: int) -> None:
-        left_out = _OF_TRAINERS if path in self._whole else ()
-        if not is_ours(owner):
-            self._attributes[path] = Attributes(owner, deep=True, leave_out=left_out, stashes=True)
-        for name, value in attributes_of(owner).items():
-            if name not in left_out:
-                self._walk(f"{path}.{name}".lstrip("."), value, depth - 1)
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Objects whose attributes are kept, by path."""
+        return {path: attributes.owner for path, attributes in self._attributes.items()}
 
     def optimizers(self) -> list[Optimizer]:
         """Returns the optimizers among them, which the user's own code steps."""
@@ -105,7 +158,11 @@ class OwnObjects:
                 found |= self._of_module(path, owner)
             elif state := owner.state_dict():
                 found[path] = {"state": to_plain(state, f"objects.{path}")}
-        return found | self.attributes()
+        for path, entry in self.attributes().items():
+            known = found.get(path, {})
+            if other := beside(known.get("state"), entry["attributes"]):
+                found[path] = {**known, "attributes": other}
+        return {path: {**entry, "late": True} if path in self._late else entry for path, entry in found.items() if entry}
 
     def _of_module(self, path: str, module: nn.Module) -> dict[str, Any]:
         state = module.state_dict()
@@ -129,14 +186,10 @@ class OwnObjects:
             CheckpointError: there is none under its path, or it is another frozen module.
         """
         for path, entry in saved.items():
-            if "attributes" in entry:
+            if not ("state" in entry or "fingerprints" in entry) or (entry.get("late") and path not in self.owners):
                 continue
             if path not in self.owners:
-                raise CheckpointError(
-                    f"{path}: the checkpoint holds the state of this object, and this run has none there when it "
-                    "loads; make it in __init__ or in build_model(), before training, or start a new run from "
-                    "load_weights(...)"
-                )
+                raise _missing(path)
             if "fingerprints" in entry:
                 here = _fingerprints(self.owners[path].state_dict())
                 wrong = [name for name, mark in entry["fingerprints"].items() if here.get(name) != mark]
@@ -152,27 +205,42 @@ class OwnObjects:
         Raises:
             CheckpointError: an object refuses its own state.
         """
-        for path, owner in self.owners.items():
-            state = saved.get(path, {}).get("state")
-            if state is None:
-                continue
-            try:
-                owner.load_state_dict(to_plain(state, path))
-            except Exception as error:
-                raise CheckpointError(
-                    f"{path}: {type(owner).__name__}.load_state_dict does not take the state of the checkpoint: {error}"
-                ) from error
-        for path, modules in self._modules.items():
-            modules.restore(self.owners[path], saved.get(path, {}).get("modules", {}), ready=False)
+        self._loaded = saved
+        for path in self.owners:
+            self._restore_owner(path, saved.get(path, {}))
         self.restore_attributes(saved)
+
+    def _restore_owner(self, path: str, entry: Mapping[str, Any]) -> None:
+        owner, attributes = self.owners[path], self._attributes.get(path)
+        with contextlib.nullcontext() if attributes is None else attributes.completing(entry.get("attributes", {})):
+            if (state := entry.get("state")) is not None:
+                try:
+                    owner.load_state_dict(to_plain(state, path))
+                except Exception as error:
+                    raise CheckpointError(
+                        f"{path}: {type(owner).__name__}.load_state_dict does not take the state of the checkpoint: "
+                        f"{error}"
+                    ) from error
+        if path in self._modules:
+            self._modules[path].restore(owner, entry.get("modules", {}), ready=False)
+
+    def _restore_found(self, found: Collection[str]) -> None:
+        """Restores what came after a checkpoint was loaded."""
+        for path in found:
+            entry = self._loaded.get(path)
+            if entry is not None and path in self.owners:
+                self._restore_owner(path, entry)
+            elif entry is not None:
+                self._attributes[path].restore(entry.get("attributes", {}))
 
     def restore_attributes(self, saved: Mapping[str, Any]) -> None:
         """Sets attributes as in an entry of :meth:`collect`, and the others as they were at the start."""
         for path, attributes in self._attributes.items():
-            attributes.restore(saved.get(path, {}).get("attributes", {}))
+            if path not in self.owners:
+                attributes.restore(saved.get(path, {}).get("attributes", {}))
 
     def attributes(self) -> dict[str, Any]:
-        """Returns the attributes that changed, by path."""
+        """Returns the attributes that changed, by path; of objects with a state of their own too."""
         return {path: {"attributes": now} for path, one in self._attributes.items() if (now := one.changed())}
 
     def without_entry(self, saved: Mapping[str, Any]) -> list[str]:
@@ -189,27 +257,51 @@ class OwnObjects:
     def lost(self) -> Iterator[str]:
         """Yields the names of attributes that changed since this was last asked and that no checkpoint holds."""
         for path, attributes in self._attributes.items():
-            yield from (f"{path}.{name}".lstrip(".") for name in attributes.lost())
+            if path not in self.owners:  # else its own state may hold them
+                yield from (f"{path}.{name}".lstrip(".") for name in attributes.lost())
         for path, modules in self._modules.items():
             yield from (f"{path}.{name}" for name in modules.lost())
+
+
+def _missing(path: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: the checkpoint holds the state of this object, and this run has none there when it loads; make it in "
+        "__init__ or in build_model(), before training, or start a new run from load_weights(...)"
+    )
 
 
 def objects_of(engine: Engine) -> OwnObjects:
     """Returns the objects on the trainer and the task, behind the schedule, and behind hooks of the model's modules."""
     roots = _roots(engine)
     known = {id(part) for part in _parts_of(engine)}
-    return OwnObjects({**roots, **_callables_of(engine)}, known=known, whole=tuple(roots))
+    found = OwnObjects({**roots, **_callables_of(engine)}, known=known, whole=tuple(roots))
+    parts = (*engine.model.modules(), engine.optimizer, engine.lr_scheduler, *engine.hooks, *roots.values())
+    variables = Variables([*parts, *found.owners.values(), *found.plain.values(), *found.functions])
+    for path, owner in {"variables": variables, **variables.stateful}.items():
+        found.add(path, owner)
+    return found
 
 
 def objects_of_hook(engine: Engine, hook: BaseHook) -> OwnObjects | None:
     """Returns what a user's hook holds, or None where it keeps its state itself."""
-    methods = ("on_state_dict", "on_load_state_dict")
-    keeps = any(getattr(type(hook), name) is not getattr(BaseHook, name) for name in methods)
-    if keeps or is_ours(hook) or has_state(hook):
+    if _keeps_itself(hook) or is_ours(hook) or has_state(hook):
         return None
     known = {id(part) for part in _parts_of(engine)} - {id(hook)} | {id(engine), id(engine.task)}
     known |= {id(owner) for owner in engine.state.objects.owners.values()}
     return OwnObjects({"": hook}, known=known)
+
+
+def attributes_of_hook(hook: BaseHook) -> Attributes | None:
+    """Returns the attributes of a user's hook that keeps its state itself, or None: it may leave some out."""
+    kinds = [kind for kind in type(hook).__mro__ if kind not in (BaseHook, object)]
+    if not _keeps_itself(hook) or not all(map(is_users_class, kinds)):
+        return None
+    return Attributes(hook, deep=True)
+
+
+def _keeps_itself(hook: BaseHook) -> bool:
+    methods = ("on_state_dict", "on_load_state_dict")
+    return any(getattr(type(hook), name) is not getattr(BaseHook, name) for name in methods)
 
 
 def _callables_of(engine: Engine) -> dict[str, Any]:
@@ -256,8 +348,12 @@ def is_ours(owner: Any) -> bool:
     return type(owner).__module__.partition(".")[0] == "treadle"
 
 
-def _is_plain(owner: Any) -> bool:
+def _is_looked_into(owner: Any) -> bool:
     """Returns whether an object is a user's, whose attributes may hold others."""
+    if isinstance(owner, types.FunctionType):
+        return bool(owner.__closure__) and is_users(owner)
+    if isinstance(owner, Named):
+        return True
     foreign = (
         type,
         types.ModuleType,

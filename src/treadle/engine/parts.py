@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -10,9 +11,11 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from treadle import distributed
+from treadle.checkpoint.attributes import beside
 from treadle.checkpoint.base_fingerprints import without
 from treadle.checkpoint.files import FORMAT_NAME
 from treadle.checkpoint.plain_values import unequal
@@ -35,7 +38,7 @@ from treadle.optim.optimizer import (
     optimizer_state,
     overruled_settings,
 )
-from treadle.optim.optimizer_state import by_position
+from treadle.optim.optimizer_state import OWN, by_position
 from treadle.optim.schedules import scheduler_state
 from treadle.seed import RngState, mix_seed
 
@@ -175,9 +178,10 @@ class OptimizerPart(StatePart):
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         tree["optimizer"] = optimizer_state(engine.optimizer, engine.model)
-        if changed := engine.state.optimizer_attributes.changed():
+        if changed := beside(tree["optimizer"].get(OWN), engine.state.optimizer_attributes.changed()):
             tree["optimizer"]["attributes"] = changed
-        for name in engine.state.optimizer_attributes.lost():
+        own = type(engine.optimizer).state_dict is not Optimizer.state_dict
+        for name in () if own else engine.state.optimizer_attributes.lost():
             _warn_of_lost(engine, f"optimizer: {name}", "Give the class state_dict() and load_state_dict()")
 
     def check(self, engine: Engine, saved: Saved) -> None:
@@ -194,8 +198,13 @@ class OptimizerPart(StatePart):
         if saved.get("optimizer") is not None:
             state = dict(saved.part("optimizer"))
             attributes = state.pop("attributes", {})
-            load_optimizer_state(engine.optimizer, engine.model, state)
-            engine.state.optimizer_attributes.restore(attributes)
+            kept = engine.state.optimizer_attributes
+            if type(engine.optimizer).state_dict is Optimizer.state_dict:
+                load_optimizer_state(engine.optimizer, engine.model, state)
+                kept.restore(attributes)
+                return
+            with kept.completing(attributes):
+                load_optimizer_state(engine.optimizer, engine.model, state)
 
     def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
         if saved.get("optimizer") is not None and saved.same_torch:
@@ -327,6 +336,10 @@ class HooksPart(StatePart):
                     'write to state_dict["hooks"][self.state_key]'
                 )
 
+        for key, attributes in engine.state.hook_attributes.items():
+            if changed_here := attributes.changed():
+                tree.setdefault("objects", {})[_of_hook(key)] = {"attributes": changed_here}
+
     def _add_attributes(self, engine: Engine, key: str, tree: dict[str, Any]) -> None:
         """Adds what a hook holds that keeps no state itself."""
         objects = engine.state.hook_objects.get(key)
@@ -364,7 +377,10 @@ class HooksPart(StatePart):
 
     def load(self, engine: Engine, saved: Saved) -> None:
         for hook in engine.hooks:
-            hook.on_load_state_dict(engine, saved.tree)
+            attributes = engine.state.hook_attributes.get(hook.state_key)
+            entry = saved.part("objects").get(_of_hook(hook.state_key)) or {}
+            with contextlib.nullcontext() if attributes is None else attributes.completing(entry.get("attributes", {})):
+                hook.on_load_state_dict(engine, saved.tree)
         for key, objects in engine.state.hook_objects.items():
             objects.restore(_objects_of(saved, key))
 
@@ -421,6 +437,11 @@ MOVED_BY_STEPS = tuple(
     if isinstance(part, (ModelPart, SchedulerPart, OptimizerPart, ScalerPart, AveragesPart, ObjectsPart, ModulesPart))
 )
 """The parts that a step changes."""
+
+
+def _of_hook(key: str) -> str:
+    """Returns the path under which the attributes of a hook are kept that its own state leaves out."""
+    return f"hooks.{key}"
 
 
 def _objects_of(saved: Saved, key: str) -> Mapping[str, Any]:

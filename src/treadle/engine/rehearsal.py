@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from treadle.checkpoint.attributes import has_state
+from treadle.checkpoint.introspection import has_state
 from treadle.checkpoint.schema import to_plain
 from treadle.data.cursor import Cursor
 from treadle.distributed.state_names import clean_name

@@ -146,6 +146,7 @@ def training_session(engine: Engine) -> Iterator[None]:
                     for hook in engine.hooks:
                         opened.append(hook)
                         hook.on_before_train(engine)
+                    engine.state.look_again()
                     engine.events.cache_dispatch(engine.hooks)
                     into_training_mode(engine)
                     engine.state.begin_run()

@@ -20,7 +20,7 @@ from treadle.checkpoint.order import Reach
 from treadle.checkpoint.schema import KEYS, to_plain
 from treadle.engine.first_save import try_loading
 from treadle.engine.origin import RunOrigin
-from treadle.engine.own_objects import OwnObjects, objects_of, objects_of_hook
+from treadle.engine.own_objects import OF_OPTIMIZERS, OwnObjects, attributes_of_hook, objects_of, objects_of_hook
 from treadle.engine.parts import MOVED_BY_STEPS, PARTS
 from treadle.engine.state_options import StateOptions
 from treadle.engine.state_part import Saved, StatePart
@@ -28,12 +28,6 @@ from treadle.errors import CheckpointError
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
-
-
-_OF_OPTIMIZERS = (
-    "_opt_called", "_step_count", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "state",
-    "param_groups", "defaults",
-)  # fmt: skip
 
 
 def is_of_torch(optimizer: Any) -> bool:
@@ -83,13 +77,15 @@ class RunState:
         modules: state of the model that its state dict does not hold.
         objects: the user's own objects on the trainer and the task.
         hook_objects: those that hooks without state of their own hold, by the hooks' keys.
-        optimizer_attributes: plain attributes of an optimizer that is not torch's, and inherits its state dict.
+        hook_attributes: attributes of hooks that have state of their own, which may leave some out, by the hooks' keys.
+        optimizer_attributes: plain attributes of an optimizer that is not torch's.
     """
 
     base: FrozenBase
     modules: ModuleState
     objects: OwnObjects
     hook_objects: dict[str, OwnObjects]
+    hook_attributes: dict[str, Attributes]
     optimizer_attributes: Attributes
 
     def __init__(self, options: StateOptions):
@@ -119,15 +115,25 @@ class RunState:
         self.objects = objects_of(engine)
         objects = {hook.state_key: objects_of_hook(engine, hook) for hook in engine.hooks}
         self.hook_objects = {key: found for key, found in objects.items() if found is not None}
-        keeps_none = type(engine.optimizer).state_dict is not Optimizer.state_dict or is_of_torch(engine.optimizer)
-        owner = None if keeps_none else engine.optimizer
-        self.optimizer_attributes = Attributes(owner, deep=True, leave_out=_OF_OPTIMIZERS)
+        kept = {hook.state_key: attributes_of_hook(hook) for hook in engine.hooks}
+        self.hook_attributes = {key: found for key, found in kept.items() if found is not None}
+        owner = None if is_of_torch(engine.optimizer) else engine.optimizer
+        self.optimizer_attributes = Attributes(owner, deep=True, leave_out=OF_OPTIMIZERS)
 
     def warn_once(self, engine: Engine, text: str) -> None:
         """Logs a warning about state that is lost, once."""
         if text not in self._warned:
             self._warned.add(text)
             engine.logger.warning("%s", text, extra={"topic": "state that is lost"})
+
+    def look_again(self) -> None:
+        """Looks for objects that hooks made before training.
+
+        Raises:
+            CheckpointError: the checkpoint that was loaded holds one that was not made.
+        """
+        for objects in (self.objects, *self.hook_objects.values()):
+            objects.look_again()
 
     def try_before_step_1(self, trial: Callable[[], None]) -> None:
         """Has something tried before the first step of a run that begins; one that was resumed has done it before."""

@@ -1,0 +1,119 @@
+"""Values of users that are neither numbers nor containers, as plain trees: enums, dates, dtypes, records, objects."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import fractions
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+
+from treadle.errors import CheckpointError
+
+_AS_TEXT: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    bytes: ("bytes", bytes.hex, bytes.fromhex),
+    complex: ("complex", lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch."), lambda name: getattr(torch, name)),
+    torch.device: ("torch_device", str, torch.device),
+    torch.Size: ("size", list, torch.Size),
+    datetime.datetime: ("datetime", datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    datetime.date: ("date", datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.timedelta: (
+        "timedelta", lambda value: [value.days, value.seconds, value.microseconds],
+        lambda parts: datetime.timedelta(*parts),
+    ),
+    decimal.Decimal: ("decimal", str, decimal.Decimal),
+    fractions.Fraction: ("fraction", str, fractions.Fraction),
+    range: ("range", lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+}  # fmt: skip
+_FROM_TEXT = {name: back for name, _, back in _AS_TEXT.values()}
+
+
+def encode_constant(value: Any) -> Any:
+    """Returns an immutable value as a tree of one key, or None where it is of no kind that is known.
+
+    Example:
+        >>> encode_constant(torch.float16), encode_constant(b"a"), encode_constant(print)
+        ({'dtype': 'float16'}, {'bytes': '61'}, None)
+    """
+    known = _AS_TEXT.get(type(value))
+    if known is not None:
+        name, as_plain, _ = known
+        return {name: as_plain(value)}
+    if isinstance(value, PurePath):
+        return {"path": str(value)}
+    if isinstance(value, enum.Enum) and value.name is not None:
+        return {"enum": value.name, "of": class_path(type(value))}
+    return None
+
+
+def decode_constant(value: Mapping[str, Any], held: Any) -> Any:
+    """Returns the value that :func:`encode_constant` was given.
+
+    Args:
+        value: what it returned.
+        held: what is in its place now, whose class is taken where it is of that name.
+
+    Example:
+        >>> decode_constant({"range": [0, 3, 1]}, None)
+        range(0, 3)
+    """
+    (kind, inner), *_ = value.items()
+    if kind == "path":
+        return type(held)(inner) if isinstance(held, PurePath) else Path(inner)
+    if kind == "enum":
+        return class_at(value["of"], held)[inner]
+    return _FROM_TEXT[kind](inner)
+
+
+CONSTANTS = frozenset((*_FROM_TEXT, "path", "enum"))
+
+
+def class_path(kind: type) -> str:
+    """Returns the module and the name of a class, by which :func:`class_at` finds it.
+
+    Example:
+        >>> class_path(Path)
+        'pathlib:Path'
+    """
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def has_path(kind: type) -> bool:
+    """Returns whether a class is found by its module and name: one that was made in a function is not.
+
+    Example:
+        >>> has_path(Path)
+        True
+    """
+    return _found(class_path(kind)) is kind
+
+
+def class_at(path: str, held: Any = None) -> Any:
+    """Returns a class of a module that is imported, or that of ``held`` where it is of the same name.
+
+    Raises:
+        CheckpointError: there is none; nothing is imported for a checkpoint.
+    """
+    if held is not None and type(held).__qualname__ == path.partition(":")[2]:
+        return type(held)
+    found = _found(path)
+    if not isinstance(found, type):
+        raise CheckpointError(
+            f"the checkpoint holds an object of the class {path.replace(':', '.')}, which this run does not have; "
+            "import its module before the run is resumed, under the same name"
+        )
+    return found
+
+
+def _found(path: str) -> Any:
+    module, _, name = path.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found

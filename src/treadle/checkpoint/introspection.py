@@ -1,0 +1,148 @@
+"""Attributes of any object, by name: of instances, of slots, of what a function encloses; and whose the object is."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+_LIBRARIES = frozenset({
+    "treadle", "torch", "torchvision", "torchaudio", "torchdata", "torchmetrics", "torch_geometric", "numpy", "scipy",
+    "pandas", "pyarrow", "sklearn", "datasets", "transformers", "tokenizers", "webdataset", "litdata", "h5py", "zarr",
+    "lmdb", "PIL", "cv2", "tqdm", "rich", "tensorboard", "wandb", "mlflow", "_pytest", "pluggy",
+})  # fmt: skip
+
+
+class Named:
+    """Values under names, which are read and set as the attributes of an object are."""
+
+    def values(self) -> dict[str, Any]:
+        """Returns the values as they are now."""
+        raise NotImplementedError
+
+    def set(self, name: str, value: Any) -> None:
+        """Sets one of them."""
+        raise NotImplementedError
+
+
+def has_state(owner: Any) -> bool:
+    """Returns whether an object offers ``state_dict()``, without arguments, and ``load_state_dict()``; a class does not.
+
+    Example:
+        >>> from torch import nn
+        >>> has_state(nn.Linear(1, 1)), has_state(nn.Linear)
+        (True, False)
+    """
+    if isinstance(owner, type) or not callable(getattr(owner, "load_state_dict", None)):
+        return False
+    method = getattr(owner, "state_dict", None)
+    return callable(method) and _wants_nothing(getattr(method, "__func__", method))
+
+
+@functools.lru_cache(maxsize=1024)
+def _wants_nothing(function: Any) -> bool:
+    """Returns whether a function or method needs no argument: the ``state_dict`` of litdata's data sets needs three."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return True
+    return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+               for one in parameters if one.name != "self")  # fmt: skip
+
+
+def attributes_of(owner: Any) -> dict[str, Any]:
+    """Returns the attributes of an object by name, those in ``__slots__`` too; of a function, what it encloses.
+
+    Example:
+        >>> def made(count): return lambda: count
+        >>> attributes_of(made(3))
+        {'count': 3}
+    """
+    if isinstance(owner, Named):
+        return owner.values()
+    if isinstance(owner, types.FunctionType):
+        cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
+        return {name: cell.cell_contents for name, cell in cells if not _is_empty(cell)}
+    slots = [name for kind in type(owner).__mro__ for name in _as_names(kind.__dict__.get("__slots__", ()))]
+    found = {
+        name: getattr(owner, name) for name in slots if name not in ("__dict__", "__weakref__") and hasattr(owner, name)
+    }
+    return {**found, **getattr(owner, "__dict__", {})}
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  (raises where the variable is not bound yet)
+    except ValueError:
+        return True
+    return False
+
+
+def set_attribute(owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute of an object, or a variable that a function encloses.
+
+    Example:
+        >>> def made(count): return lambda: count
+        >>> function = made(3); set_attribute(function, "count", 4); function()
+        4
+    """
+    if isinstance(owner, Named):
+        owner.set(name, value)
+    elif not isinstance(owner, types.FunctionType):
+        setattr(owner, name, value)
+    elif name in owner.__code__.co_freevars:
+        cells = owner.__closure__ or ()
+        cells[owner.__code__.co_freevars.index(name)].cell_contents = value
+
+
+def _as_names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def behind(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the objects that something callable calls, with what leads to them: of methods, partials and functions.
+
+    Example:
+        >>> [name for name, _ in behind(partial(print, [1], end=[2]))]
+        ['func', 'args[0]', 'end']
+    """
+    if isinstance(value, types.MethodType):
+        yield "__self__", value.__self__
+    elif isinstance(value, partial):
+        yield "func", value.func
+        yield from ((f"args[{number}]", item) for number, item in enumerate(value.args))
+        yield from value.keywords.items()
+
+
+def is_users(owner: Any) -> bool:
+    """Returns whether an object is of a class, or is a function, that may be the user's: of no well-known library.
+
+    Example:
+        >>> is_users(3), is_users(print)
+        (False, False)
+    """
+    return is_users_class(owner if isinstance(owner, types.FunctionType) else type(owner))
+
+
+def is_users_class(kind: Any) -> bool:
+    """Returns whether a class or a function is defined in a module that may be the user's.
+
+    Example:
+        >>> is_users_class(int)
+        False
+    """
+    root = str(kind.__module__).partition(".")[0]
+    return root == "__main__" or not (root in _LIBRARIES or root in sys.stdlib_module_names)
+
+
+def names_used_by(function: types.FunctionType) -> Iterator[str]:
+    """Yields the names that a function uses, those of functions inside it included."""
+    waiting = [function.__code__]
+    while waiting:
+        code = waiting.pop()
+        yield from code.co_names
+        waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
