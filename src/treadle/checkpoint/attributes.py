@@ -18,7 +18,7 @@ from treadle.checkpoint.introspection import attributes_of, has_state, set_attri
 from treadle.checkpoint.plain_values import LONGEST, OPAQUE, decode, encode, same
 
 _CONTAINERS = (list, dict, set, deque, np.ndarray)  # what changes in place
-_CachedFunction = type(cache(len))
+CachedFunction = type(cache(len))
 _SAMPLED = 4096  # elements of an array that a glance compares
 
 
@@ -66,7 +66,8 @@ class Attributes:
         self._leave_out = frozenset(leave_out)
         self._stashes = stashes
         held = self._held()
-        self._before = {name: self._encode(value) for name, value in held.items()}
+        self._kinds = {name: type(value) for name, value in held.items()}
+        self._before = {name: self._encode(name, value) for name, value in held.items()}
         self._marks = {name: Mark(value) for name, value in held.items() if _may_change(value)}
         self._seen = {name: mark for name, mark in self._marks.items() if self._before[name] is OPAQUE}
         self._functions = {name: value for name, value in held.items() if value is None or callable(value)}
@@ -75,8 +76,9 @@ class Attributes:
     def _held(self) -> dict[str, Any]:
         return {name: value for name, value in attributes_of(self.owner).items() if name not in self._leave_out}
 
-    def _encode(self, value: Any) -> Any:
-        return encode(value, deep=self._deep, largest=self._largest, known=self._known)
+    def _encode(self, name: str, value: Any) -> Any:
+        held = self._kinds.get(name) is type(value)
+        return encode(value, deep=self._deep, largest=self._largest, known=self._known, held=held)
 
     def _now(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the attributes that can be written, encoded, and the others."""
@@ -84,7 +86,7 @@ class Attributes:
         for name, value in self._held().items():
             mark = self._marks.get(name)
             known = mark is not None and mark.tells_all and mark.is_of(value)
-            encoded = self._before[name] if known else self._encode(value)
+            encoded = self._before[name] if known else self._encode(name, value)
             if encoded is OPAQUE:
                 others[name] = value
             else:
@@ -209,14 +211,14 @@ def _glance(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         step = max(1, value.size // _SAMPLED)
         return value.shape, value.reshape(-1)[::step].tobytes() if value.dtype.kind in "biufc" else None
-    if isinstance(value, _CachedFunction):
+    if isinstance(value, CachedFunction):
         return value.cache_info().currsize
     return len(value) if isinstance(value, _CONTAINERS) else None
 
 
 def _may_change(value: Any) -> bool:
     """Returns whether a value holds state by its type: a tensor, a container, a cache, an object with a state dict."""
-    return isinstance(value, (Tensor, _CachedFunction, *_CONTAINERS)) or has_state(value)
+    return isinstance(value, (Tensor, CachedFunction, *_CONTAINERS)) or has_state(value)
 
 
 def _is_stash(value: Any, depth: int = 8) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
 
 from treadle.checkpoint.attributes import Attributes, Mark
 from treadle.distributed import is_dtensor, unwrap
@@ -190,6 +191,10 @@ def _other_tensors(named: Mapping[str, nn.Module]) -> dict[str, tuple[bool, Tens
         for key, value in vars(module).items():
             if type(value) is Tensor and value.grad_fn is None and value.numel() <= _LARGEST:
                 found[f"{name}.{key}".lstrip(".")] = (False, value)
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, BasePruningMethod) and isinstance(value := vars(module).get(hook._tensor_name), Tensor):
+                # The next pruning ranks the weights of the last forward pass, and not those after the step.
+                found[f"{name}.{hook._tensor_name}".lstrip(".")] = (False, value.detach())
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,9 @@ _DEEPEST = 32  # containers inside of containers; one that contains itself has n
 _MOST_NESTED = 20_000  # items inside containers of containers, each of which is visited at each save
 
 
-def encode(value: Any, *, deep: bool = False, largest: int = LONGEST, known: Collection[int] = ()) -> Any:
+def encode(
+    value: Any, *, deep: bool = False, largest: int = LONGEST, known: Collection[int] = (), held: bool = False
+) -> Any:
     """Returns a plain copy of a value that :func:`decode` understands, or ``OPAQUE`` where there is none.
 
     Args:
@@ -42,6 +44,7 @@ def encode(value: Any, *, deep: bool = False, largest: int = LONGEST, known: Col
         deep: whether tensors, arrays, containers and objects of the user's classes have one.
         largest: elements of all tensors inside; more have none.
         known: ids of objects that are kept elsewhere and have none.
+        held: whether an object of its class is there when it is decoded, so that its class need not be found by name.
 
     Example:
         >>> encode((1, "a"), deep=True)
@@ -55,15 +58,16 @@ def encode(value: Any, *, deep: bool = False, largest: int = LONGEST, known: Col
         return {"generator": _state_of(value)}
     if (constant := encode_constant(value)) is not None:
         return constant
-    return _Encoder(largest, known).of(value) if deep else OPAQUE
+    return _Encoder(largest, known, held=held).of(value) if deep else OPAQUE
 
 
 class _Encoder:
     """Encodes one value and what it contains, up to a number of items."""
 
-    def __init__(self, largest: int, known: Collection[int]):
+    def __init__(self, largest: int, known: Collection[int], *, held: bool):
         self._largest = largest
         self._known = known
+        self._held = held
         self._left = _MOST_NESTED
         self._depth = 0
 
@@ -77,10 +81,10 @@ class _Encoder:
             small = value.dtype.kind in "biufc" and value.dtype.itemsize <= 8 * (1 + (value.dtype.kind == "c"))
             return {"array": torch.from_numpy(value.copy())} if small and self._fits(value.size) else OPAQUE
         if kind in _DICTS:
-            return self._of_dict(value)
+            return self._inside(self._of_dict, value)
         if kind in (list, tuple, deque, set, frozenset):
             items = sorted(value, key=repr) if kind in (set, frozenset) else list(value)
-            items = self._of_items(items)
+            items = self._inside(self._of_items, items)
             if items is OPAQUE or kind is list:
                 return items
             length = {"maxlen": value.maxlen} if kind is deque and value.maxlen is not None else {}
@@ -89,10 +93,17 @@ class _Encoder:
             return constant
         return self._of_object(value)
 
+    def _inside(self, encoded: Callable[[Any], Any], container: Any) -> Any:
+        """Encodes what a container holds, in whose place nothing of the same class need be later."""
+        held, self._held = self._held, False
+        found = encoded(container)
+        self._held = held
+        return found
+
     def _of_object(self, value: Any) -> Any:
         """Returns a named tuple or an object of a user's class, by its class and its items."""
         kind = type(value)
-        if id(value) in self._known or not is_plain_object(value) or not has_path(kind):
+        if id(value) in self._known or not is_plain_object(value) or not (self._held or has_path(kind)):
             return OPAQUE
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             items = self._of_items(list(value))
@@ -131,7 +142,9 @@ class _Encoder:
             return OPAQUE
         kind = {} if type(value) is dict else {"kind": type(value).__name__}
         if isinstance(value, defaultdict) and value.default_factory is not None:
-            kind["factory"] = value.default_factory.__name__ if value.default_factory in _FACTORIES.values() else "other"
+            kind["factory"] = (
+                value.default_factory.__name__ if value.default_factory in _FACTORIES.values() else "other"
+            )
         if {str, int}.issuperset(map(type, keys)):
             return {"dict": dict(zip(keys, items, strict=True)), **kind}
         return {"pairs": [list(pair) for pair in zip(keys, items, strict=True)], **kind}

@@ -7,18 +7,18 @@ import inspect
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from treadle.checkpoint.introspection import Named, is_users_class, names_used_by
+from treadle.checkpoint.attributes import CachedFunction
+from treadle.checkpoint.introspection import Named, has_state, is_users_class, names_used_by
 from treadle.checkpoint.plain_values import GENERATORS, is_plain_object
 
 _INSTALLED = ("site-packages", "dist-packages")  # parts of paths below which nobody's own code is
 _KINDS = (bool, int, float, complex, str, type(None), list, dict, set, deque, np.ndarray, Tensor, *GENERATORS)
-_Place = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 class Variables(Named):
@@ -26,6 +26,10 @@ class Variables(Named):
 
     Args:
         roots: functions, classes and objects from whose code they are found, through what that code calls.
+        known: names of variables that are left out.
+
+    Attributes:
+        stateful: objects with state dicts among them, by name, of which nothing is kept here.
 
     Example:
         >>> def made(calls={"n": 0}): return calls
@@ -33,58 +37,48 @@ class Variables(Named):
         ['made(calls)']
     """
 
-    def __init__(self, roots: Iterable[Any]):
-        self._places: dict[str, _Place] = {}
+    def __init__(self, roots: Iterable[Any], *, known: Collection[str] = ()):
+        self._known = frozenset(known)
+        self._used: dict[str, tuple[dict[str, Any], str]] = {}  # variables of modules
+        self._codes: list[Any] = []
+        self._defaults: dict[str, Any] = {}
         self.stateful: dict[str, Any] = {}
         for code in _reachable(roots):
             self._add(code)
 
     def _add(self, code: Any) -> None:
+        self._codes.append(code)
         if isinstance(code, type):
-            for name, value in vars(code).items():
-                if not name.startswith("__") and _is_variable(value):
-                    self._places[f"{code.__qualname__}.{name}"] = (
-                        functools.partial(getattr, code, name), functools.partial(setattr, code, name),
-                    )  # fmt: skip
             return
         for name in dict.fromkeys(names_used_by(code)):
-            if name in code.__globals__ and not name.startswith("__"):
-                self._add_global(code, name)
-        for name, value in vars(code).items():
-            if not name.startswith("__") and _is_variable(value):
-                self._places[f"{code.__qualname__}.{name}"] = (
-                    functools.partial(getattr, code, name), functools.partial(setattr, code, name),
-                )  # fmt: skip
+            if not name.startswith("__"):
+                self._used[f"{code.__module__}.{name}"] = (code.__globals__, name)
+                value = code.__globals__.get(name)
+                if has_state(value):
+                    self.stateful[f"{code.__module__}.{name}"] = value
         for name, value in _defaults_of(code):
             if isinstance(value, (list, dict, set, deque, *GENERATORS)) or is_plain_object(value):
-                self._places[f"{code.__qualname__}({name})"] = functools.partial(_same, value), _keep
-
-    def _add_global(self, code: types.FunctionType, name: str) -> None:
-        value, place = code.__globals__[name], f"{code.__module__}.{name}"
-        if _is_variable(value):
-            variables = code.__globals__
-            self._places[place] = (
-                functools.partial(variables.get, name), functools.partial(variables.__setitem__, name),
-            )  # fmt: skip
-        elif callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
-            self.stateful[place] = value
+                self._defaults[f"{code.__qualname__}({name})"] = value
 
     def values(self) -> dict[str, Any]:
-        """Returns the variables as they are now."""
-        return {name: read() for name, (read, _) in self._places.items()}
+        """Returns the variables as they are now, those that have appeared too."""
+        found = {place: variables[name] for place, (variables, name) in self._used.items() if name in variables}
+        for code in self._codes:
+            found |= {f"{code.__qualname__}.{name}": value for name, value in vars(code).items()
+                      if not name.startswith("__")}  # fmt: skip
+        found |= self._defaults
+        return {name: value for name, value in found.items() if _is_variable(value) and name not in self._known}
 
     def set(self, name: str, value: Any) -> None:
-        """Sets one of them."""
-        if name in self._places:
-            self._places[name][1](value)
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _keep(value: Any) -> None:
-    """Leaves a default as it is: it was filled in place when it was decoded."""
+        """Sets one of them; a default was filled in place."""
+        if name in self._used:
+            variables, key = self._used[name]
+            variables[key] = value
+            return
+        owner, _, attribute = name.rpartition(".")
+        for code in self._codes:
+            if code.__qualname__ == owner:
+                setattr(code, attribute, value)
 
 
 def _reachable(roots: Iterable[Any]) -> Iterator[Any]:
@@ -135,7 +129,7 @@ def _is_own_code(code: Any) -> bool:
 
 
 def _is_variable(value: Any) -> bool:
-    return isinstance(value, _KINDS) or is_plain_object(value)
+    return isinstance(value, (*_KINDS, CachedFunction)) or is_plain_object(value)
 
 
 def _defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

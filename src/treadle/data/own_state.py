@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -117,7 +117,7 @@ class LoaderState:
 
     def __init__(self, loader: Any, *, owners: Mapping[str, Any] | None = None):
         self.owners = owners_of(loader) if owners is None else dict(owners)
-        self.owners["variables"] = Variables(self.owners.values())
+        self.owners["variables"] = Variables(_code_of(loader, self.owners.values()))
         known = {id(owner) for owner in self.owners.values()}
         self._attributes = {
             path: Attributes(owner, deep=True, leave_out=_OF_TORCHS if _is_torchs(owner) else (), known=known)
@@ -178,6 +178,17 @@ class LoaderState:
     def unknown(self, states: Mapping[str, Any]) -> list[str]:
         """Returns the paths of states for which this loader has no object."""
         return [path for path in states if path not in self.owners]
+
+
+def _code_of(loader: Any, owners: Iterable[Any]) -> Iterator[Any]:
+    """Yields what reads the data, and the functions and methods that it holds."""
+    if isinstance(loader, TransferLoader):
+        loader = loader.loader
+    parts = [getattr(loader, name, None) for name in ("dataset", "collate_fn", "batch_sampler", "sampler")]
+    for part in (loader, *parts, *owners):
+        yield part
+        values = attributes_of(part).values() if part is not None else ()
+        yield from (value for value in values if isinstance(value, (types.FunctionType, types.MethodType)))
 
 
 def _has_attributes(owner: Any) -> bool:

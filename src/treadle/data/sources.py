@@ -368,7 +368,7 @@ def _passed_over(iterator: Iterator[Any], count: int) -> Iterator[Any]:
 def _length(loader: Any) -> int | None:
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):
+    except Exception:  # noqa: BLE001  (some loaders know their length once they are iterated, and raise what they like)
         return None
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from treadle.checkpoint.schema import to_plain
@@ -14,9 +17,12 @@ from treadle.engine.parts import PARTS
 from treadle.engine.state_part import Saved
 from treadle.errors import CheckpointError
 from treadle.optim.optimizer_state import OWN, hidden_tensors, rehearse
+from treadle.seed import forked_rng
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
+
+_LARGEST_COPY = 2**28  # bytes of the parameters of an optimizer of which copies are tried
 
 
 def try_loading(engine: Engine, tree: Mapping[str, Any]) -> None:
@@ -62,6 +68,64 @@ def refuse_hidden_tensors(optimizer: Any) -> None:
             f"optimizer: {type(optimizer).__name__} keeps tensors in {hidden!r}, which the state_dict that it inherits "
             "leaves out; keep them in self.state[parameter], or give the class state_dict() and load_state_dict()"
         )
+
+
+def try_optimizer(optimizer: Any) -> None:
+    """Steps a copy of a user's optimizer with gradients of zero, and loads its state into another copy.
+
+    Raises:
+        CheckpointError: its state is lost, or does not load.
+    """
+    named = {id(one): one for group in optimizer.param_groups for one in group["params"]}
+    size = sum(one.numel() * one.element_size() for one in named.values())
+    plain = all(type(one) in (Tensor, nn.Parameter) and one.layout is torch.strided for one in named.values())
+    if size > _LARGEST_COPY or not plain:
+        return
+    name = type(optimizer).__name__
+    try:
+        first, second = _double(optimizer, named), _double(optimizer, named)
+        with warnings.catch_warnings(), forked_rng(0):
+            warnings.simplefilter("ignore")
+            type(first).step(first)  # the object's own step may be bound to the optimizer that it was copied from
+    except Exception:  # noqa: BLE001  (what cannot be copied, or wants a closure, is not tried)
+        return
+    refuse_hidden_tensors(first)
+    addresses = {id(one) for group in first.param_groups for one in group["params"]}
+    if any(key in addresses for key in _int_keys(first.state_dict())):
+        raise CheckpointError(
+            f"optimizer: the state_dict of {name} has the memory addresses of parameters for keys, which another "
+            "process does not have; use their order, as torch's optimizers do"
+        )
+    state = to_plain(first.state_dict(), "optimizer")
+    try:
+        second.load_state_dict(copy.deepcopy(state))
+    except Exception as error:
+        raise CheckpointError(
+            f"optimizer: {name}.load_state_dict does not take what its state_dict gives: {type(error).__name__}: "
+            f"{error}. Both are tried before step 1, on copies"
+        ) from error
+
+
+def _double(optimizer: Any, named: Mapping[int, Tensor]) -> Any:
+    """Returns a copy of an optimizer over copies of its parameters, with gradients of zero."""
+    double = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {id(optimizer): double}
+    for identity, parameter in named.items():
+        memo[identity] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+        memo[identity].grad = torch.zeros_like(parameter)
+    held = {name: value for name, value in vars(optimizer).items() if name != "step" and not name.endswith("_hooks")}
+    hooks = {name: OrderedDict[Any, Any]() for name in vars(optimizer) if name.endswith("_hooks")}
+    double.__dict__.update(copy.deepcopy(held, memo), **hooks)
+    return double
+
+
+def _int_keys(tree: Any) -> Iterator[int]:
+    if isinstance(tree, Mapping):
+        yield from (key for key in tree if isinstance(key, int))
+        tree = list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _int_keys(item)
 
 
 def _try_objects(engine: Engine, saved: Mapping[str, Any]) -> None:

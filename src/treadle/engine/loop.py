@@ -477,8 +477,18 @@ class Engine:
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches per step."""
+        """Micro-batches per step. May be assigned, but where steps are captured."""
         return self.settings.accumulation_steps
+
+    @accumulation_steps.setter
+    def accumulation_steps(self, value: int) -> None:
+        if self.settings.capture is not False:
+            raise ConfigError(
+                "a captured step has a fixed number of micro-batches; pass capture=False to change it while training",
+                argument="accumulation_steps",
+                value=value,
+            )
+        self.settings = dataclasses.replace(self.settings, accumulation_steps=value)
 
     @property
     def grad_clip(self) -> float | None:
@@ -488,8 +498,15 @@ class Engine:
     @grad_clip.setter
     def grad_clip(self, value: float | None) -> None:
         self.settings = dataclasses.replace(self.settings, grad_clip=value)
-        if self.state.training:
-            self.progress.moved_settings["grad_clip"] = self.settings.grad_clip
+
+    @property
+    def grad_clip_value(self) -> float | None:
+        """Largest absolute value of a gradient's element; None: they are not clipped so. May be assigned."""
+        return self.settings.grad_clip_value
+
+    @grad_clip_value.setter
+    def grad_clip_value(self, value: float | None) -> None:
+        self.settings = dataclasses.replace(self.settings, grad_clip_value=value)
 
     @property
     def scheduler_interval(self) -> Literal["step", "epoch"]:

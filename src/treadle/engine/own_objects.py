@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from treadle.checkpoint.attributes import Attributes, Mark, beside
 from treadle.checkpoint.base_fingerprints import fingerprint
 from treadle.checkpoint.introspection import Named, attributes_of, behind, has_state, is_users, is_users_class
 from treadle.checkpoint.module_state import ModuleState
-from treadle.checkpoint.plain_values import unequal
+from treadle.checkpoint.plain_values import OPAQUE, encode, is_plain_object, unequal
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.variables import Variables
 from treadle.distributed.state_names import clean_name
@@ -33,7 +33,7 @@ OF_OPTIMIZERS = (
     "param_groups", "defaults",
 )  # fmt: skip
 """Attributes of every optimizer, which its state dict holds or which are no state."""
-_DEEPEST = 4
+_DEEPEST = 6
 _MOST = 256  # items of a container that are looked at
 _OF_MODULES = ("tensors", "attributes")  # what is written of their state beyond the state dict
 _LARGE = 64 * 2**20  # bytes of a frozen module above which its fingerprint is kept and not its weights
@@ -74,7 +74,17 @@ class OwnObjects:
     def add(self, path: str, owner: Any) -> None:
         """Looks into one more root, and restores it from the checkpoint that was loaded before it came."""
         self._roots[path] = owner
+        self.functions.clear()
         self._restore_found(self._look({path: owner}))
+        self.add_variables(f"{path}.variables", [owner, *self.functions])
+
+    def add_variables(self, path: str, roots: Iterable[Any]) -> None:
+        """Adds the variables that the code of some objects uses, and what has state among them."""
+        known = [name for bag in self._roots.values() if isinstance(bag, Variables) for name in bag.values()]
+        variables = Variables(roots, known=known)
+        for name, owner in {path: variables, **variables.stateful}.items():
+            self._roots[name] = owner
+            self._restore_found(self._look({name: owner}))
 
     def look_again(self) -> None:
         """Looks for objects that were made since, in hooks before training; what a checkpoint holds of them is loaded.
@@ -82,20 +92,27 @@ class OwnObjects:
         Raises:
             CheckpointError: it holds the state of one that was not made.
         """
-        found = self._look(self._roots)
+        found = self._look(self._roots, plain_too=False)
         self._late |= found & self.owners.keys()
         self._restore_found(found)
         for path, entry in self._loaded.items():
             if entry.get("late") and path not in self.owners:
                 raise _missing(path)
 
-    def _look(self, roots: Mapping[str, Any]) -> set[str]:
-        """Returns the paths of what was found in some roots and was not known."""
+    def _look(self, roots: Mapping[str, Any], *, plain_too: bool = True) -> set[str]:
+        """Returns the paths of what was found in some roots and was not known.
+
+        Args:
+            roots: where to look.
+            plain_too: whether objects without a state dict count; those made later are written as parts of others.
+        """
         owners: dict[str, Any] = {}
         plain: dict[str, Any] = {}
         seen: set[int] = set()
         for path, owner in roots.items():
             self._walk(path, owner, _DEEPEST, (owners, plain, seen))
+        if not plain_too:
+            plain.clear()
         self._kept |= {id(owner) for owner in (*owners.values(), *plain.values())}
         for path, owner in owners.items():
             self.owners[path] = owner
@@ -121,10 +138,12 @@ class OwnObjects:
             self.functions.append(owner)
         if isinstance(owner, (list, tuple)):
             for number, item in enumerate(owner[:_MOST]):
-                self._walk(f"{path}[{number}]", item, depth - 1, found)
+                if not _is_written_whole(item):
+                    self._walk(f"{path}[{number}]", item, depth - 1, found)
         elif type(owner) is dict and len(owner) <= _MOST:
             for key, item in owner.items():
-                self._walk(f"{path}.{key}", item, depth - 1, found)
+                if not _is_written_whole(item):
+                    self._walk(f"{path}.{key}", item, depth - 1, found)
         elif isinstance(owner, (types.MethodType, functools.partial)):
             for name, item in behind(owner):
                 self._walk(f"{path}.{name}", item, depth, found)
@@ -135,7 +154,7 @@ class OwnObjects:
         elif (is_new or path in self._roots or path in self._attributes) and _is_looked_into(owner):
             seen.add(id(owner))
             left_out = _OF_TRAINERS if path in self._whole else ()
-            if is_new and not is_ours(owner) and path not in self._attributes:
+            if is_new and (isinstance(owner, Named) or not is_ours(owner)) and path not in self._attributes:
                 plain[path] = owner
             for name, value in attributes_of(owner).items():
                 if name not in left_out:
@@ -162,7 +181,9 @@ class OwnObjects:
             known = found.get(path, {})
             if other := beside(known.get("state"), entry["attributes"]):
                 found[path] = {**known, "attributes": other}
-        return {path: {**entry, "late": True} if path in self._late else entry for path, entry in found.items() if entry}
+        return {
+            path: {**entry, "late": True} if path in self._late else entry for path, entry in found.items() if entry
+        }
 
     def _of_module(self, path: str, module: nn.Module) -> dict[str, Any]:
         state = module.state_dict()
@@ -276,15 +297,13 @@ def objects_of(engine: Engine) -> OwnObjects:
     known = {id(part) for part in _parts_of(engine)}
     found = OwnObjects({**roots, **_callables_of(engine)}, known=known, whole=tuple(roots))
     parts = (*engine.model.modules(), engine.optimizer, engine.lr_scheduler, *engine.hooks, *roots.values())
-    variables = Variables([*parts, *found.owners.values(), *found.plain.values(), *found.functions])
-    for path, owner in {"variables": variables, **variables.stateful}.items():
-        found.add(path, owner)
+    found.add_variables("variables", [*parts, *found.owners.values(), *found.plain.values(), *found.functions])
     return found
 
 
 def objects_of_hook(engine: Engine, hook: BaseHook) -> OwnObjects | None:
     """Returns what a user's hook holds, or None where it keeps its state itself."""
-    if _keeps_itself(hook) or is_ours(hook) or has_state(hook):
+    if _keeps_itself(hook) or has_state(hook):
         return None
     known = {id(part) for part in _parts_of(engine)} - {id(hook)} | {id(engine), id(engine.task)}
     known |= {id(owner) for owner in engine.state.objects.owners.values()}
@@ -345,13 +364,19 @@ def is_ours(owner: Any) -> bool:
         >>> is_ours(nn.Linear(1, 1))
         False
     """
-    return type(owner).__module__.partition(".")[0] == "treadle"
+    kind = owner if isinstance(owner, types.FunctionType) else type(owner)
+    return str(kind.__module__).partition(".")[0] == "treadle"
+
+
+def _is_written_whole(item: Any) -> bool:
+    """Returns whether an item of a container is a user's plain object that is written as part of the container."""
+    return is_plain_object(item) and encode(item, deep=True) is not OPAQUE
 
 
 def _is_looked_into(owner: Any) -> bool:
     """Returns whether an object is a user's, whose attributes may hold others."""
     if isinstance(owner, types.FunctionType):
-        return bool(owner.__closure__) and is_users(owner)
+        return bool(owner.__closure__) and (is_users(owner) or is_ours(owner))
     if isinstance(owner, Named):
         return True
     foreign = (
@@ -392,19 +417,24 @@ def _trainer_names() -> frozenset[str]:
 _OF_TRAINERS = _trainer_names()
 
 
+def warn_of_lost(engine: Engine) -> None:
+    """Warns of what has changed in the user's objects and of iterators on them, which no checkpoint holds, once."""
+    for name in engine.state.objects.lost():
+        engine.state.warn_once(
+            engine,
+            f"{name} has changed, or moves, and no checkpoint holds it: a resume is exact only if nothing depends on "
+            "it. Keep it in an object with state_dict and load_state_dict; an iterator over data, in the __iter__ of "
+            "the loader",
+        )
+
+
 class ObjectsPart(StatePart):
     """State of the user's own objects on the trainer and the task."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
-        objects = engine.state.objects
-        if states := objects.collect():
+        if states := engine.state.objects.collect():
             tree["objects"] = states
-        for name in objects.lost():
-            engine.state.warn_once(
-                engine,
-                f"{name} has changed, and no checkpoint holds it: a resume is exact only if nothing depends on "
-                "it. Keep it in an object with state_dict and load_state_dict",
-            )
+        warn_of_lost(engine)
 
     def check(self, engine: Engine, saved: Saved) -> None:
         if engine.state.options.strict:

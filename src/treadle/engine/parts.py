@@ -297,6 +297,7 @@ class ProgressPart(StatePart):
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         tree["epoch"] = engine.epoch
         tree["global_step"] = engine.progress.step
+        engine.state.record_moved_settings(engine)
         tree["progress"] = {**engine.progress.state_dict(), "device": engine.device.type}
 
     def load(self, engine: Engine, saved: Saved) -> None:

@@ -18,9 +18,10 @@ from treadle import distributed
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.failure import failing_by_name
-from treadle.engine.first_save import refuse_hidden_tensors
+from treadle.engine.first_save import refuse_hidden_tensors, try_optimizer
 from treadle.engine.hook import BaseHook
 from treadle.engine.out_of_memory import explaining_out_of_memory
+from treadle.engine.own_objects import warn_of_lost
 from treadle.engine.rehearsal import try_folders, try_schedule
 from treadle.engine.single_samples import explaining_single_samples
 from treadle.engine.start_log import end_line, start_block, start_line
@@ -30,7 +31,7 @@ from treadle.errors import ConfigError
 from treadle.optim.ema import Ema
 from treadle.optim.evaluation_point import into_training_point
 from treadle.optim.nonfinite import FiniteGuard, RefusalPlan, skips_on_device
-from treadle.optim.optimizer import check_scheduler, uncovered_parameters
+from treadle.optim.optimizer import check_scheduler, is_of_torch, uncovered_parameters
 from treadle.optim.schedules import check_plateau
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def training_session(engine: Engine) -> Iterator[None]:
                     engine.state.look_again()
                     engine.events.cache_dispatch(engine.hooks)
                     into_training_mode(engine)
-                    engine.state.begin_run()
+                    engine.state.begin_run(engine)
                     yield
                 leave_on_signal(engine)  # one that came after the last boundary must not be lost
         except BaseException as error:
@@ -294,8 +295,11 @@ def check_before_training(engine: Engine) -> None:
     check_scheduler(engine.lr_scheduler, engine.optimizer)
     if engine.target.score_epoch is None:
         check_plateau(engine.lr_scheduler, "train_loss", "min")
+    warn_of_lost(engine)
     engine.state.objects.collect()  # a state that no checkpoint can hold is named now and not at the first save
     refuse_hidden_tensors(engine.optimizer)
+    if engine.progress.step == 0 and engine.num_ranks == 1 and not is_of_torch(engine.optimizer):
+        try_optimizer(engine.optimizer)
     try_schedule(engine)
     try_folders(engine)
     wanted = inspect.signature(engine.optimizer.step).parameters.get("closure")

@@ -17,6 +17,9 @@ Capture = bool | Literal["auto"]
 Outcome = Literal["applied", "skipped", "refused"]
 Steps = Callable[[Group], Outcome]
 
+MOVABLE = ("grad_clip", "grad_clip_value", "accumulation_steps", "max_non_finite_grad_retries", "eval_seed")
+"""Settings that a hook may change while it trains: checkpoints hold those that changed."""
+
 
 @dataclass(frozen=True)
 class EngineSettings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch.optim import Optimizer
+from torch import Tensor
 
 from treadle import distributed
 from treadle.checkpoint.attributes import Attributes
@@ -18,21 +18,19 @@ from treadle.checkpoint.buffers import HostBuffers
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.order import Reach
 from treadle.checkpoint.schema import KEYS, to_plain
+from treadle.engine.built import Built
 from treadle.engine.first_save import try_loading
 from treadle.engine.origin import RunOrigin
 from treadle.engine.own_objects import OF_OPTIMIZERS, OwnObjects, attributes_of_hook, objects_of, objects_of_hook
 from treadle.engine.parts import MOVED_BY_STEPS, PARTS
+from treadle.engine.settings import MOVABLE, EngineSettings
 from treadle.engine.state_options import StateOptions
 from treadle.engine.state_part import Saved, StatePart
 from treadle.errors import CheckpointError
+from treadle.optim.optimizer import is_of_torch
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
-
-
-def is_of_torch(optimizer: Any) -> bool:
-    """Returns whether torch wrote an optimizer's class."""
-    return type(optimizer).__module__.startswith("torch.")
 
 
 class Driver(Protocol):
@@ -75,6 +73,7 @@ class RunState:
         num_runs: runs that took steps, of this object.
         length_checked: whether the length of the schedule was compared with that of the run.
         modules: state of the model that its state dict does not hold.
+        built: the parts with which the run was prepared.
         objects: the user's own objects on the trainer and the task.
         hook_objects: those that hooks without state of their own hold, by the hooks' keys.
         hook_attributes: attributes of hooks that have state of their own, which may leave some out, by the hooks' keys.
@@ -84,6 +83,7 @@ class RunState:
     base: FrozenBase
     modules: ModuleState
     objects: OwnObjects
+    built: Built
     hook_objects: dict[str, OwnObjects]
     hook_attributes: dict[str, Attributes]
     optimizer_attributes: Attributes
@@ -107,11 +107,13 @@ class RunState:
         self._rehearsed = False
         self._warned: set[str] = set()
         self.length_checked = False
+        self._settings: EngineSettings | None = None
 
     def prepare(self, engine: Engine) -> None:
         """Takes fingerprints of the frozen weights, and notes how the user's objects were built."""
         self.base = FrozenBase(engine.model, asked=self.options.ignore_frozen_params)
         self.modules = ModuleState(engine.model)
+        self.built = Built(engine)
         self.objects = objects_of(engine)
         objects = {hook.state_key: objects_of_hook(engine, hook) for hook in engine.hooks}
         self.hook_objects = {key: found for key, found in objects.items() if found is not None}
@@ -152,17 +154,35 @@ class RunState:
         self.modules.restore(engine.model, modules, ready=False)
         self.objects.restore_attributes(objects)
 
+    def signature(self, engine: Engine) -> Any:
+        """Returns what the user's code changes between steps, as a plain tree: to compare two moments, without copies."""
+        groups = [{key: value for key, value in group.items() if key != "params"}
+                  for group in engine.optimizer.param_groups]  # fmt: skip
+        written = [value._version for value in engine.model.state_dict().values() if isinstance(value, Tensor)]
+        settings = [getattr(engine.settings, name) for name in MOVABLE]
+        modules = self.modules.collect(engine.model)
+        return to_plain([self.objects.collect(), modules, groups, written, settings])
+
     def record_length_checked(self) -> None:
         """Records that the schedule was found long enough for this run, or was named."""
         self.length_checked = True
 
-    def begin_run(self) -> None:
+    def begin_run(self, engine: Engine) -> None:
         """Records that steps are being taken."""
+        self._settings = engine.settings
+        self.built.begin(engine)
         self.training, self.num_runs = True, self.num_runs + 1
         self.length_checked = False
 
+    def record_moved_settings(self, engine: Engine) -> None:
+        """Records which settings a hook has changed since the run began; the progress keeps them."""
+        for name in MOVABLE if self.training else ():
+            if getattr(engine.settings, name) != getattr(self._settings, name):
+                engine.progress.moved_settings[name] = getattr(engine.settings, name)
+
     def end_run(self, engine: Engine) -> None:
         """Records that no more steps are taken, and the modes that the modules were left in."""
+        self.record_moved_settings(engine)
         self.modules.end(engine.model)
         self.training = False
 
@@ -177,6 +197,10 @@ class RunState:
             parts: each rank gets its own part of the tensors that are spread over ranks.
         """
         tree: dict[str, Any] = dict.fromkeys(KEYS)
+        if self.training:
+            self.built.refuse_others(engine)
+            for text in self.built.replaced(engine):
+                self.warn_once(engine, text)
         for part in PARTS:
             part.collect(engine, tree)
         plain = {key: to_plain(value, key, buffers=buffers, parts=parts) for key, value in tree.items()}

@@ -75,6 +75,9 @@ class EpochTrainer:
         """
         metric, mode = ("the loss", "min") if self.best is None else (self.best.metric, self.best.mode)
         check_plateau(self.engine.lr_scheduler, metric, mode)
+        if after_epoch is not None:
+            self.engine.prepare()
+            self.engine.state.objects.add("after_epoch", after_epoch)
         if val_loader is not None:
             self.engine.state.try_before_step_1(lambda: self._try_before_step_1(val_loader))
         self.engine.run(

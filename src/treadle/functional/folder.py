@@ -130,6 +130,13 @@ class NumberedFolder(RunFolder):
             self._written = None
         on_rank_0(self._prune)
 
+    def write_changed(self, best: float | None) -> None:
+        """Writes the numbered checkpoint of an epoch again, after callbacks that changed what it holds."""
+        if self.path is not None and self._is_due():
+            self.before_write()
+            self._save(epoch_file(self.path, self.engine.epoch), self.engine.epoch, best)
+            self.record_written()
+
     def _prune(self) -> None:
         """Deletes the numbered checkpoints that no rule keeps; none that is further than the present epoch."""
         folder, state = self.path, self.engine.state

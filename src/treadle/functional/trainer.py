@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from treadle.capture.compile import Compile
+from treadle.checkpoint.plain_values import same
 from treadle.checkpoint.store import load_checkpoint
 from treadle.device import to_device
 from treadle.engine import Engine
@@ -349,6 +350,8 @@ class Trainer(EpochFace):
         set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
         self._folder.use(*self._run_defaults.files(save_dir, save_freq))
         with speaking(self._engine), self._folder.held():
+            self._engine.prepare()
+            self._engine.state.objects.add("callbacks", list(callbacks or ()))
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             say_if_finished(self._epochs, num_epochs)
@@ -386,10 +389,13 @@ class Trainer(EpochFace):
     def _end_epoch(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
         improved = None if self._epochs.best is None else self._epochs.improved
         self._folder.write_epoch(improved=improved, best=self.best_metric, scored_weights=self._epochs.scored_weights)
+        before = self._engine.state.signature(self._engine) if callbacks else None
         if not self._is_own("train_epoch") or self._replaces("train_epoch"):  # else it logs the line itself
             log_epoch(self.epoch - 1, record)
         for callback in callbacks:
             callback(self, self.epoch - 1, in_order(record))
+        if before is not None and not same(before, self._engine.state.signature(self._engine)):
+            self._folder.write_changed(self.best_metric)
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 

@@ -36,6 +36,11 @@ _OF_NO_OPTIMIZER = {
 }  # fmt: skip
 
 
+def is_of_torch(optimizer: Any) -> bool:
+    """Returns whether torch wrote an optimizer's class."""
+    return type(optimizer).__module__.startswith("torch.")
+
+
 def is_normalisation(module: nn.Module) -> bool:
     """Returns whether a module is one of torch's normalisation layers, by its type and not by its name.
 
@@ -214,7 +219,9 @@ def _refuse_another_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
 
     Switches do not count: torch adds some from version to version and fills them in.
     """
-    own = getattr(optimizer, "defaults", {})
+    own = {
+        key: value for group in optimizer.param_groups for key, value in group.items() if key not in _OF_NO_OPTIMIZER
+    }
     missing = [key for key, value in own.items() if key not in saved and not isinstance(value, (bool, type(None)))]
     strange = [key for key in saved if key not in own and key not in _OF_NO_OPTIMIZER]
     if missing and strange:
