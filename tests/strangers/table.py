@@ -10,5 +10,6 @@ from strangers.objects import OBJECTS
 from strangers.optimizers import OPTIMIZERS
 from strangers.peers import PEERS
 from strangers.schedulers import SCHEDULERS
+from strangers.unseen import UNSEEN
 
-TABLE: list[Row] = [*OPTIMIZERS, *SCHEDULERS, *MODELS, *OBJECTS, *DATA_ROWS, *NESTED, *PEERS]
+TABLE: list[Row] = [*OPTIMIZERS, *SCHEDULERS, *MODELS, *OBJECTS, *DATA_ROWS, *NESTED, *PEERS, *UNSEEN]

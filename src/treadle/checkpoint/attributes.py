@@ -123,7 +123,7 @@ class Attributes:
 
     @contextlib.contextmanager
     def completing(self, values: Mapping[str, Any]) -> Iterator[None]:
-        """Sets, after a block that loads the object's own state, the attributes of ``values`` that the block left alone.
+        """Sets, after a block that loads the object's own state, the attributes that the block left alone.
 
         What it changed it may have put elsewhere on purpose, to be taken up later.
         """

@@ -30,7 +30,7 @@ class Named:
 
 
 def has_state(owner: Any) -> bool:
-    """Returns whether an object offers ``state_dict()``, without arguments, and ``load_state_dict()``; a class does not.
+    """Returns whether an object offers ``state_dict()`` without arguments and ``load_state_dict()``; a class does not.
 
     Example:
         >>> from torch import nn

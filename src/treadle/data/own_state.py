@@ -27,7 +27,7 @@ _log = logging.getLogger("treadle.data")
 _WATCHED_READS = 3  # of a worker, after which its copies are taken to keep no state
 _DEEPEST = 8
 _PARTS_OF_DATA = (
-    "dataset", "datasets", "data_source", "source", "sampler", "samplers", "batch_sampler", "transform", "transforms",
+    "dataset", "datasets", "pipeline", "data_source", "source", "sampler", "samplers", "batch_sampler", "transform", "transforms",
     "target_transform",
 )  # fmt: skip
 _OF_TORCHS = ("generator", "epoch")  # carried by themselves, or set before each epoch
@@ -80,6 +80,8 @@ def _walk(path: str, owner: Any, found: dict[str, Any], seen: set[int], depth: i
 
 def _is_part(value: Any) -> bool:
     """Returns whether what an object of the data holds may have state: other parts of data, and the user's objects."""
+    if type(value).__module__.startswith("webdataset."):  # its stages hold generators and count epochs
+        return True
     if isinstance(value, (Sampler, Dataset)) or callable(getattr(value, "set_epoch", None)) or has_state(value):
         return True
     if isinstance(value, (types.MethodType, functools.partial)):
@@ -192,7 +194,7 @@ def _code_of(loader: Any, owners: Iterable[Any]) -> Iterator[Any]:
 
 
 def _has_attributes(owner: Any) -> bool:
-    """Returns whether the attributes of a part of the data are kept: where it has no state, or a user's class has it."""
+    """Returns whether the attributes of a part of the data are kept: of one without state, or of a user's class."""
     if has_state(owner):
         return is_users(owner) and not isinstance(owner, nn.Module)
     return isinstance(owner, Variables) or not type(owner).__module__.startswith("treadle.")
@@ -232,6 +234,26 @@ def hidden_generators(loader: Any) -> list[str]:
         for name, value in attributes_of(owner).items()
         if any(isinstance(item, GENERATORS) for item in _items_of(value))
     ]
+
+
+def unrepeatable_shuffles(loader: Any) -> list[str]:
+    """Returns a warning where a stage of webdataset shuffles by a generator that it seeds from the clock.
+
+    Example:
+        >>> unrepeatable_shuffles(DataLoader([1.0]))
+        []
+    """
+    for owner in owners_of(loader).values():
+        function, given = getattr(owner, "f", None), getattr(owner, "kw", None)
+        if not type(owner).__module__.startswith("webdataset.") or getattr(function, "__name__", "") != "_shuffle":
+            continue
+        if isinstance(given, dict) and given.get("rng") is None and given.get("seed") is None:
+            return [
+                "a shuffle of webdataset seeds its generator from the clock in each epoch, so no run can be repeated, "
+                "resumed or not; pass shuffle(..., rng=random.Random(0)), which is kept, and shardshuffle=False or "
+                "detshuffle=True to WebDataset"
+            ]
+    return []
 
 
 def _items_of(value: Any) -> list[Any]:

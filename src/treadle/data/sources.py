@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import multiprocessing
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -14,15 +16,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from treadle.checkpoint.introspection import has_state, is_users
-from treadle.checkpoint.plain_values import same_bits
+from treadle.checkpoint.plain_values import same, same_bits
 from treadle.data.indexed import IndexedReader, Workers, draw_as_workers_do_when_they_start, is_known
-from treadle.data.own_state import hidden_generators
+from treadle.data.own_state import hidden_generators, unrepeatable_shuffles
 from treadle.data.rows import RowLoader
 from treadle.data.samplers import samplers_of
 from treadle.data.stateful_workers import seeded_workers, seeds_workers
 from treadle.data.streamed import StreamReader, keeps_its_place
 from treadle.data.transfer import TransferLoader, TransferredSource
 from treadle.errors import ConfigError
+from treadle.seed import RngState
 
 
 class Source(Protocol):
@@ -139,8 +142,11 @@ class _Stateful:
                 return _passed_over(self._workers.of(iter(self.loader)), skip)
         _draw_for_running_workers(self.loader)
         iterator = _passed_over(self._workers.of(iter(self.loader)), skip)
-        if skip or self._proved or not is_users(self.loader):
+        if skip or self._proved:
             return iterator
+        if not is_users(self.loader):
+            self._proved = True
+            return _naming_threads_that_draw(self.loader, iterator)
         self._proved = True
         return _proved(self.loader, iterator)
 
@@ -164,6 +170,11 @@ class _Stateful:
         _end_persistent_workers(self.loader)
 
     def warnings(self, *, resuming: bool) -> list[str]:
+        if type(self.loader).__module__.startswith("litdata."):
+            return [
+                f"{type(self.loader).__name__} of litdata does not lead back to its place by its state_dict: a resume "
+                "inside an epoch is not exact; read its StreamingDataset with torch's DataLoader, which is replayed"
+            ]
         if resuming and self._replays:
             return [
                 f"the sampler of this {type(self.loader).__name__} keeps state: the epoch is replayed from its "
@@ -218,6 +229,8 @@ class _Streamed:
         return sentences
 
 
+_WATCHED_SECONDS = 0.05  # in which a thread that reads ahead would draw
+_log = logging.getLogger("treadle.data")
 _EXACT_REPLAY = "That is exact only if what it yields depends on the RNG at its opening alone"
 
 
@@ -229,11 +242,16 @@ class _Replayed:
         self.loader = loader
         self.length = _length(loader)
         self.one_shot = isinstance(loader, Iterator)
+        self._watched = False
         self._workers = Workers()
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
         _draw_for_running_workers(self.loader)
-        return _passed_over(self._workers.of(iter(self.loader)), skip)
+        iterator = _passed_over(self._workers.of(iter(self.loader)), skip)
+        if skip or self._watched or self.one_shot:
+            return iterator
+        self._watched = True
+        return _naming_threads_that_draw(self.loader, iterator)
 
     def measure(self) -> None:
         self.length = _length(self.loader)
@@ -261,7 +279,7 @@ class _Replayed:
                 f"the data comes from a one-shot {name}: it cannot be opened a second time, so there is one epoch and "
                 "no exact resume; pass an iterable that makes a fresh iterator each time"
             ]
-        sentences = hidden_generators(self.loader)
+        sentences = hidden_generators(self.loader) + unrepeatable_shuffles(self.loader)
         if resuming and type(self.loader) not in (list, tuple, range):  # whose items no replay changes
             sentences.append(
                 f"a {name} cannot be entered in the middle: its epoch is replayed from the start and the consumed "
@@ -301,6 +319,24 @@ def _proved(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
             )
         loader.load_state_dict(state)
         iterator = iter(loader)
+        yield first
+        break
+    yield from iterator
+
+
+def _naming_threads_that_draw(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
+    """Yields the batches of a loader, and warns before the first one if a thread draws random numbers beside us."""
+    running = set(threading.enumerate())
+    for first in iterator:
+        if set(threading.enumerate()) - running:
+            before = RngState.capture().to_plain()
+            time.sleep(_WATCHED_SECONDS)
+            if not same(before, RngState.capture().to_plain()):
+                _log.warning(
+                    "a thread of this %s draws from the global random generators while others do: the order, and so "
+                    "the run, cannot be repeated, resumed or not. Give it a generator, which it alone draws from",
+                    type(loader).__name__,
+                )
         yield first
         break
     yield from iterator

@@ -1,4 +1,4 @@
-"""The parts with which a run was prepared: a resumed run builds these, so others in their place are refused or named."""
+"""The parts with which a run was prepared: a resumed run builds these, so others are refused or named."""
 
 from __future__ import annotations
 

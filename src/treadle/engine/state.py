@@ -155,7 +155,7 @@ class RunState:
         self.objects.restore_attributes(objects)
 
     def signature(self, engine: Engine) -> Any:
-        """Returns what the user's code changes between steps, as a plain tree: to compare two moments, without copies."""
+        """Returns what the user's code changes between steps, as a plain tree, to compare two moments."""
         groups = [{key: value for key, value in group.items() if key != "params"}
                   for group in engine.optimizer.param_groups]  # fmt: skip
         written = [value._version for value in engine.model.state_dict().values() if isinstance(value, Tensor)]
