@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from treadle.checkpoint.introspection import attributes_of, has_state, set_attribute
 from treadle.checkpoint.plain_values import LONGEST, OPAQUE, decode, encode, same
@@ -37,6 +38,8 @@ class Attributes:
         stashes: whether tensors that belong to a graph may appear, as activations that a module remembers do.
         largest: elements of all tensors of an attribute that is written.
         known: ids of objects that are kept elsewhere, and are not written as part of this one.
+        tensors: whether those with tensors are written though they have not changed: copies of weights, which another
+            process draws otherwise.
 
     Example:
         >>> class Counter: calls = 0
@@ -58,9 +61,11 @@ class Attributes:
         stashes: bool = False,
         largest: int = LONGEST,
         known: Collection[int] = (),
+        tensors: bool = False,
     ):
         self.owner = owner
         self._known = known
+        self._tensors = tensors
         self._largest = largest
         self._deep = deep
         self._leave_out = frozenset(leave_out)
@@ -109,7 +114,10 @@ class Attributes:
     def changed(self) -> dict[str, Any]:
         """Returns what a checkpoint holds: the attributes that differ, or nothing where they are not all."""
         plain, others = self._now()
-        return self._differing(plain) if self._writable(others) else {}
+        if not self._writable(others):
+            return {}
+        kept = {name: value for name, value in plain.items() if _holds_tensor(value)} if self._tensors else {}
+        return kept | self._differing(plain)
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Sets the attributes to values that :meth:`changed` returned, and the others back to the start."""
@@ -161,6 +169,10 @@ class Attributes:
             before = self._functions[name]  # the same method is another object each time
             return before is not value and not (isinstance(value, types.MethodType) and before == value)
         return name not in self._before and callable(getattr(type(self.owner), name, None))
+
+
+def _holds_tensor(encoded: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(encoded))
 
 
 def _moves_unseen(value: Any) -> bool:

@@ -27,8 +27,8 @@ _log = logging.getLogger("treadle.data")
 _WATCHED_READS = 3  # of a worker, after which its copies are taken to keep no state
 _DEEPEST = 8
 _PARTS_OF_DATA = (
-    "dataset", "datasets", "pipeline", "data_source", "source", "sampler", "samplers", "batch_sampler", "transform", "transforms",
-    "target_transform",
+    "dataset", "datasets", "pipeline", "data_source", "source", "sampler", "samplers", "batch_sampler", "transform",
+    "transforms", "target_transform",
 )  # fmt: skip
 _OF_TORCHS = ("generator", "epoch")  # carried by themselves, or set before each epoch
 

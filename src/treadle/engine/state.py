@@ -120,7 +120,7 @@ class RunState:
         kept = {hook.state_key: attributes_of_hook(hook) for hook in engine.hooks}
         self.hook_attributes = {key: found for key, found in kept.items() if found is not None}
         owner = None if is_of_torch(engine.optimizer) else engine.optimizer
-        self.optimizer_attributes = Attributes(owner, deep=True, leave_out=OF_OPTIMIZERS)
+        self.optimizer_attributes = Attributes(owner, deep=True, leave_out=OF_OPTIMIZERS, tensors=True)
 
     def warn_once(self, engine: Engine, text: str) -> None:
         """Logs a warning about state that is lost, once."""
