@@ -110,7 +110,7 @@ def _half_solved(matrix_BRR: Tensor, right_BRN: Tensor) -> Tensor:
     for left in range(matrix_BRR.shape[1], 0, -1):
         row = rest[:, 0] * rest[:, 0, :1].rsqrt()
         rows.append(row[:, left:])
-        rest = torch.baddbmm(rest[:, 1:, 1:], row[:, 1:left, None], row[:, None, 1:], alpha=-1)
+        rest = torch.addcmul(rest[:, 1:, 1:], row[:, 1:left, None], row[:, None, 1:], value=-1)
     return torch.stack(rows, dim=1)
 
 
