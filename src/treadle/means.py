@@ -149,8 +149,8 @@ class _Sum:
         of_sums = [part.device for part in (self.device_value, self.device_weight) if part is not None]
         device = next((each for each in (*of_sums, *devices) if each.type != "cpu"), torch.device("cpu"))
         if len(devices) == 1 and len(set(map(_DTYPE, values))) == 1:
-            return _widen(_flat(values), device)
-        return _flat([_widen(value, device) for value in values])
+            return _widen(torch.hstack(values), device)  # type: ignore[arg-type]
+        return torch.hstack([_widen(value, device) for value in values])
 
     def include(self, other: _Sum) -> None:
         """Adds the sums of another one."""
@@ -348,13 +348,6 @@ class RunningMeans:
             entry.device_value, entry.device_weight = (place(value) for value in saved["device"])
             entry.pending = [(place(value), place(weight)) for value, weight in saved["pending"]]
             entry.num_pending = len(entry.pending)
-
-
-def _flat(values: Sequence[Tensor]) -> Tensor:
-    """Returns 0-d and 1-d tensors as one of one dimension."""
-    if not any(map(Tensor.dim, values)):
-        return torch.stack(list(values))
-    return torch.cat([value.reshape(-1) for value in values])
 
 
 def _is_plain(value: Any) -> bool:
