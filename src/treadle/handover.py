@@ -52,6 +52,16 @@ def shared_host(host: Host) -> Iterator[None]:
         _THREAD.host = before
 
 
+def host_is_shared() -> bool:
+    """Returns whether the run of this thread shares its process with others.
+
+    Example:
+        >>> host_is_shared()
+        False
+    """
+    return _THREAD.host is not None
+
+
 def launch_times(launch: Callable[[], None], count: int) -> None:
     """Calls a function that launches work on the present stream several times."""
     if _THREAD.host is not None and count > 1:

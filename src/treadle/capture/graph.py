@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from treadle.device import keep_garbage_from_forks
 from treadle.engine.block import MOST
-from treadle.handover import launch_times
+from treadle.handover import host_is_shared, launch_times
 from treadle.nested import map_nested_tensor
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
@@ -99,7 +99,10 @@ def _end_broken_recording(stream: torch.cuda.Stream) -> None:
 
 
 class Branch:
-    """What may run beside the rest of a recorded step; where nothing is being recorded, all runs in its order.
+    """What may run beside the rest of a recorded step.
+
+    Where nothing is being recorded, all runs in its order, and also where several runs share the GPU: graphs with
+    branches keep each other from it.
 
     Args:
         device: of the step.
@@ -113,7 +116,7 @@ class Branch:
     """
 
     def __init__(self, device: torch.device):
-        recording = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        recording = device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not host_is_shared()
         self._stream = _branch_stream(torch.cuda.current_device()) if recording else None
 
     def mark(self) -> torch.cuda.Event | None:
