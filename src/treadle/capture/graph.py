@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from treadle.device import keep_garbage_from_forks
+from treadle.device.handover import host_is_shared, launch_times
 from treadle.engine.block import MOST
-from treadle.handover import host_is_shared, launch_times
 from treadle.nested import map_nested_tensor
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))

@@ -11,10 +11,10 @@ from torch import Tensor
 from treadle.capture.graph import Branch, CudaGraph, FixedBatch, Results, Rows, capturable, tensors_of
 from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather
+from treadle.device.handover import wait_for_work
 from treadle.engine.attempt import apply_step_effects, begin_attempt, clear_gradients, refuse, skip
 from treadle.engine.block import StepBlock
 from treadle.engine.settings import Outcome
-from treadle.handover import wait_for_work
 from treadle.nested import map_nested_tensor
 from treadle.optim.ema import Ema
 from treadle.optim.loss_weights import GivenWeights, KnownWeights

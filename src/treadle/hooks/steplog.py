@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from treadle import distributed
+from treadle.device.handover import wait_for
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError, NonFiniteError
-from treadle.handover import wait_for
 from treadle.hooks.files import append_lines, continue_lines, in_workspace, to_json
 from treadle.hooks.tracking import Guard
 from treadle.means import read_scalars

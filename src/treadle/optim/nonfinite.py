@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from treadle import distributed
-from treadle.handover import wait_for
+from treadle.device.handover import wait_for
 from treadle.optim.loss_weights import GivenWeights, GroupWeights
 
 _MARK = 8  # steps

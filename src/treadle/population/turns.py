@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treadle.device.handover import shared_host
 from treadle.engine.observers import exchange_observers
 from treadle.engine.signals import SignalRelay
 from treadle.engine.voice import VOICE
-from treadle.handover import shared_host
 from treadle.population.member import Make, Member, Outcome, run_member
 
 MAX_STREAMS = 32  # that torch gives out before it gives one out again

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from treadle.capture.graph import Branch
-from treadle.handover import host_is_shared, launch_times, wait_for
+from treadle.device.handover import host_is_shared, launch_times, wait_for
 from treadle.population import Population, turns
 from treadle.population.member import Member
 
