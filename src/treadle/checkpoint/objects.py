@@ -44,7 +44,7 @@ class ObjectStore:
             from fsspec.core import url_to_fs
 
             settings = {"use_listings_cache": False, "skip_instance_cache": True, **(options or {})}
-            self._files, root = url_to_fs(url, **settings)
+            files, root = url_to_fs(url, **settings)
         except (ImportError, ValueError) as error:
             raise ConfigError(
                 f"cannot be reached: {error}. Install fsspec and what it names for such a URL (s3fs for s3://, gcsfs "
@@ -56,8 +56,9 @@ class ObjectStore:
         self.tries = tries
         self.pause = pause
         self._root = root.rstrip("/")
-        protocol = self._files.protocol
-        self._local = "file" in (protocol if isinstance(protocol, (tuple, list)) else (protocol,))
+        protocol = files.protocol
+        local = "file" in (protocol if isinstance(protocol, (tuple, list)) else (protocol,))
+        self._files: Any = _Folder(files) if local else files
 
     def put(self, key: str, data: bytes) -> None:
         """Writes an object, whole or not at all."""
@@ -76,9 +77,6 @@ class ObjectStore:
 
     def _put(self, key: str, data: bytes, *, create: bool) -> None:
         path = f"{self._root}/{key}"
-        if self._local:
-            _put_file(path, data, create=create)
-            return
         try:
             self._files.pipe_file(path, data, mode="create" if create else "overwrite")
         except OSError as error:
@@ -130,19 +128,28 @@ class ObjectStore:
         raise AssertionError
 
 
-def _put_file(path: str, data: bytes, *, create: bool) -> None:
-    """Writes a file as an object store writes an object; what a kill leaves of it has a name of its own."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    temporary = f"{path}.{uuid.uuid4().hex}.part"
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if create:
-            os.link(temporary, path)
-        else:
-            os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+class _Folder:
+    """Local file system of fsspec that writes a file as an object store writes an object: whole, once if asked for."""
+
+    def __init__(self, files: Any):
+        self._files = files
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
+
+    def pipe_file(self, path: str, data: bytes, mode: str) -> None:
+        """Writes a file; what a kill leaves of it is called ``.part``."""
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        temporary = f"{path}.{uuid.uuid4().hex}.part"
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if mode == "create":
+                os.link(temporary, path)
+            else:
+                os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)

@@ -123,7 +123,8 @@ class RemoteWorkspace:
             CheckpointError: there are manifests, and none can be read.
         """
         problems: list[str] = []
-        for key in sorted(self.store.sizes(_MANIFESTS), reverse=True):
+        present = self.store.sizes(_MANIFESTS)
+        for key in sorted((key for key in present if key.endswith(".json")), reverse=True):  # no file of a put cut short
             try:
                 return Manifest.unpacked(self.store.get(key)), problems
             except (CheckpointError, ValueError, KeyError, TypeError, FileNotFoundError) as error:
