@@ -35,7 +35,7 @@ SlurmctldPort=$port
 SlurmdPort=$((port + 1))
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket=$folder/munge.socket
+AuthInfo=socket=$folder/munge.socket,cred_expire=15  # a job that is queued again waits so long
 CredType=cred/munge
 StateSaveLocation=$folder/state
 SlurmdSpoolDir=$folder/spool

@@ -47,8 +47,8 @@ class ObjectStore:
             files, root = url_to_fs(url, **settings)
         except (ImportError, ValueError) as error:
             raise ConfigError(
-                f"cannot be reached: {error}. Install fsspec and what it names for such a URL (s3fs for s3://, gcsfs "
-                "for gs://)",
+                f"cannot be reached: {error}. Install what fsspec needs for such a URL: pip install 'treadle[s3]' for "
+                "s3://, 'treadle[gs]' for gs://",
                 argument="url",
                 value=url,
             ) from error
@@ -59,6 +59,15 @@ class ObjectStore:
         protocol = files.protocol
         local = "file" in (protocol if isinstance(protocol, (tuple, list)) else (protocol,))
         self._files: Any = _Folder(files) if local else files
+
+    @property
+    def files(self) -> Any:
+        """File system of fsspec, whose requests are tried once."""
+        return self._files
+
+    def path(self, key: str) -> str:
+        """Returns the path of an object in :attr:`files`."""
+        return f"{self._root}/{key}"
 
     def put(self, key: str, data: bytes) -> None:
         """Writes an object, whole or not at all."""
@@ -76,7 +85,7 @@ class ObjectStore:
         return True
 
     def _put(self, key: str, data: bytes, *, create: bool) -> None:
-        path = f"{self._root}/{key}"
+        path = self.path(key)
         try:
             self._files.pipe_file(path, data, mode="create" if create else "overwrite")
         except OSError as error:
@@ -90,7 +99,7 @@ class ObjectStore:
         Raises:
             FileNotFoundError: there is none.
         """
-        data: bytes = self._trying(lambda: self._files.cat_file(f"{self._root}/{key}"))
+        data: bytes = self._trying(lambda: self._files.cat_file(self.path(key)))
         return data
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
@@ -111,7 +120,7 @@ class ObjectStore:
         """Deletes objects; those that are gone already do not matter."""
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
-                self._trying(lambda key=key: self._files.rm_file(f"{self._root}/{key}"))  # type: ignore[misc]
+                self._trying(lambda key=key: self._files.rm_file(self.path(key)))  # type: ignore[misc]
 
     def _trying(self, request: Callable[[], Result]) -> Result:
         for attempt in range(self.tries):
