@@ -169,3 +169,4 @@ def test_a_population_is_an_array_and_each_run_goes_on_by_itself(slurm, tmp_path
     job.wait_for(lambda: all((end / last).exists() for end in ends), "the ends")
     one, other = map(weights, ends)
     assert differences(one["model"], other["model"]) != []
+    job.wait_for(lambda: not job.asked("squeue", "--noheader").strip(), "an empty queue")
