@@ -413,15 +413,15 @@ def _refuse_counts(loader: Any) -> None:
         return
     if hasattr(dataset, "next_epoch"):  # mosaicml-streaming
         raise ConfigError(
-            f"{type(dataset).__name__} counts its epochs in memory that processes share, which no checkpoint holds: after "
-            "a resume the samples would come in another order. Read it by index, from a map-style data set whose "
-            "__getitem__ calls its own, or use treadle.data.ShardedStream",
+            f"{type(dataset).__name__} counts its epochs in memory that processes share, which no checkpoint holds: "
+            "after a resume the samples would come in another order. Read it by index, from a map-style data set "
+            "whose __getitem__ calls its own, or use treadle.data.ShardedStream",
             argument="loader",
         )
     if hasattr(loader, "state_dict"):
         raise ConfigError(
-            f"the state of a {type(loader).__name__} is a count of samples, which after a resume gives other batches; use "
-            f"torch.utils.data.DataLoader over the same {type(dataset).__name__}: its epoch is replayed, which is exact",
+            f"the state of a {type(loader).__name__} is a count of samples, which after a resume gives other batches; "
+            f"use torch.utils.data.DataLoader over the same {type(dataset).__name__}: its epoch is replayed, to the bit",
             argument="loader",
         )
 
