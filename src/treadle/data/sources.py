@@ -421,7 +421,7 @@ def _refuse_counts(loader: Any) -> None:
     if hasattr(loader, "state_dict"):
         raise ConfigError(
             f"the state of a {type(loader).__name__} is a count of samples, which after a resume gives other batches; "
-            f"use torch.utils.data.DataLoader over the same {type(dataset).__name__}: its epoch is replayed, to the bit",
+            f"use torch.utils.data.DataLoader over the same {type(dataset).__name__}: its epoch is replayed exactly",
             argument="loader",
         )
 
