@@ -252,6 +252,7 @@ class Engine:
         self.target = Target(steps, epochs, score_epoch, after_epoch, deadline or limits.deadline())
         with failing_by_name(self), speaking(self):
             self.prepare()
+            self.state.leave_out(loader)
             resume_from_hooks(self)
             if self.target.reached(self):
                 self._log_nothing_to_do()
@@ -291,7 +292,10 @@ class Engine:
 
     def _ahead(self) -> bool:
         """Runs captured steps ahead, as far as nobody must see one by itself; returns whether the run ends there."""
-        return run_ahead(self) and (self._stops_here() or self.target.reached(self))
+        while run_ahead(self):
+            if self._stops_here() or self.target.reached(self):
+                return True
+        return False
 
     def _log_nothing_to_do(self) -> None:
         """Logs that the target is reached, as a warning if this object has trained: its second call trains nothing."""
@@ -545,6 +549,7 @@ class Engine:
             task: by default the training task.
         """
         self.raise_if_refused()
+        self.state.leave_out(loader)
         with at_evaluation_point(self.optimizer):
             return evaluate(
                 self.model,
