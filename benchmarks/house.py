@@ -5,9 +5,9 @@
 
 It only reads the source. A room is a top-level module or package of ``treadle``. An arrow is a pair of rooms of which
 one imports the other, at run time (also inside functions) or only under TYPE_CHECKING. An engine attribute is a name
-that ``Engine`` or its base declares with a type, or that their methods assign on ``self``; properties do not count. An outside write is an assignment to an
-attribute of ``engine``, ``trainer``, ``self.engine``, ``self._engine`` or ``self.trainer`` outside the engine's
-own file or folder.
+that ``Engine`` or its base declares with a type, or that their methods assign on ``self``; properties do not count. An
+outside write is an assignment to an attribute of ``engine``, ``trainer``, ``self.engine``, ``self._engine`` or
+``self.trainer`` outside the engine's file or folder.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class House:
                 for target in targets(node)
                 if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
             }
-        return names - {node.name for kind in [engine, *based] for node in kind.body if isinstance(node, ast.FunctionDef)}
+            names -= {node.name for node in kind.body if isinstance(node, ast.FunctionDef)}
+        return names
 
     def outside_writes(self) -> list[tuple[str, str]]:
         """Returns the file and the attribute of each write to an engine from outside."""

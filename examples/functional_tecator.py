@@ -2,7 +2,7 @@
 
     python examples/functional_tecator.py --out runs/fat --epochs 100
 
-Kill it at any moment and run the same command again: it goes on from its newest checkpoint.
+Kill it at any moment and run the same command again: it resumes from its newest checkpoint.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class AstroFolder(RunFolder):
         if is_original(tree):
             self.engine.logger.warning(
                 "%s is a checkpoint of astromodal: weights, optimizer and counters are taken over; it holds no random "
-                "state, so the order of the data starts anew", source,
+                "state, so the order of the data starts afresh", source,
             )  # fmt: skip
             tree = own_tree(tree, self.engine)
         saved = tree.get("config") or {}

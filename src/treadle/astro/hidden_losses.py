@@ -144,7 +144,7 @@ def _product_type(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 class _HeadLogits:
-    """Logits made from hidden states where they are asked for; their gradients go on to hidden states and head."""
+    """Logits made from hidden states where they are asked for; their gradients flow on to hidden states and head."""
 
     def __init__(self, hidden: Tensor, weight_VE: Tensor, dtype: torch.dtype, *, wanted: tuple[bool, bool]) -> None:
         hidden_NE = hidden.reshape(-1, hidden.shape[-1])

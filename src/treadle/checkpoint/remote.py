@@ -244,7 +244,7 @@ class RemoteWorkspace:
     def _seen_at_once(
         self, known: Mapping[str, Any], opened: contextlib.ExitStack
     ) -> tuple[dict[str, _Stamp], dict[str, str], dict[str, BinaryIO], Reach]:
-        """Opens the files that are to be uploaded, as they are at one moment: the run goes on, saves and prunes.
+        """Opens the files to upload as they are at one moment, since the run continues to save and prune.
 
         A file that is open can be read to its end after it was pruned. Where states or links changed meanwhile, all is
         looked at again.

@@ -61,7 +61,7 @@ def find_place(
             f"the checkpoint was written by {wrote} ranks inside an epoch and this run has {ranks}: the position in a "
             f"{loader} cannot be carried over, and some samples of this epoch are read twice or not at all "
             f"(going on after {scaled} of {length if length is not None else 'an unknown number of'} micro-batches); "
-            "a treadle.data.RankBatchSampler goes on with the very samples that are left"
+            "a treadle.data.RankBatchSampler continues with the very samples that are left"
         ],
     )
 
@@ -82,7 +82,7 @@ def _place_in_order(before: Mapping[str, Any], order: GlobalOrder) -> Place:
     start = int(before["consumed"])
     left = order.num_batches(start)
     warnings = [
-        f"the epoch goes on after {start} of its {order.num_samples} samples, in the same order and none lost or "
+        f"the epoch continues after {start} of its {order.num_samples} samples, in the same order and none lost or "
         f"doubled, but in other batches: {before['global_batch_size']} samples on {before['num_replicas']} ranks "
         f"before, {order.global_batch_size} on {order.num_replicas} now. From here on the run is another"
     ]

@@ -175,7 +175,7 @@ class RunFolder:
             return found[0]
         if self.engine.step > 0:
             self.engine.logger.warning(
-                "resume_from=%s: this trainer stands at step %d already and goes on from there; make a new one for it",
+                "resume_from=%s: this trainer is at step %d already and continues from there; make a new one for it",
                 source, self.engine.step,
             )  # fmt: skip
         else:

@@ -108,7 +108,7 @@ def parallelize(
     Args:
         model: on its device, the same on every rank but for its values.
         kind: ``"ddp"``, ``"fsdp"`` or a whole :class:`ParallelConfig`.
-        optimizer: made before over the model's parameters; goes on with the sharded ones, in the same groups.
+        optimizer: made before over the model's parameters; continues with the sharded ones, in the same groups.
         settings: those of :class:`ParallelConfig`, with a ``kind`` in words.
 
     Raises:

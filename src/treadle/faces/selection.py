@@ -1,4 +1,4 @@
-"""An epoch driver whose best rule is chosen when training is asked for, and goes on from what is known."""
+"""An epoch driver whose best rule is chosen when training is asked for, and continues from the known best."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SelectingEpochs(EpochTrainer):
         return self._kept if self.best is None else self.best.state_dict()
 
     def select_by(self, make_rule: Callable[[], BestRule] | None) -> None:
-        """Puts a rule in force that goes on from what is known, or none."""
+        """Puts a rule in force that continues from the known best, or none."""
         self._kept = self.selection
         self._make_rule = make_rule
         self.best = None if make_rule is None else self._informed(make_rule())
@@ -58,7 +58,7 @@ class SelectingEpochs(EpochTrainer):
             return rule
         if known is not None:
             self.engine.logger.warning(
-                "best metric %r (%s): the run selected by %r (%s) so far; the best epoch is looked for anew in its "
+                "best metric %r (%s): the run selected by %r (%s) so far; the best epoch is searched afresh in its "
                 "history", rule.metric, rule.mode, known["metric"], known["mode"],
             )  # fmt: skip
         for record in self.history:

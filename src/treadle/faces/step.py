@@ -67,7 +67,7 @@ class BaseTrainer(Engine):
     ``load_state_dict()``.
 
     Args:
-        max_steps: absolute target, >= 0. An epoch that ends with the last step is completed only when the run goes on,
+        max_steps: absolute target, >= 0. An epoch that ends with the last step is completed only when the run continues,
             so that the checkpoint of the last step is the state that the run ends with.
         grad_clip: total 2-norm; None or 0 off.
         grad_clip_value: largest absolute value of a gradient's element; None or 0 off. Not together with ``grad_clip``.
@@ -84,7 +84,7 @@ class BaseTrainer(Engine):
         logger: by default ``treadle.trainer``.
         scheduler_interval: ``"step"`` or ``"epoch"``.
         hooks: come after those of ``build_hooks``.
-        capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
+        capture: whether the step is replayed as one CUDA graph; ``"auto"`` warns where it cannot be, True raises.
         gradient_checkpointing: True computes activations of the model's blocks again in the backward pass, or names of
             modules; see :func:`treadle.checkpoint_model`.
         compile: True compiles what ``build_model`` returns, in place; ``"blocks"`` each of its repeated blocks.

@@ -150,11 +150,11 @@ class Trainer(ours.Trainer):
         best_mode: Mode | None = None,
         resume_from: str | Path | None = None,
     ) -> Result:
-        """Trains ``num_epochs`` more epochs; the best epoch and the patience go on from call to call.
+        """Trains ``num_epochs`` more epochs; the best epoch and the patience carry over from call to call.
 
         Args:
             train_dataloader: micro-batches.
-            num_epochs: more epochs; with ``resume_from`` the target of the whole run, so that the same call goes on
+            num_epochs: more epochs; with ``resume_from`` the target of the whole run, so that the same call resumes
                 after a kill.
             eval_dataloader: evaluated after each epoch.
             best_model_metric: as in :meth:`treadle.Trainer.train`.

@@ -18,6 +18,7 @@ from treadle.checkpoint.retention import Retention
 from treadle.data.amount import Amount
 from treadle.engine.limits import Duration, Limits
 from treadle.errors import ConfigError, nearest, refuse_unknown
+from treadle.faces.build import EngineArguments
 from treadle.optim.precision import PrecisionName
 from treadle.optim.schedules import ScheduleShape
 
@@ -193,7 +194,7 @@ class TrainingSettings:
         alone = self.save_total_limit is None and self.save_top_k is not None
         return Retention(1 if alone else self.save_total_limit)
 
-    def engine_arguments(self) -> dict[str, Any]:
+    def engine_arguments(self) -> EngineArguments:
         """Returns what the engine takes of them, by its own names."""
         return {
             "scheduler_interval": "step" if self.scheduler_step_per_batch or self.lr_scheduler else "epoch",

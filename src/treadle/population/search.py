@@ -1,7 +1,7 @@
 """What decides which member runs next: all in order, successive halving, or an Optuna study.
 
 Every decision is kept in a journal before it takes effect, so that a population that was killed repeats none of them
-and revises none: it reads them back, goes on with the members that were running, and decides from there.
+and revises none: it reads them back, continues with the members that were running, and decides from there.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _lines_of(path: Path) -> list[dict[str, Any]]:
 class SuccessiveHalving:
     """Asynchronous successive halving (ASHA): of the runs that reach a rung, the best part trains on.
 
-    A run that reaches a rung pauses there: it saves and ends. It goes on once it is among the best ``1 / eta`` of those
+    A run that reaches a rung pauses there: it saves and ends. It continues once it is among the best ``1 / eta`` of those
     that have reached the rung; where no run can, a new one starts. With one member at a time the order of decisions is
     fixed; with several it depends on which is done first, and is kept.
 
@@ -238,7 +238,7 @@ class StudySource:
     """Members whose settings an Optuna study asks for, one at a time or several; exact on resume.
 
     The journal keeps every ask and tell in order. A later process makes the same calls to a new study, which must ask
-    for the same settings, and goes on.
+    for the same settings, and continues.
 
     Args:
         study: a new ``optuna.Study`` whose sampler has a seed.

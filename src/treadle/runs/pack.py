@@ -383,7 +383,7 @@ class Pack(Generic[Config, Data, Trainer]):
                 self.fit(run, data, trainer)
         except SystemExit:
             if run.watch.engine is not None:
-                _log.info("saved at step %d; the same command goes on from here", run.watch.engine.step)
+                _log.info("saved at step %d; the same command resumes from here", run.watch.engine.step)
             raise
         done = 0 if run.watch.engine is None else run.watch.engine.epoch - run.watch.first_epoch
         if done > 0 and not run.part:

@@ -34,11 +34,11 @@ from treadle.spectra.encoder import SpectrumDecoder as ChemoDecoderLP
 from treadle.spectra.encoder import SpectrumEncoder as ChemoEncoder
 from treadle.spectra.inference import Extractor, ExtractorConfig, Tester, TesterConfig
 from treadle.spectra.losses import masked_mse, masked_sse
-from treadle.spectra.masks import make_band_mask, make_block_mask
+from treadle.spectra.masks import make_band_mask, make_block_mask, make_patch_mask
 from treadle.spectra.mixing import MixedSpectra
 from treadle.spectra.model import ChemoMAE
 from treadle.spectra.optim import build_optimizer, build_scheduler, build_warmup_cosine
-from treadle.spectra.patches import PatchMAE, PatchMAEConfig, make_patch_mask
+from treadle.spectra.patches import PatchMAE, PatchMAEConfig
 from treadle.spectra.preprocessing import SNVScaler, cosine_fps_downsample, snv
 from treadle.spectra.residual import LinearGaussian, ResidualMAE, Uncertainty
 from treadle.spectra.task import SpectraTask

@@ -133,7 +133,7 @@ class TrainerConfig:
     """``"ddp"`` or ``"fsdp"`` spreads the model over the ranks that torchrun started; None leaves it as it is. For more
     give the trainer ``parallel=ParallelConfig(...)``."""
     capture: bool | str = False
-    """Whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses."""
+    """Whether the step is replayed as one CUDA graph; ``"auto"`` warns where it cannot be, True raises."""
     compile: bool | str = False
     """True compiles the model in place, ``"blocks"`` each of its repeated blocks; see ``treadle.compile_model``."""
 

@@ -78,7 +78,7 @@ class SpectraFolder(RunFolder):
         engine.logger.warning(
             "%s is a checkpoint of chemomae: weights, optimizer, schedule, averages and history are taken over%s",
             source,
-            "" if tree.get("rng_state") else "; it holds no random state, so masks and order of the data start anew",
+            "" if tree.get("rng_state") else "; it holds no random state, so masks and order of the data start afresh",
         )
         try:
             return own_tree(tree, engine, self._best, EXTENSION)

@@ -1,4 +1,4 @@
-"""Block masks over the channels of a spectrum.
+"""Masks over the channels of a spectrum: blocks, patches and bands.
 
 Shapes: B = rows, L = channels, N = blocks of L/N channels each.
 """
@@ -55,12 +55,55 @@ def make_block_mask(
         )
     # float64: two equal draws in a row, which would bias the choice, are out of the question.
     draw_BN = torch.rand(batch_size, n_blocks, generator=generator, dtype=torch.float64)
-    hidden_BN = torch.zeros(batch_size, n_blocks, dtype=torch.bool)
-    hidden_BN.scatter_(1, draw_BN.argsort(dim=1)[:, :n_mask], True)
+    return _hide_smallest(draw_BN, n_mask, seq_len // n_blocks, device)
+
+
+def _hide_smallest(draw_BN: Tensor, count: int, width: int, device: torch.device | str | int | None) -> Tensor:
+    """Return a mask (B, N * width) that hides the ``count`` parts with the smallest draws of each row."""
+    hidden_BN = torch.zeros(draw_BN.shape, dtype=torch.bool)
+    hidden_BN.scatter_(1, draw_BN.argsort(dim=1)[:, :count], True)
     if device is not None:
-        # Only the block choice travels: 1/block-length of the bytes of the mask.
-        hidden_BN = hidden_BN.to(device, non_blocking=True)
-    return hidden_BN.repeat_interleave(seq_len // n_blocks, dim=1)
+        hidden_BN = hidden_BN.to(device, non_blocking=True)  # 1 / width of the bytes of the mask
+    return hidden_BN.repeat_interleave(width, dim=1)
+
+
+def make_patch_mask(
+    batch_size: int,
+    seq_len: int,
+    n_patches: int,
+    n_mask: int,
+    *,
+    device: torch.device | str | int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draw a mask that hides ``n_mask`` of ``n_patches`` equal patches in every row.
+
+    The draw is made on the CPU and then moved. On the CPU one seed gives the masks of chemomae 0.2.
+
+    Args:
+        batch_size: Number of rows B.
+        seq_len: Number of channels L, a multiple of ``n_patches``.
+        n_patches: Number of equal patches.
+        n_mask: Patches to hide in each row, 0 to ``n_patches``; 0 draws nothing.
+        device: Where the result lies; None means the CPU.
+        generator: A CPU generator; None draws from torch's global CPU generator.
+
+    Returns:
+        (B, L) bool, **True = hidden**.
+
+    Raises:
+        ValueError: For sizes outside these ranges, or a generator that is not on the CPU.
+
+    Example:
+        >>> make_patch_mask(2, 12, 4, 1).sum(dim=1).tolist()
+        [3, 3]
+    """
+    check_patches(seq_len, n_patches, n_mask)
+    if generator is not None and generator.device.type != "cpu":
+        raise ValueError(f"generator is on {generator.device}, but masks are drawn on the CPU; pass torch.Generator()")
+    shape = (batch_size, n_patches)
+    draw_BP = torch.rand(shape, generator=generator) if n_mask > 0 else torch.zeros(shape)
+    return _hide_smallest(draw_BP, n_mask, seq_len // n_patches, device)
 
 
 def check_blocks(seq_len: int, n_blocks: int) -> None:

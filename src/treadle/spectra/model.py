@@ -7,14 +7,15 @@ sees a channel.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from treadle.errors import ConfigError
 from treadle.spectra.encoder import SpectrumDecoder, SpectrumEncoder, check_input
+from treadle.spectra.masked import MaskedAutoencoder
 from treadle.spectra.masks import check_blocks, check_mask_count, make_block_mask
 
 
-class ChemoMAE(nn.Module):
+class ChemoMAE(MaskedAutoencoder):
     """Masked autoencoder of spectra whose latent lies on the unit sphere.
 
     The encoder sees the visible channels only (one token each, a CLS token in front); the decoder is one
@@ -83,7 +84,6 @@ class ChemoMAE(nn.Module):
         self.latent_dim = latent_dim
         self.n_blocks = n_blocks
         self.n_mask = n_mask
-        self._masks_by_blocks = type(self).make_visible is ChemoMAE.make_visible
         self.encoder = SpectrumEncoder(
             seq_len=seq_len,
             d_model=d_model,
@@ -131,60 +131,17 @@ class ChemoMAE(nn.Module):
         x_recon = self.decoder(z.to(self.decoder.weight.dtype))
         return x_recon, z, visible_mask
 
-    def reconstruct(
-        self,
-        x: Tensor,
-        visible_mask: Tensor | None = None,
-        *,
-        n_mask: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Return only ``x_recon`` (B, L) of the forward pass; arguments and errors as there."""
-        x_recon, _, _ = self(x, visible_mask, n_mask=n_mask, generator=generator)
-        assert isinstance(x_recon, Tensor)
-        return x_recon
-
     def visible_count(self, n_mask: int | None = None) -> int | None:
         """Return how many channels of each row a drawn mask leaves visible; ``n_mask`` as in `make_visible`.
 
         None where a subclass draws its masks in another way.
         """
-        if not self._masks_by_blocks:
+        if self._draws_own_masks():
             return None
         return (self.n_blocks - (self.n_mask if n_mask is None else n_mask)) * (self.seq_len // self.n_blocks)
 
-    def make_visible(
-        self,
-        batch_size: int,
-        *,
-        n_mask: int | None = None,
-        device: torch.device | str | int | None = None,
-        generator: torch.Generator | None = None,
+    def _draw_hidden(
+        self, batch_size: int, n_mask: int | None, device: torch.device | str | int, generator: torch.Generator | None
     ) -> Tensor:
-        """Draw which channels are visible: the complement of `make_block_mask`.
-
-        Args:
-            batch_size: Number of rows B.
-            n_mask: Blocks to hide, 0 to ``n_blocks``; None means the model's ``n_mask``.
-            device: Where the mask lies; None means the device of the model.
-            generator: CPU generator of the draw; None takes torch's global CPU generator.
-
-        Returns:
-            (B, L) bool, **True = seen**.
-
-        Raises:
-            ValueError: When ``n_mask`` is outside 0 … ``n_blocks`` or the generator is not on the CPU.
-
-        Example:
-            >>> model = ChemoMAE(seq_len=8, d_model=8, nhead=2, num_layers=1, n_blocks=4, n_mask=1)
-            >>> model.make_visible(2).sum(dim=1).tolist()
-            [6, 6]
-        """
-        return ~make_block_mask(
-            batch_size,
-            self.seq_len,
-            self.n_blocks,
-            self.n_mask if n_mask is None else n_mask,
-            device=self.decoder.weight.device if device is None else device,
-            generator=generator,
-        )
+        hide = self.n_mask if n_mask is None else n_mask
+        return make_block_mask(batch_size, self.seq_len, self.n_blocks, hide, device=device, generator=generator)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from treadle.errors import ConfigError
 from treadle.spectra.encoder import EncoderLayer, check_input, sine_positions
+from treadle.spectra.masked import MaskedAutoencoder
 from treadle.spectra.masks import check_blocks, check_mask_count, make_band_mask, make_block_mask
 
 
@@ -163,7 +164,7 @@ class PatchEncoder(nn.Module):
         return tokens_BTD, unit_BZ, mean_BL, variance_BL
 
 
-class ResidualMAE(nn.Module):
+class ResidualMAE(MaskedAutoencoder):
     """Masked autoencoder of spectra that predicts the residual of a linear conditional mean, and its uncertainty.
 
     The linear model is fitted in closed form by :meth:`fit` and is part of the state. A network that has learned
@@ -287,47 +288,11 @@ class ResidualMAE(nn.Module):
         log_variance_BL = variance_BL.log() + change_BT2P[:, :, 1].flatten(1).clamp(-8, 8)
         return x_recon, z, visible_mask, Uncertainty(log_variance_BL, variance_BL)
 
-    def reconstruct(
-        self,
-        x: Tensor,
-        visible_mask: Tensor | None = None,
-        *,
-        n_mask: int | None = None,
-        generator: torch.Generator | None = None,
+    def _draw_hidden(
+        self, batch_size: int, n_mask: int | None, device: torch.device | str | int, generator: torch.Generator | None
     ) -> Tensor:
-        """Return only ``x_recon`` (B, L) of the forward pass; arguments and errors as there."""
-        return self(x, visible_mask, n_mask=n_mask, generator=generator)[0]  # type: ignore[no-any-return]
-
-    def make_visible(
-        self,
-        batch_size: int,
-        *,
-        n_mask: int | None = None,
-        device: torch.device | str | int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Draw which channels are visible: the complement of `make_band_mask`.
-
-        Args:
-            batch_size: Number of rows B.
-            n_mask: Hide just so many blocks of each row, as ``ChemoMAE`` does; None hides blocks, bands, or all but a
-                band.
-            device: Where the mask lies; None means the device of the model.
-            generator: CPU generator of the draw; None takes torch's global CPU generator.
-
-        Returns:
-            (B, L) bool, **True = seen**.
-
-        Raises:
-            ValueError: When ``n_mask`` is outside 0 … ``n_blocks`` or the generator is not on the CPU.
-
-        Example:
-            >>> model = ResidualMAE(seq_len=64, d_model=8, nhead=2, num_layers=1, patch=8, rank=2, n_blocks=8, n_mask=6)
-            >>> model.make_visible(3, n_mask=6).sum(dim=1).tolist()
-            [16, 16, 16]
-        """
         if n_mask is None:
             hidden = make_band_mask(batch_size, self.seq_len, self.n_blocks, generator=generator)
         else:
             hidden = make_block_mask(batch_size, self.seq_len, self.n_blocks, n_mask, generator=generator)
-        return ~hidden.to(self.decoder.weight.device if device is None else device, non_blocking=True)
+        return hidden.to(device, non_blocking=True)

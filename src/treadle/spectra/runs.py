@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from treadle.config.sections import as_settings
 from treadle.data import steps_per_epoch
 from treadle.runs.folder import part_of, write_changed
 from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run, load_newest
 from treadle.runs.packs import SUMMARIES
 from treadle.runs.report import Report
-from treadle.runs.setting_names import as_settings
 from treadle.seed import forked_rng, set_seed
 from treadle.spectra import report
 from treadle.spectra.inference import Extractor, ExtractorConfig, Tester, TesterConfig
@@ -41,7 +41,7 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
     help = """
     Train a masked autoencoder on 1,939 real near-infrared spectra and show what it learned.
 
-    A run that was stopped, at any moment and by anything, goes on when the same command is given again; one that is
+    A run that was stopped, at any moment and by anything, resumes when the same command is run again; one that is
     finished shows its results. Ctrl-C saves before it leaves.
 
     The run folder holds config.json, training_history.json, steps.jsonl, checkpoints/, best_model.pt, metrics.json and
@@ -124,7 +124,7 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
         write_changed(json.dumps(self.values(run.config), indent=2) + "\n", run.out / "config.json")
 
     def describe(self, run: Run[SpectraConfig], data: SpectraData, trainer: SpectraTrainer) -> dict[str, str]:
-        """Returns what was decided about precision, data, model and schedule."""
+        """Returns the decisions about precision, data, model and schedule."""
         config = run.config
         low, high = float(data.wavelengths[0]), float(data.wavelengths[-1])
         per_epoch = steps_per_epoch(trainer.train_loader, config.trainer.accumulation_steps)

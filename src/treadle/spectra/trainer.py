@@ -22,15 +22,13 @@ from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, save_checkpoint
 from treadle.device import get_device, moved
 from treadle.distributed.state_names import model_state
-from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
 from treadle.engine.settings import check_capture
 from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
-from treadle.faces.build import place
-from treadle.faces.default_hooks import with_default_hooks
+from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.epochs import numbers_of
 from treadle.faces.loaders import EvalLoaders, check_eval_loaders, check_loader, results_by_name
@@ -38,7 +36,7 @@ from treadle.faces.parallel import ParallelConfig
 from treadle.hooks.background import BackgroundErrorHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.history import HistoryHook
-from treadle.hooks.trackers import TrackerChoice, with_trackers
+from treadle.hooks.trackers import TrackerChoice
 from treadle.optim.ema import Ema
 from treadle.optim.precision import PrecisionName, tf32
 from treadle.spectra.config import TrainerConfig
@@ -105,7 +103,6 @@ class SpectraTrainer(EpochFace):
         check_loader(train_loader, "train_loader")
         check_eval_loaders(val_loader, "val_loader")
         self.cfg = TrainerConfig() if cfg is None else dataclasses.replace(cfg)
-        self._device_asked = self.cfg.device if device is None else device
         self.model, self.optimizer, self.device = place(
             model, optimizer, device=_one_device(device, self.cfg.device), scheduler=scheduler,
             compile=check_compile(self.cfg.compile), parallel=parallel or self.cfg.parallel,
@@ -118,9 +115,14 @@ class SpectraTrainer(EpochFace):
         self._selects = self._choose_selection()
         self._losses = [f"val_{name}" for name in results_by_name(["loss"], val_loader)] or ["val_loss"]
         selected = self._choose_metric(best_model_metric)
-        self._engine = self._build_engine(
-            scheduler_interval, with_trackers(hooks, trackers), augmenter, out_dir, progress=progress,
-            limits=limits,
+        arguments: EngineArguments = {
+            "scheduler": scheduler, "scheduler_interval": scheduler_interval, "limits": limits,
+            "device": self.cfg.device if device is None else device, "config": self._describe(), "workspace": out_dir,
+            **_engine_arguments(self.cfg),
+        }  # fmt: skip
+        self._engine = build_engine(
+            "spectra", self.model, self.optimizer, self._make_task(augmenter), arguments,
+            own_hooks=self._own_hooks(out_dir), hooks=hooks, trackers=trackers, progress=progress,
         )  # fmt: skip
         rule = None
         if self._selects:
@@ -171,45 +173,11 @@ class SpectraTrainer(EpochFace):
         keys = ("epoch", "train_loss", *self._losses, "lr")
         return [HistoryHook(out_dir / "training_history.json", lambda: self.history, keep=keys)]
 
-    def _build_engine(
-        self,
-        interval: Literal["step", "epoch"],
-        hooks: Sequence[BaseHook],
-        augmenter: Augmenter | None,
-        out_dir: Path,
-        *,
-        progress: bool,
-        limits: Limits | Mapping[str, Any] | None,
-    ) -> Engine:
+    def _own_hooks(self, out_dir: Path) -> list[BaseHook]:
         cfg = self.cfg
         own: list[BaseHook] = [EmaHook(cfg.ema_decay, use_buffers=True)] if cfg.use_ema else []
         own += self._make_hooks(out_dir)
-        if cfg.background_saves:
-            own.append(BackgroundErrorHook(self._writer))
-        precision: PrecisionName | None = None
-        if cfg.amp:
-            precision = "bf16" if cfg.amp_dtype == "bf16" else "fp16"
-        return Engine(
-            self.model,
-            self.optimizer,
-            self._make_task(augmenter),
-            scheduler=self.scheduler,
-            scheduler_interval=interval,
-            device=self._device_asked,
-            precision=precision,
-            grad_clip=cfg.grad_clip,
-            accumulation_steps=cfg.accumulation_steps,
-            max_non_finite_grad_retries=cfg.max_non_finite_grad_retries,
-            hooks=with_default_hooks([*own, *hooks], given=hooks, progress=progress),
-            progress=progress,
-            limits=limits,
-            eval_seed=cfg.eval_seed,
-            capture=check_capture(cfg.capture),
-            logger=_log,
-            face="spectra",
-            config=self._describe(),
-            workspace=out_dir,
-        )
+        return [*own, BackgroundErrorHook(self._writer)] if cfg.background_saves else own
 
     # -- what happened so far -------------------------------------------------------------------------------------
 
@@ -354,3 +322,17 @@ def _one_device(argument: torch.device | str | int | None, setting: str | None) 
     if argument is not None and setting is not None and get_device(argument) != get_device(setting):
         raise ConfigError(f" and cfg.device={setting!r} differ; give one of them", argument="device", value=argument)
     return get_device(setting if argument is None else argument)
+
+
+def _engine_arguments(cfg: TrainerConfig) -> EngineArguments:
+    precision: PrecisionName | None = None
+    if cfg.amp:
+        precision = "bf16" if cfg.amp_dtype == "bf16" else "fp16"
+    return {
+        "precision": precision,
+        "grad_clip": cfg.grad_clip,
+        "accumulation_steps": cfg.accumulation_steps,
+        "max_non_finite_grad_retries": cfg.max_non_finite_grad_retries,
+        "eval_seed": cfg.eval_seed,
+        "capture": check_capture(cfg.capture),
+    }

@@ -34,12 +34,12 @@ from treadle.spectra.chemomae.inference import Extractor, ExtractorConfig, Teste
 from treadle.spectra.chemomae.trainer import PreparedBatch, Trainer, TrainerConfig
 from treadle.spectra.clustering import CosineKMeans, VMFMixture, elbow_ckmeans, elbow_vmf
 from treadle.spectra.losses import masked_mse, masked_sse
+from treadle.spectra.masks import make_patch_mask
 from treadle.spectra.optim import build_scheduler, build_warmup_cosine
-from treadle.spectra.patches import PatchDecoder as ChemoDecoder
-from treadle.spectra.patches import PatchEncoder as ChemoEncoder
+from treadle.spectra.patch_encoder import PatchDecoder as ChemoDecoder
+from treadle.spectra.patch_encoder import PatchEncoder as ChemoEncoder
 from treadle.spectra.patches import PatchMAE as ChemoMAE
 from treadle.spectra.patches import PatchMAEConfig as ChemoMAEConfig
-from treadle.spectra.patches import make_patch_mask
 from treadle.spectra.preprocessing import SNVScaler, snv
 
 

@@ -22,7 +22,7 @@ from treadle.errors import ConfigError
 from treadle.optim.precision import Precision
 from treadle.spectra import inference
 from treadle.spectra.config import check_allowed, check_types
-from treadle.spectra.patches import Representation, check_representation
+from treadle.spectra.patch_encoder import Representation, check_representation
 from treadle.spectra.task import Augmenter, PreparedSpectra, SpectraTask, spectra_of
 from treadle.task import Rng, StepOutput, Totals
 
