@@ -104,7 +104,7 @@ class House:
         return count
 
     def functions_of_engines(self) -> int:
-        """Counts those of them that stand at the top of a module."""
+        """Counts those of them at the top of a module."""
         return sum(
             isinstance(node, ast.FunctionDef) and bool(node.args.args) and node.args.args[0].arg in ENGINE_NAMES
             for tree in self.trees.values()
@@ -143,7 +143,7 @@ def imported(node: ast.AST, path: Path) -> Iterator[str]:
 
 
 def targets(node: ast.AST) -> Iterator[ast.expr]:
-    """Yields what a statement assigns to, tuples taken apart."""
+    """Yields the targets of a statement, with tuples unpacked."""
     if isinstance(node, ast.Assign):
         waiting = list(node.targets)
     elif isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):

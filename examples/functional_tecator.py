@@ -21,7 +21,7 @@ from treadle.datasets import load_tecator
 
 
 class FatTrainer(treadle.Trainer):
-    """Also says how much of the variance of the fat is explained."""
+    """Also reports how much of the variance of the fat is explained."""
 
     def evaluate(self, dataloader):
         fat = torch.cat([targets for _, targets in dataloader])

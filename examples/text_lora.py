@@ -64,7 +64,7 @@ def main() -> None:
     fit(build_gpt2(512, n_positions=CONTEXT, n_embd=64, n_layer=2), 3e-3, (train, val), args.epochs, args.out)
 
     set_seed(1)  # so that the fine-tuning is the same whether or not the first training ran in this process
-    base = AutoModelForCausalLM.from_pretrained(args.out / "pretrained")  # what the best epoch left
+    base = AutoModelForCausalLM.from_pretrained(args.out / "pretrained")  # the weights of the best epoch
     parts = split_topics(statements, val_fraction=0.25, seed=0)
     before = Trainer(base, None, None, device="cpu").evaluate(loader(parts[1], batch_size=64))["loss"]
     tuned = fit(add_lora(base, r=8), 2e-3, parts, args.lora_epochs, args.out / "lora")

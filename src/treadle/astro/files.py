@@ -23,7 +23,7 @@ _ANY = re.compile(r"(ckpt_step_\d+|ckpt_epoch_\d+|best)(\.nonfinite)?\.pt")
 
 
 def layout_of(vocab: VocabSpec) -> dict[str, Any]:
-    """Returns what a checkpoint says about its vocabulary.
+    """Returns the description of the vocabulary in a checkpoint.
 
     Example:
         >>> layout_of(VocabSpec(2, 4, 2, ("a",), 2))["base_spectrum"]

@@ -46,7 +46,7 @@ def decisions(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer) ->
 
 
 def finish_run(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer, out: Path) -> Results:
-    """Tests the weights that the trainer's model has, asks it for one modality from others, and draws.
+    """Tests the weights that the trainer's model has, predicts one modality from others, and draws.
 
     Args:
         config: the settings of the run.

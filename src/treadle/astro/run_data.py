@@ -52,7 +52,7 @@ class AstroData:
         return 4 + height * width // size**2 + vocab.n_columns + segments + len(vocab.spectrum_groups)
 
     def train_loader(self, config: AstroRunConfig) -> DataLoader[Any]:
-        """Returns the loader of the training part: some scalars hidden, and in both orders, drawn anew each time."""
+        """Returns the loader of the training part: some scalars hidden, and in both orders, drawn again each time."""
         dataset = ScalarDropout(
             self.sequences["train"], self.tokenizers.vocab(), share=config.hidden_scalars,
             scalars_last=config.scalars_last,

@@ -126,7 +126,7 @@ class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
         return report.decisions(run.config, data, trainer)
 
     def finish(self, run: Run[AstroRunConfig], data: AstroData, trainer: AstroTrainer) -> Results:
-        """Tests the best weights, asks for one modality from others, and draws."""
+        """Tests the best weights, predicts one modality from others, and draws."""
         load_model_state(trainer.model, load_weights(run.checkpoints / "best.pt"))
         return report.finish_run(run.config, data, trainer, run.out)
 

@@ -93,7 +93,7 @@ class AstroTrainer(EpochFace):
             over ``config.parallel``.
 
     Attributes:
-        model, optimizer, scheduler, device, config: what the trainer works with.
+        model, optimizer, scheduler, device, config: as the trainer uses them.
 
     Raises:
         ConfigError: a setting or codebook is wrong or missing, nothing would be trained, the loader has no length and
@@ -170,11 +170,8 @@ class AstroTrainer(EpochFace):
             "precision": precision, "grad_clip": self.config.grad_clip, "eval_seed": eval_seed, "capture": capture,
             "accumulation_steps": self.config.grad_accum_steps, "limits": limits,
             "max_non_finite_grad_retries": self.config.max_non_finite_grad_retries,
-            "config": self._described(
-                loss_config, use_ce=use_ce, precision=precision, compile_model=compiled,
-                scheduler_interval=scheduler_interval, eval_seed=eval_seed,
-            ),
         }  # fmt: skip
+        arguments["config"] = self._described(arguments, loss_config, use_ce=use_ce, compile_model=compiled)
         self._engine = build_engine(
             "astro", self.model, self.optimizer, self._task, arguments, own_hooks=self._own_hooks(output_dir),
             hooks=hooks, trackers=trackers, progress=progress, log_every=self.config.log_every,
@@ -199,9 +196,15 @@ class AstroTrainer(EpochFace):
             min_lr_ratio=settings.min_lr_ratio,
         )
 
-    def _described(self, loss_config: LossConfig, **given: Any) -> dict[str, Any]:
-        losses, training = dataclasses.asdict(loss_config), dataclasses.asdict(self.config)
-        return {**layout_of(self.vocab), "loss_config": losses, "training": training, **given}
+    def _described(
+        self, arguments: EngineArguments, loss_config: LossConfig, *, use_ce: bool, compile_model: Compile
+    ) -> dict[str, Any]:
+        return {
+            **layout_of(self.vocab), "loss_config": dataclasses.asdict(loss_config),
+            "training": dataclasses.asdict(self.config), "use_ce": use_ce, "precision": arguments["precision"],
+            "compile_model": compile_model, "scheduler_interval": arguments["scheduler_interval"],
+            "eval_seed": arguments["eval_seed"],
+        }  # fmt: skip
 
     def _own_hooks(self, output_dir: str | Path | None) -> list[BaseHook]:
         if output_dir is None:
@@ -372,7 +375,7 @@ class AstroTrainer(EpochFace):
         """Writes everything that a run needs to resume exactly; all ranks take part.
 
         Args:
-            filename: a relative one lies in ``output_dir``.
+            filename: a relative one is inside ``output_dir``.
 
         Returns:
             The file.

@@ -484,8 +484,8 @@ def _average_state(ema: Ema, base: Collection[str]) -> dict[str, Any]:
 def _checkpoint_wins(what: str, settings: list[str]) -> Iterator[Notice]:
     if settings:
         yield Notice(
-            f"the {what} continues with the checkpoint's {', '.join(settings)}; to change a setting, set it in a hook's "
-            "on_before_train, or start a new run from load_weights(...)"
+            f"the {what} continues with the checkpoint's {', '.join(settings)}; to change a setting, set it in "
+            "on_before_train of a hook, or start a new run from load_weights(...)"
         )
 
 
@@ -499,8 +499,8 @@ def _jump_of_the_rate(scheduler: Any, saved: Mapping[str, Any]) -> Iterator[Noti
         if not math.isclose(rate, before, rel_tol=1e-6):
             yield Notice(
                 f"after {moves} moves the schedule of this run gives a learning rate of {rate:g}, the checkpoint's "
-                f"gave {before:g}: from here on the rate follows this run's; to continue along the old curve, build the "
-                "schedule as it was, with the same length"
+                f"gave {before:g}: from here on the rate follows this run's; to continue along the old curve, build "
+                "the schedule as it was, with the same length"
             )
             return
 

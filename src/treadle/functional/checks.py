@@ -1,4 +1,4 @@
-"""What is refused or warned about before any work is lost, and what is built in its place."""
+"""Checks of arguments before any work is lost, and defaults for those that are left out."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def in_argument_order(optimizer: Any, loss_fn: Any) -> tuple[Any, Any]:
 
 
 def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: TrainingSettings) -> Optimizer:
-    """Returns the optimizer as given, its state beside the parameters, or an AdamW over what is trainable.
+    """Returns the optimizer as given, its state beside the parameters, or an AdamW over the trainable parameters.
 
     The one that is built is fused if it can be, and decays matrices only: no biases and no normalisation layers.
 
@@ -75,7 +75,7 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
     move_optimizer_state(optimizer)
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
         wanted = getattr(settings, name)
-        # A scheduler has moved the learning rate already; what it started from is what was asked for.
+        # A scheduler has moved the learning rate already; compare the rate that it started from.
         own = {float(group.get(f"initial_{key}", group.get(key, 0.0))) for group in optimizer.param_groups}
         if wanted is not None and wanted not in own:
             _log.warning(
@@ -87,7 +87,7 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
 
 
 def warn_of_idle_interval(scheduler: Any, settings: TrainingSettings) -> None:
-    """Warns of a setting that says when the scheduler moves where nothing moves so.
+    """Warns about a setting of when the scheduler moves that has no effect.
 
     Example:
         >>> warn_of_idle_interval(None, TrainingSettings())
@@ -268,10 +268,10 @@ def eval_losses(loader: EvalLoaders | None) -> list[str]:
 
 
 def known_keys(overrides: Callable[[str], bool], *, losses: Sequence[str], has_metrics: bool) -> list[str] | None:
-    """Returns the keys of a record that can be selected by; None where only an overridden method or a metric knows.
+    """Returns the keys of a record that can be selected by; None where they depend on an overridden method or a metric.
 
     Args:
-        overrides: whether a subclass has a method of its own, by name.
+        overrides: whether a subclass overrides a method, by name.
         losses: keys of the losses that are evaluated.
         has_metrics: whether evaluations have metrics.
 
@@ -301,7 +301,7 @@ def rule_for(
         mode: its direction, or None for that of its name.
         patience: epochs without improvement, or None.
         min_delta: smallest change that counts.
-        known: the keys that a record will have; None where only training tells.
+        known: the keys that a record will have; None where they are known only after training.
 
     Raises:
         ConfigError: the metric, its direction or the patience is wrong.

@@ -21,7 +21,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class SaveAtSignals(BaseHook):
     """Saves and leaves at Ctrl-C and SIGTERM, by default, where a run has a folder.
 
-    It stands back for a hook of the user's that waits for signals, for handlers of the user's, and outside of the main
+    It does nothing if a hook or handler of the user's waits for signals, nor outside of the main
     thread, where Python handles none.
 
     Args:

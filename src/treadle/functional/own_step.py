@@ -53,7 +53,7 @@ class OwnStepEngine(Engine):
         """Trains as the engine does.
 
         Raises:
-            ConfigError: a step is to be made of several micro-batches, of which an override sees only one.
+            ConfigError: a step has several micro-batches, but an override gets only one.
         """
         if self.accumulation_steps > 1:
             raise ConfigError(
@@ -113,7 +113,7 @@ class OwnStepEngine(Engine):
         return True
 
     def step_group(self, batches: Sequence[Any]) -> bool:
-        """Runs one step straight, since it is the override that asks for it."""
+        """Runs one step directly, for the override that calls it."""
         with self._straight():
             return super().step_group(batches)
 
@@ -138,7 +138,7 @@ class OwnStepEngine(Engine):
 
 
 def numbers_of(info: Mapping[str, Any]) -> dict[str, float]:
-    """Returns what a step of one micro-batch gave, read from the device: ``loss``, ``lr``, and ``grad_norm`` if known.
+    """Returns results of a step of one micro-batch, read from the device: ``loss``, ``lr``, and ``grad_norm`` if known.
 
     Example:
         >>> numbers_of({"loss": [None], "lr": [0.1]})

@@ -232,7 +232,7 @@ def _prefixed(name: str, prefix: str) -> str:
 
 
 def _names_of_the_package(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the package reads of a checkpoint, by its names."""
+    """Returns the parts of a checkpoint that the package reads, by its names."""
     found = {"model_state_dict": tree["model"], "optimizer_state_dict": tree["optimizer"], "step": tree["global_step"]}
     if tree["scheduler"] is not None:
         found["scheduler_state_dict"] = tree["scheduler"]

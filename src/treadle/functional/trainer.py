@@ -267,7 +267,7 @@ class Trainer(EpochFace):
 
         Called by itself it selects no best epoch and writes no file. A subclass may override it to do something
         around ``super().train_epoch(...)`` and to add numbers to what that returns; ``train`` then goes through it,
-        and each epoch is a run of its own to the hooks. An override that does not call it replaces the loop: it gets
+        and hooks see each epoch as a separate run. An override that does not call it replaces the loop: it gets
         the loader, the evaluation's loader and the epoch, and returns a dict with ``train_loss``.
 
         Args:
@@ -439,7 +439,7 @@ class Trainer(EpochFace):
 
         Args:
             path: the file.
-            epoch: epochs completed; the state's own count is what is stored.
+            epoch: epochs completed; the count in the state is stored.
             metric_value: stored as ``best_metric``; None stores the best value so far.
         """
         if epoch != self.epoch:

@@ -1,6 +1,6 @@
 """Masked autoencoding of 1-D spectra: SNV, ChemoMAE, its trainer, and cosine clustering of the latent.
 
-SNV puts every spectrum on a sphere, so all that follows is cosine geometry.
+SNV puts every spectrum on a sphere, so everything after it is cosine geometry.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What scikit-learn asks of an estimator, without importing it: settings by name, and tags."""
+"""The interface of scikit-learn's estimators, without importing it: settings by name, and tags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filling hidden channels in without a network: what a masked autoencoder has to beat.
+"""Filling in hidden channels without a network: baselines of a masked autoencoder.
 
 Shapes: M = training rows, N = rows, L = channels. All is fitted to complete training rows, in float64.
 """
@@ -15,7 +15,7 @@ _Float = npt.NDArray[np.float64]
 _Bool = npt.NDArray[np.bool_]
 
 SHRINKAGES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
-"""White noise added to what is seen, as a share of the mean variance of a channel."""
+"""White noise added to the visible channels, as a share of the mean variance of a channel."""
 RANKS = (2, 4, 8, 16, 32)
 """Numbers of principal components."""
 NEIGHBOURS = (1, 3, 5, 10, 20)
@@ -27,7 +27,7 @@ class GaussianFill:
 
     Args:
         train: (M, L) rows to fit to.
-        shrinkage: variance of the noise that is assumed in what is seen, as a share of the mean variance of a channel.
+        shrinkage: variance of the noise assumed in the visible channels, as a share of the mean variance of a channel.
 
     Example:
         >>> line = np.arange(6.0)[:, None] * np.ones(3)
@@ -54,7 +54,7 @@ class GaussianFill:
 
 
 class PcaFill:
-    """Point of the space of the first principal components that is nearest to what is seen, by least squares.
+    """Point of the space of the first principal components that is nearest to the visible channels, by least squares.
 
     Args:
         train: (M, L) rows to fit to.

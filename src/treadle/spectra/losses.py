@@ -73,7 +73,7 @@ def masked_uncertain(
 ) -> Tensor:
     """Squared error over its prior variance, and a tenth of a Gaussian likelihood that trains the variance alone.
 
-    A variance that also weighted the error would give up on what is hard; a fixed one only keeps noisy channels from
+    A variance that also weighted the error would give up on hard channels; a fixed one only keeps noisy channels from
     deciding everything.
 
     Args:

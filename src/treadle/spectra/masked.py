@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class MaskedAutoencoder(nn.Module):
-    """Masked autoencoder of spectra; a subclass draws what is hidden in ``_draw_hidden``."""
+    """Masked autoencoder of spectra; a subclass draws the hidden channels in ``_draw_hidden``."""
 
     n_mask: int
 
@@ -37,7 +37,7 @@ class MaskedAutoencoder(nn.Module):
             batch_size: Number of rows B.
             n_mask: Blocks or patches to hide, 0 to all; None means the model's ``n_mask``, and for
                 :class:`treadle.spectra.ResidualMAE` a mixture of blocks, bands, and all but a band.
-            device: Where the mask lies; None means the device of the model.
+            device: Where the mask is put; None means the device of the model.
             generator: CPU generator of the draw; None takes torch's global CPU generator.
 
         Returns:

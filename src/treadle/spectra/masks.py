@@ -29,7 +29,7 @@ def make_block_mask(
         seq_len: Number of channels L, a multiple of ``n_blocks``.
         n_blocks: Number of equal blocks, at least 1.
         n_mask: Blocks to hide in each row, 0 to ``n_blocks``.
-        device: Where the result lies; None means the CPU.
+        device: Where the result is put; None means the CPU.
         generator: A CPU generator; None draws from torch's global CPU generator.
 
     Returns:
@@ -37,7 +37,7 @@ def make_block_mask(
         blocks are drawn uniformly without replacement, independently in each row.
 
     Raises:
-        ValueError: For sizes outside these ranges, or a generator that does not live on the CPU.
+        ValueError: For sizes outside these ranges, or a generator that is not on the CPU.
 
     Example:
         >>> mask = make_block_mask(2, 12, 4, 1)
@@ -50,7 +50,7 @@ def make_block_mask(
     check_mask_count(n_mask, n_blocks)
     if generator is not None and generator.device.type != "cpu":
         raise ValueError(
-            f"generator lives on {generator.device}, but masks are drawn on the CPU so that one seed gives "
+            f"generator is on {generator.device}, but masks are drawn on the CPU so that one seed gives "
             "the same mask on every device; pass torch.Generator() (a CPU generator) or None"
         )
     # float64: two equal draws in a row, which would bias the choice, are out of the question.
@@ -85,7 +85,7 @@ def make_patch_mask(
         seq_len: Number of channels L, a multiple of ``n_patches``.
         n_patches: Number of equal patches.
         n_mask: Patches to hide in each row, 0 to ``n_patches``; 0 draws nothing.
-        device: Where the result lies; None means the CPU.
+        device: Where the result is put; None means the CPU.
         generator: A CPU generator; None draws from torch's global CPU generator.
 
     Returns:
@@ -148,7 +148,7 @@ def make_band_mask(batch_size: int, seq_len: int, n_blocks: int, *, generator: t
         (B, L) bool on the CPU, **True = hidden**.
 
     Raises:
-        ValueError: For sizes outside these ranges, or a generator that does not live on the CPU.
+        ValueError: For sizes outside these ranges, or a generator that is not on the CPU.
 
     Example:
         >>> mask = make_band_mask(3, 64, 8, generator=torch.Generator().manual_seed(0))

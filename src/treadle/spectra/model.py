@@ -16,7 +16,7 @@ from treadle.spectra.masks import check_blocks, check_mask_count, make_block_mas
 
 
 class ChemoMAE(MaskedAutoencoder):
-    """Masked autoencoder of spectra whose latent lies on the unit sphere.
+    """Masked autoencoder of spectra whose latent is on the unit sphere.
 
     The encoder sees the visible channels only (one token each, a CLS token in front); the decoder is one
     linear map of the latent. Hidden values therefore influence neither ``z`` nor ``x_recon``. Given a
@@ -37,7 +37,7 @@ class ChemoMAE(MaskedAutoencoder):
     Attributes:
         takes_counted_mask: Whether ``forward`` takes ``visible_mask`` and ``visible_count`` as this class's does. The
             trainer then draws the mask, which a captured step needs; else the model draws it in ``forward``. A class
-            with a ``forward`` of its own says so itself.
+            that overrides ``forward`` sets it itself.
 
     Raises:
         ValueError: When an argument breaks one of these rules.

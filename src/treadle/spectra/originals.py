@@ -2,7 +2,7 @@
 
 Its two lines are two models: 0.1 (a token for each channel) is :class:`ChemoMAE`, 0.2 (a token for each patch) is
 :class:`PatchMAE`. Each is the same function as the original, so that renaming is all it takes. chemomae stores the
-state of its optimizer by position, in the order of its own parameters; it is matched by name here.
+state of its optimizer by position, in the order of its parameters; it is matched by name here.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _has_names_of_0_1(weights: Mapping[str, Any]) -> bool:
 
 
 def own_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns weights by the names of a model, in its shapes where dimensions of size 1 are all that differs.
+    """Returns weights by the names of a model, in its shapes where only dimensions of size 1 differ.
 
     Fixed positions, which chemomae computes and does not store, are the model's own.
     """
@@ -87,7 +87,7 @@ def own_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Te
 def decays_0(names: Sequence[str]) -> list[bool]:
     """Returns which parameters the optimizer of chemomae decays: all but biases, norms, CLS token and positions.
 
-    A bias is what is called ``.bias`` there, so that the one of an attention's input, ``in_proj_bias``, decays.
+    A bias is named ``.bias`` there, so that the one of an attention's input, ``in_proj_bias``, decays.
 
     Example:
         >>> decays_0(["encoder.cls_token", "to_latent.weight", "layers.0.norm1.weight", "self_attn.in_proj_bias"])
@@ -139,7 +139,7 @@ def own_tree(tree: Mapping[str, Any], engine: Engine, rule: BestRule | None, ext
     state is that of the file where it has one, which 0.1 does not.
 
     Args:
-        tree: what the file holds.
+        tree: content of the file.
         engine: of the run that resumes.
         rule: its best rule, or None.
         extension_key: where the hooks' state has what ``checkpoint_extra_state`` of 0.2 returned.

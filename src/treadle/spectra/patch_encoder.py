@@ -99,7 +99,7 @@ class PatchEncoder(nn.Module):
         Args:
             x: (B, L) spectra.
             visible_mask: (B, L) bool, True = seen, alike within each patch. Rows without a visible patch are legal.
-            representation: ``"latent"`` as ``latent_normalize`` asks, ``"raw_latent"`` before scaling,
+            representation: ``"latent"`` scaled if ``latent_normalize`` is True, ``"raw_latent"`` before scaling,
                 ``"normalized_latent"`` with norm 1, or ``"cls"`` before the projection.
             visible_count: The number of True in **every** row, if the caller knows it; it is trusted and spares a read
                 of the device by the host, and the check that the mask follows the patches.

@@ -110,7 +110,7 @@ def _shared_legend(figure: Figure, panels: Iterable[Axes]) -> None:
 
 
 def _shorten(title: str) -> str:
-    """Cuts the middle out of a long title: name and type stand at its ends, the error beside it."""
+    """Cuts the middle out of a long title: name and type are at its ends, and the error stays beside it."""
     return title if len(title) <= 38 else f"{title[:24]} … {title[-11:]}"
 
 

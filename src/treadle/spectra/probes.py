@@ -28,7 +28,7 @@ _INNER_FOLDS = 3
 
 
 class ProbeScore(TypedDict):
-    """One figure of a probe: mean and standard deviation (ddof 0) over the folds, and what it rests on."""
+    """One figure of a probe: mean and standard deviation (ddof 0) over the folds, and the number of rows behind it."""
 
     mean: float
     std: float
@@ -68,7 +68,7 @@ def probe_features(
         features: (N, D) finite numbers.
         j_minus_k: (N,) magnitudes, NaN where unknown.
         spectral_class: (N,) strings such as "M", "L", "T"; empty where unknown.
-        groups: (N,) such as names of objects: rows of one group share a fold. None: each row stands alone.
+        groups: (N,) such as names of objects: rows of one group share a fold. None: each row is its own group.
         num_folds: at least 2.
         seed: decides the folds; the same seed, labels and groups give the same folds for any features.
 

@@ -370,7 +370,7 @@ _LABELLED = {
 }
 _FILLS = {
     "gaussian": "Gaussian conditional mean",
-    "pca": "PCA of what is seen, {setting:.0f} components",
+    "pca": "PCA of the visible channels, {setting:.0f} components",
     "nearest": "{setting:.0f} nearest training spectra",
     "mean_spectrum": "guess: mean training spectrum",
 }

@@ -28,7 +28,7 @@ class Uncertainty(NamedTuple):
 
 
 class LinearGaussian(nn.Module):
-    """Gaussian of whole spectra: a few factors, and noise of its own in each channel, fitted in closed form.
+    """Gaussian of whole spectra: a few factors, and separate noise in each channel, fitted in closed form.
 
     Args:
         seq_len: channels L.

@@ -1,4 +1,4 @@
-"""The settings of ``treadle train spectra``, and what a rerun with other settings means."""
+"""The settings of ``treadle train spectra``, and the effect of a rerun with other settings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ModelConfig:
     """Blocks hidden from the encoder. Many, since tokens that are not seen cost nothing."""
     residual: bool = False
     """Train ``ResidualMAE`` in place of ``ChemoMAE``: it fills hidden channels in better and gives an uncertainty, but
-    its latent tells less from few labels. ``use_learnable_pos`` has no effect then, nor ``n_mask`` in training."""
+    its latent is less useful with few labels. ``use_learnable_pos`` has no effect then, nor ``n_mask`` in training."""
 
     def __post_init__(self) -> None:
         between(0, 1, model__dropout=self.dropout)

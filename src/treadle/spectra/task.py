@@ -48,11 +48,11 @@ def spectra_of(batch: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class PreparedSpectra:
-    """A batch and what is drawn for it on the CPU.
+    """A batch and the random draws for it, made on the CPU.
 
     Attributes:
         x: (B, L) the spectra.
-        seen: (B, L) what the model gets, augmented; None: ``x``.
+        seen: (B, L) augmented input of the model; None: ``x``.
         visible_mask: (B, L) bool, True where the encoder sees; None: the model draws.
         visible_count: how many of each row; None: it differs.
         uncertain: whether the loss weights errors by the model's uncertainty.
@@ -98,7 +98,7 @@ class SpectraTask:
         self.fixed_visible = fixed_visible
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
-        """Returns the masked loss of a batch, weighted by what it is a mean over."""
+        """Returns the masked loss of a batch, weighted by the number of elements that it is a mean over."""
         given = batch if isinstance(batch, PreparedSpectra) else self._prepared(model, batch)
         x = moved(given.x, self.device)
         seen = x if given.seen is None else moved(given.seen, self.device)
@@ -163,7 +163,7 @@ class SpectraTask:
         return PreparedSpectra(x, seen, inner.make_visible(len(x), device="cpu"), inner.visible_count())
 
     def _weight_of(self, given: PreparedSpectra) -> float | None:
-        """Returns the number of elements of the loss where the host knows it."""
+        """Returns the number of elements of the loss, or None if the host would have to wait for it."""
         if self.reduction == "batch_mean":
             return float(len(given.x))
         if self.reduction == "sum" or given.visible_mask is None:
@@ -182,6 +182,6 @@ class SpectraTask:
 
 
 def _takes_counted_mask(kind: type[nn.Module]) -> bool:
-    """Returns what the class that has the ``forward`` says; one that says nothing may not take such a mask."""
+    """Returns ``takes_counted_mask`` of the class that defines ``forward``; False if that class does not set it."""
     owner = next(each for each in kind.__mro__ if "forward" in vars(each))
     return bool(vars(owner).get("takes_counted_mask", False))

@@ -56,7 +56,7 @@ class SpectraTrainer(EpochFace):
         optimizer: over its parameters.
         train_loader: batches (B, L), or tuples whose first item is one.
         val_loader: the same for validation, or None; of a dict each loader, as ``val_<name>_loss``.
-        scheduler: stepped as ``scheduler_interval`` says.
+        scheduler: stepped by ``scheduler_interval``.
         cfg: settings; None takes the defaults. It is not changed.
         device: wins over ``cfg.device``.
         scheduler_interval: ``"step"`` (applied steps) or ``"epoch"``.
@@ -154,7 +154,7 @@ class SpectraTrainer(EpochFace):
             )  # fmt: skip
         return name
 
-    # What a subclass may replace: the epochs, the folder, the task, its settings in checkpoints, hooks of its own.
+    # Parts that a subclass may replace: epochs, folder, task, settings in checkpoints, further hooks.
 
     def _make_epochs(self, rule: BestRule | None) -> SpectraEpochs:
         return SpectraEpochs(self._engine, best=rule, losses=self._losses)
@@ -293,7 +293,7 @@ class SpectraTrainer(EpochFace):
         """Writes ``checkpoints/last.pt``, and ``checkpoints/best.pt`` if ``is_best``.
 
         Args:
-            epoch: epochs completed; the state's own count is what is stored.
+            epoch: epochs completed; the count in the state is stored.
             is_best: whether this is the best epoch so far.
         """
         if epoch != self.epoch:

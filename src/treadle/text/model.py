@@ -68,7 +68,7 @@ def build_gpt2(
 def add_lora(model: Any, *, r: int = 8, alpha: float = 16, dropout: float = 0.05) -> Any:
     """Freezes a GPT-2 and gives every linear layer of its blocks a low-rank update (Hu et al. 2021).
 
-    The updates start at 0: the model computes what it did before. Their weights are drawn from the global RNG.
+    The updates start at 0: the model computes the same as before. Their weights are drawn from the global RNG.
 
     Args:
         model: of :func:`build_gpt2`; its layers are replaced in place.
@@ -100,6 +100,6 @@ def add_lora(model: Any, *, r: int = 8, alpha: float = 16, dropout: float = 0.05
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():
-        # peft 0.21 asks the models of transformers 5 for this under its former name.
+        # peft 0.21 looks this up in models of transformers 5 under its former name.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         return peft.get_peft_model(model, config)

@@ -1,4 +1,4 @@
-"""The runs of ``treadle train text``: data, training, fine-tuning; what is scored is in :mod:`treadle.text.report`."""
+"""The runs of ``treadle train text``: data, training, fine-tuning; the scores are in :mod:`treadle.text.report`."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
             f"{trained:,}", len(part.topics), f"{part.blocks.num_targets:,}",
         )  # fmt: skip
         self.fit_logged(run, data, trainer)
-        # The file holds what was trained; the base is in the model already.
+        # The file holds the trained weights; the base is in the model already.
         load_model_state(trainer.model, load_weights(run.folder / _BEST), kept=model_state(trainer.model))
         _add_tokenizer(data, run.folder)
         return report.Tuned(trainer, trained)

@@ -277,7 +277,7 @@ def cosine_fps_downsample(
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> Any:
-    """Choose rows that lie far apart in angle, as `treadle.spectra.cosine_fps_downsample` does.
+    """Choose rows far apart in angle, as `treadle.spectra.cosine_fps_downsample` does.
 
     Also of no rows, of which it returns none, and for a ratio of 0, which takes one row.
 
@@ -360,7 +360,7 @@ def silhouette_samples_cosine_gpu(
     """
     rows = torch.as_tensor(X).to(dtype).double()
     zero = (torch.linalg.vector_norm(rows, dim=1) <= eps).nonzero().flatten()
-    if len(zero):  # a direction of its own for each, at a right angle to all others
+    if len(zero):  # each gets another direction, at a right angle to all others
         own = rows.new_zeros(len(rows), len(zero))
         own[zero, torch.arange(len(zero), device=rows.device)] = 1.0
         rows = torch.cat([rows.index_fill(0, zero, 0.0), own], dim=1)

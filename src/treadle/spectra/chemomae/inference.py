@@ -179,7 +179,7 @@ class Extractor:
             raise ValueError(f"spectra of shape {tuple(x.shape)}: must be (B, {unwrap(self.model).seq_len})")
         x = x.to(device=self.device, dtype=next(self.model.parameters()).dtype)
         if not bool(torch.isfinite(x).all()):
-            raise ValueError("spectra are not finite; mask or fill what is missing")
+            raise ValueError("spectra are not finite; mask or fill missing values")
         return x
 
     def _empty(self) -> Tensor:

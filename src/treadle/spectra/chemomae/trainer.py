@@ -364,7 +364,7 @@ class Trainer(SpectraTrainer):
         return on_rank_0(lambda: self.write_weights(weights, target))
 
     def write_weights(self, weights: Mapping[str, Any], path: Path) -> Path:
-        """Writes weights to a file, and as an artifact beside it where ``model_artifacts`` asks for one."""
+        """Writes weights to a file, and as an artifact beside it if ``model_artifacts`` is True."""
         written = save_checkpoint(weights, path)
         if self._writes_artifacts and written == path:
             model: Any = unwrap(self.model)
@@ -415,7 +415,7 @@ class _EpochBatches:
 
 
 class _OwnMasks(SpectraTask):
-    """Reconstruction task that takes batches with masks of their own too."""
+    """Reconstruction task that also takes batches with masks."""
 
     def __init__(self, task: SpectraTask):
         vars(self).update(vars(task))
@@ -441,7 +441,7 @@ class _HookedTask(_OwnMasks):
         self._epoch = 0
 
     def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
-        """Returns what the subclass prepares, and the number of its spectra."""
+        """Returns the prepared batch of the subclass, and the number of its spectra."""
         prepared = self.trainer.prepare_batch(batch)
         if not isinstance(prepared, PreparedBatch):
             raise ConfigError(f"prepare_batch returned a {type(prepared).__name__}; it must return a PreparedBatch")
