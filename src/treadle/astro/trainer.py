@@ -167,9 +167,8 @@ class AstroTrainer(EpochFace):
         )  # fmt: skip
         arguments: EngineArguments = {
             "scheduler": self.scheduler, "scheduler_interval": scheduler_interval, "device": device,
-            "precision": precision, "grad_clip": self.config.grad_clip, "eval_seed": eval_seed, "capture": capture,
-            "accumulation_steps": self.config.grad_accum_steps, "limits": limits,
-            "max_non_finite_grad_retries": self.config.max_non_finite_grad_retries,
+            "precision": precision, "eval_seed": eval_seed, "capture": capture, "limits": limits,
+            **_engine_arguments(self.config),
         }  # fmt: skip
         arguments["config"] = self._described(arguments, loss_config, use_ce=use_ce, compile_model=compiled)
         self._engine = build_engine(
@@ -398,3 +397,11 @@ class AstroTrainer(EpochFace):
         tree = load_checkpoint(path)
         self._folder.restore(tree, path)
         return dict(tree)
+
+
+def _engine_arguments(settings: TrainingConfig) -> EngineArguments:
+    return {
+        "grad_clip": settings.grad_clip,
+        "accumulation_steps": settings.grad_accum_steps,
+        "max_non_finite_grad_retries": settings.max_non_finite_grad_retries,
+    }
