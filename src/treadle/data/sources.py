@@ -19,7 +19,7 @@ from treadle.data.indexed import IndexedReader, Workers, draw_as_workers_do_when
 from treadle.data.own_state import hidden_generators
 from treadle.data.rows import RowLoader
 from treadle.data.samplers import samplers_of
-from treadle.data.stateful_workers import seeded_workers, seeds_workers
+from treadle.data.stateful_workers import drop_iterator, drop_unread_iterator, seeded_workers, seeds_workers
 from treadle.data.streamed import StreamReader, keeps_its_place
 from treadle.data.transfer import TransferLoader, TransferredSource
 from treadle.errors import ConfigError
@@ -131,6 +131,7 @@ class _Stateful:
             self.loader.load_state_dict(state)
             with _ending_where_it_ends(self.loader), seeded_workers(self.loader, seed):
                 return self._workers.of(iter(self.loader))
+        drop_unread_iterator(self.loader)
         if isinstance(self.loader, RowLoader):
             self.loader.pass_over(skip)
             return iter(self.loader)
@@ -353,10 +354,8 @@ def _draw_for_running_workers(loader: Any) -> None:
 
 def _end_persistent_workers(loader: Any) -> None:
     """Ends the workers that the loader keeps between epochs."""
-    iterator = getattr(loader, "_iterator", None) if isinstance(loader, DataLoader) else None
-    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
-        iterator._shutdown_workers()
-        loader._iterator = None
+    if isinstance(loader, DataLoader) and hasattr(loader._iterator, "_shutdown_workers"):
+        drop_iterator(loader)
 
 
 def _passed_over(iterator: Iterator[Any], count: int) -> Iterator[Any]:

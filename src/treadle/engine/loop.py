@@ -175,6 +175,7 @@ class Engine(EngineBase):
         self.target = Target(steps, epochs, score_epoch, after_epoch, deadline or limits.deadline())
         with failing_by_name(self), speaking(self):
             self.prepare()
+            self.state.leave_out(loader)
             resume_from_hooks(self)
             if self.target.reached(self):
                 self._log_nothing_to_do()
@@ -365,6 +366,7 @@ class Engine(EngineBase):
             task: by default the training task.
         """
         self.raise_if_refused()
+        self.state.leave_out(loader)
         with at_evaluation_point(self.optimizer):
             return evaluate(
                 self.model,

@@ -51,6 +51,7 @@ class OwnObjects:
         self._attributes: dict[str, Attributes] = {}
         self._marks: dict[str, list[Mark]] = {}
         self._modules: dict[str, ModuleState] = {}
+        self._carried: set[str] = set()
         for path, owner in roots.items():
             self.add(path, owner)
 
@@ -62,6 +63,12 @@ class OwnObjects:
             if isinstance(module := self.owners[name], nn.Module):
                 self._marks[name] = [Mark(value) for value in _tensors_of(module)]
                 self._modules[name] = ModuleState(module)
+
+    def leave_out(self, loader: Any) -> None:
+        """Leave out a loader that a cursor reads, which keeps its place; states of it in older checkpoints too."""
+        for path in [path for path, owner in self.owners.items() if owner is loader]:
+            del self.owners[path]
+            self._carried.add(path)
 
     def _walk(self, path: str, owner: Any, depth: int) -> None:
         if depth == 0 or id(owner) in self._known:
@@ -129,7 +136,7 @@ class OwnObjects:
             CheckpointError: there is none under its path, or it is another frozen module.
         """
         for path, entry in saved.items():
-            if "attributes" in entry:
+            if "attributes" in entry or path in self._carried:
                 continue
             if path not in self.owners:
                 raise CheckpointError(
@@ -177,7 +184,8 @@ class OwnObjects:
 
     def without_entry(self, saved: Mapping[str, Any]) -> list[str]:
         """Returns the paths of objects that have state and of which a checkpoint holds none."""
-        return [path for path in self.collect() if path in self.owners and path not in saved]
+        loaders = {path for path, owner in self.owners.items() if isinstance(owner, DataLoader)}  # a cursor may read it
+        return [path for path in self.collect() if path in self.owners.keys() - loaders and path not in saved]
 
     def differences(self, saved: Mapping[str, Any]) -> Iterator[Difference]:
         """Yields where a state, once loaded, is not what the checkpoint holds."""

@@ -107,6 +107,8 @@ class RunState:
         self.training = False
         self.num_runs = 0
         self.closed: str | None = None
+        self.objects = OwnObjects({})
+        self.hook_objects: dict[str, OwnObjects] = {}
         self._trial: Callable[[], None] | None = None
         self._rehearsed = False
         self._warned: set[str] = set()
@@ -122,6 +124,11 @@ class RunState:
         keeps_none = type(engine.optimizer).state_dict is not Optimizer.state_dict or is_of_torch(engine.optimizer)
         owner = None if keeps_none else engine.optimizer
         self.optimizer_attributes = Attributes(owner, deep=True, leave_out=_OF_OPTIMIZERS)
+
+    def leave_out(self, loader: Any) -> None:
+        """Leave a loader that a cursor reads out of the user's objects."""
+        for objects in (self.objects, *self.hook_objects.values()):
+            objects.leave_out(loader)
 
     def warn_once(self, engine: Engine, text: str) -> None:
         """Logs a warning about state that is lost, once."""
