@@ -9,8 +9,6 @@ from torch import Tensor, nn
 class MaskedAutoencoder(nn.Module):
     """Masked autoencoder of spectra; a subclass draws the hidden channels in ``_draw_hidden``."""
 
-    n_mask: int
-
     def reconstruct(
         self,
         x: Tensor,
