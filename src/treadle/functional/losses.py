@@ -82,12 +82,7 @@ def counted_labels(
 ) -> Tensor | None:
     """Returns which labels the loss of a batch is a mean over; None where :func:`loss_weight` goes by something else.
 
-    Args:
-        model: names the kind of language model.
-        loss_fn: the loss, or None.
-        inputs: of the model.
-        outputs: of the model; None leaves its own loss out.
-        targets: of the loss, or None.
+    The arguments are those of :func:`loss_weight`; None for ``outputs`` leaves the model's own loss out.
 
     Returns:
         Bool, samples first; True where a label counts. On the host where the labels are known there.

@@ -8,17 +8,15 @@ from __future__ import annotations
 from treadle.engine.best import EarlyStopping
 from treadle.spectra.agreement import LLAResult, LLAWindowResult, local_label_agreement
 from treadle.spectra.augment import SpectraAugmenter
-from treadle.spectra.chemomae.helpers import (
-    EMACallback,
-    enable_deterministic,
+from treadle.spectra.chemomae.clusters import (
     find_elbow_curvature,
     plot_elbow_ckm,
     plot_elbow_vmf,
-    set_global_seed,
     silhouette_samples_cosine_gpu,
     silhouette_score_cosine_gpu,
-    sinusoidal_positional_encoding,
 )
+from treadle.spectra.chemomae.helpers import EMACallback, sinusoidal_positional_encoding
+from treadle.spectra.chemomae.rng import enable_deterministic, set_global_seed
 from treadle.spectra.clustering import (
     CosineKMeans,
     VMFMixture,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
-from treadle.spectra.encoder import SpectrumDecoder, SpectrumEncoder, check_input
-from treadle.spectra.masked import MaskedAutoencoder
+from treadle.spectra.encoder import SpectrumDecoder, SpectrumEncoder
+from treadle.spectra.masked import CountedMasksAutoencoder
 from treadle.spectra.masks import check_blocks, check_mask_count, make_block_mask
 
 
-class ChemoMAE(MaskedAutoencoder):
+class ChemoMAE(CountedMasksAutoencoder):
     """Masked autoencoder of spectra whose latent is on the unit sphere.
 
     The encoder sees the visible channels only (one token each, a CLS token in front); the decoder is one
@@ -49,8 +49,6 @@ class ChemoMAE(MaskedAutoencoder):
         >>> x_recon.shape, z.shape, visible_mask.sum(dim=1).tolist()
         (torch.Size([5, 64]), torch.Size([5, 64]), [32, 32, 32, 32, 32])
     """
-
-    takes_counted_mask = True
 
     def __init__(
         self,
@@ -96,49 +94,12 @@ class ChemoMAE(MaskedAutoencoder):
         )
         self.decoder = SpectrumDecoder(seq_len=seq_len, latent_dim=latent_dim)
 
-    def forward(
-        self,
-        x: Tensor,
-        visible_mask: Tensor | None = None,
-        *,
-        n_mask: int | None = None,
-        generator: torch.Generator | None = None,
-        visible_count: int | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Encode the visible channels of ``x`` and reconstruct all of them.
+    def _decode(self, z: Tensor) -> Tensor:
+        x_recon: Tensor = self.decoder(z.to(self.decoder.weight.dtype))
+        return x_recon
 
-        Args:
-            x: (B, L) spectra.
-            visible_mask: (B, L) bool, True = seen; a row may be all False. None draws one, which needs no
-                read of the device by the host; a given mask is counted once.
-            n_mask: Blocks to hide in the drawn mask, 0 to ``n_blocks``; None means the model's ``n_mask``.
-                Not used when ``visible_mask`` is given.
-            generator: CPU generator of the draw; None takes torch's global CPU generator.
-            visible_count: The number of True in every row of a given mask, if the caller knows it; it is trusted.
-
-        Returns:
-            ``x_recon`` (B, L), ``z`` (B, Z) with rows of norm 1, and the ``visible_mask`` (B, L) that was
-            used. Under autocast ``x_recon`` has the lower precision and ``z`` stays float32.
-
-        Raises:
-            ValueError: When a shape, the mask's dtype or ``n_mask`` is wrong.
-        """
-        check_input(x, visible_mask, self.seq_len)
-        if visible_mask is None:
-            visible_mask = self.make_visible(x.shape[0], n_mask=n_mask, device=x.device, generator=generator)
-            visible_count = self.visible_count(n_mask)
-        z = self.encoder(x, visible_mask, visible_count=visible_count)
-        x_recon = self.decoder(z.to(self.decoder.weight.dtype))
-        return x_recon, z, visible_mask
-
-    def visible_count(self, n_mask: int | None = None) -> int | None:
-        """Return how many channels of each row a drawn mask leaves visible; ``n_mask`` as in `make_visible`.
-
-        None where a subclass draws its masks in another way.
-        """
-        if self._draws_own_masks():
-            return None
-        return (self.n_blocks - (self.n_mask if n_mask is None else n_mask)) * (self.seq_len // self.n_blocks)
+    def _num_parts(self) -> int:
+        return self.n_blocks
 
     def _draw_hidden(
         self, batch_size: int, n_mask: int | None, device: torch.device | str | int, generator: torch.Generator | None

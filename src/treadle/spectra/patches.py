@@ -25,8 +25,7 @@ from treadle.checkpoint.store import load_checkpoint, save_checkpoint
 from treadle.device import get_device
 from treadle.distributed.state_names import check_model_state, load_model_state
 from treadle.errors import CheckpointError, ConfigError, refuse_unknown
-from treadle.spectra.encoder import check_input
-from treadle.spectra.masked import MaskedAutoencoder
+from treadle.spectra.masked import CountedMasksAutoencoder
 from treadle.spectra.masks import check_patches, make_patch_mask
 from treadle.spectra.patch_encoder import PatchDecoder, PatchEncoder, Representation
 
@@ -95,7 +94,7 @@ class PatchMAEConfig:
         return cls(**config)
 
 
-class PatchMAE(MaskedAutoencoder):
+class PatchMAE(CountedMasksAutoencoder):
     """Masked autoencoder of spectra whose tokens are patches.
 
     Args:
@@ -123,8 +122,6 @@ class PatchMAE(MaskedAutoencoder):
         >>> x_recon.shape, z.shape, visible_mask.sum(dim=1).tolist()
         (torch.Size([5, 64]), torch.Size([5, 16]), [32, 32, 32, 32, 32])
     """
-
-    takes_counted_mask = True
 
     def __init__(
         self,
@@ -154,36 +151,12 @@ class PatchMAE(MaskedAutoencoder):
         )  # fmt: skip
         self.decoder = PatchDecoder(seq_len=seq_len, latent_dim=latent_dim, num_layers=decoder_num_layers)
 
-    def forward(
-        self,
-        x: Tensor,
-        visible_mask: Tensor | None = None,
-        *,
-        n_mask: int | None = None,
-        generator: torch.Generator | None = None,
-        visible_count: int | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Encode the visible patches of ``x`` and reconstruct all channels.
+    def _decode(self, z: Tensor) -> Tensor:
+        x_recon: Tensor = self.decoder(z)
+        return x_recon
 
-        Args:
-            x: (B, L) spectra.
-            visible_mask: (B, L) bool, True = seen, alike within each patch. None draws one.
-            n_mask: Patches to hide in the drawn mask; None means the model's ``n_mask``.
-            generator: CPU generator of the draw; None takes torch's global CPU generator.
-            visible_count: The number of True in every row of a given mask, if the caller knows it; it is trusted.
-
-        Returns:
-            ``x_recon`` (B, L), ``z`` (B, Z), and the ``visible_mask`` (B, L) that was used.
-
-        Raises:
-            ValueError: When a shape, the mask or ``n_mask`` is wrong.
-        """
-        check_input(x, visible_mask, self.seq_len)
-        if visible_mask is None:
-            visible_mask = self.make_visible(x.shape[0], n_mask=n_mask, device=x.device, generator=generator)
-            visible_count = self.visible_count(n_mask)
-        z = self.encoder(x, visible_mask, visible_count=visible_count)
-        return self.decoder(z), z, visible_mask
+    def _num_parts(self) -> int:
+        return self.n_patches
 
     def encode(self, x: Tensor, *, representation: Representation = "latent") -> Tensor:
         """Encode spectra with every patch visible; mode and gradients are the caller's.
@@ -206,12 +179,6 @@ class PatchMAE(MaskedAutoencoder):
         visible = torch.ones_like(x, dtype=torch.bool)
         latent: Tensor = self.encoder(x, visible, representation=representation, visible_count=self.seq_len)
         return latent
-
-    def visible_count(self, n_mask: int | None = None) -> int | None:
-        """Return how many channels of each row a drawn mask leaves visible; None where a subclass draws otherwise."""
-        if self._draws_own_masks():
-            return None
-        return (self.n_patches - (self.n_mask if n_mask is None else n_mask)) * (self.seq_len // self.n_patches)
 
     def _draw_hidden(
         self, batch_size: int, n_mask: int | None, device: torch.device | str | int, generator: torch.Generator | None

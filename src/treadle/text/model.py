@@ -48,8 +48,7 @@ def build_gpt2(
             raise ConfigError("must be at least 1", argument=name, value=value)
     if n_embd % n_head:
         raise ConfigError(f"must be a multiple of n_head={n_head!r}", argument="n_embd", value=n_embd)
-    if not 0 <= dropout < 1:
-        raise ConfigError("must be at least 0 and below 1", argument="dropout", value=dropout)
+    _check_dropout(dropout)
     transformers = import_extra("transformers")
     config = transformers.GPT2Config(
         **sizes,
@@ -88,8 +87,7 @@ def add_lora(model: Any, *, r: int = 8, alpha: float = 16, dropout: float = 0.05
     """
     if r < 1:
         raise ConfigError("must be at least 1", argument="r", value=r)
-    if not 0 <= dropout < 1:
-        raise ConfigError("must be at least 0 and below 1", argument="dropout", value=dropout)
+    _check_dropout(dropout)
     peft = import_extra("peft")
     config = peft.LoraConfig(
         r=r,
@@ -103,3 +101,8 @@ def add_lora(model: Any, *, r: int = 8, alpha: float = 16, dropout: float = 0.05
         # peft 0.21 looks this up in models of transformers 5 under its former name.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         return peft.get_peft_model(model, config)
+
+
+def _check_dropout(dropout: float) -> None:
+    if not 0 <= dropout < 1:
+        raise ConfigError("must be at least 0 and below 1", argument="dropout", value=dropout)
