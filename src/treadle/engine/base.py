@@ -223,17 +223,9 @@ class EngineBase:
         with self.temporarily(settings=dataclasses.replace(self.settings, limits=limits)):
             yield
 
-    @contextlib.contextmanager
-    def temporarily(self, **parts: Any) -> Iterator[None]:
+    def temporarily(self, **parts: Any) -> AbstractContextManager[None]:
         """Replaces parts of the engine inside the block, such as ``optimizer=`` or ``guard=``."""
-        before = {name: getattr(self, name) for name in parts}
-        for name, part in parts.items():
-            setattr(self, name, part)
-        try:
-            yield
-        finally:
-            for name, part in before.items():
-                setattr(self, name, part)
+        return temporarily(self, **parts)
 
     def set_group(self, group: Group) -> None:
         """Makes a group the present one before its attempt begins, for a task that asks where a batch comes from."""
@@ -242,3 +234,16 @@ class EngineBase:
     def isolated_step(self, guard: FiniteGuard) -> AbstractContextManager[None]:
         """Lets steps run inside the block of which the engine keeps no record."""
         return self.temporarily(guard=guard, attempt=self.attempt, progress=copy.copy(self.progress))
+
+
+@contextlib.contextmanager
+def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Sets attributes of an object inside the block, and restores them."""
+    before = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)

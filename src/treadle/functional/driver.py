@@ -10,6 +10,7 @@ from typing import Any
 from treadle import distributed
 from treadle.data.amount import FirstBatches
 from treadle.engine import Engine
+from treadle.engine.base import temporarily
 from treadle.engine.best import BestRule
 from treadle.engine.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules, refuse_no_batch
 from treadle.engine.own_loop import run_own_epochs
@@ -224,14 +225,14 @@ class FaceEpochs(SelectingEpochs):
         if own_evaluate is None:
             return self.measure(loader)
         limit = self.engine.settings.limits.evaluation
-        with self.scored_weights(), self._inside_the_rules(loader), self._busy():
+        with self.scored_weights(), self._inside_the_rules(loader), temporarily(self, _evaluating=True):
             first = loader if limit is None else FirstBatches(loader, limit, "limit_eval_batches")
             values = numbers_from("evaluate", own_evaluate(first))
         return _as_record(values)
 
     def _try_evaluation(self, val_loader: Iterable[Any]) -> None:
         """Evaluates one batch before step 1 by the task; an overridden ``evaluate`` has a loop that is not entered."""
-        with self._busy():
+        with temporarily(self, _evaluating=True):
             self._try_batch(val_loader, self._task if self._find_evaluate() is None else None)
 
     def measure(self, loader: Iterable[Any]) -> dict[str, Any]:
@@ -240,7 +241,7 @@ class FaceEpochs(SelectingEpochs):
         Raises:
             ConfigError: the loader is empty.
         """
-        with self.scored_weights(), self._busy():
+        with self.scored_weights(), temporarily(self, _evaluating=True):
             values = self.engine.evaluate(loader, self._task)
             if not self._task.gives_loss:
                 values.pop("loss")
@@ -258,14 +259,6 @@ class FaceEpochs(SelectingEpochs):
         with rules, engine.precision.autocast():
             loss = engine.task.step(engine.model, batch).loss
         return math.nan if loss is None else float(loss)
-
-    @contextlib.contextmanager
-    def _busy(self) -> Iterator[None]:
-        before, self._evaluating = self._evaluating, True
-        try:
-            yield
-        finally:
-            self._evaluating = before
 
     @contextlib.contextmanager
     def _inside_the_rules(self, loader: Iterable[Any]) -> Iterator[None]:

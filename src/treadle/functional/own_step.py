@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from treadle import distributed
@@ -114,16 +113,8 @@ class OwnStepEngine(Engine):
 
     def step_group(self, batches: Sequence[Any]) -> bool:
         """Runs one step directly, for the override that calls it."""
-        with self._straight():
+        with self.temporarily(_own_step=None):
             return super().step_group(batches)
-
-    @contextlib.contextmanager
-    def _straight(self) -> Iterator[None]:
-        own, self._own_step = self._own_step, None
-        try:
-            yield
-        finally:
-            self._own_step = own
 
     def _note_added(self, result: Any) -> None:
         if not isinstance(result, Mapping):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class AveragingHook(BaseHook):
     """Base of hooks that keep an average of the model under a name."""
 
-    kind: ClassVar[str]  # its default name; the averaged model is the attribute ``<kind>_model``
+    _kind: ClassVar[str]  # its default name; the averaged model is the attribute ``<kind>_model``
 
     def __init__(self, update_interval: int, device: torch.device | str | int | None, name: str):
         self.update_interval = update_interval
@@ -30,7 +30,7 @@ class AveragingHook(BaseHook):
     @property
     def state_key(self) -> str:
         """Its class and name, so that two averages with two names can be kept."""
-        return type(self).__name__ if self.name == self.kind else f"{type(self).__name__}.{self.name}"
+        return type(self).__name__ if self.name == self._kind else f"{type(self).__name__}.{self.name}"
 
     def averages(self, trainer: Engine) -> Mapping[str, Ema]:
         """Creates the average from the model's present weights."""
@@ -43,7 +43,7 @@ class AveragingHook(BaseHook):
     def _made_average(self) -> Ema:
         if self._average is None:
             raise ConfigError(
-                "there is none before training starts or a state is loaded", argument=f"{self.kind}_model"
+                "there is none before training starts or a state is loaded", argument=f"{self._kind}_model"
             )
         return self._average
 
@@ -65,7 +65,7 @@ class EmaHook(AveragingHook):
         >>> hook = EmaHook(decay=0.999)
     """
 
-    kind = "ema"
+    _kind = "ema"
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class SwaHook(AveragingHook):
         >>> hook = SwaHook(start=750, update_interval=10)
     """
 
-    kind = "swa"
+    _kind = "swa"
 
     def __init__(
         self,
