@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from treadle import BaseHook, BaseTrainer, EmaHook, Engine, LoggingHook, ProgressHook, StepOutput, Trainer
+from treadle.engine.block import StepBlock
 
 CLIP = 1.0
 COLUMNS = ("workload", "way", "µs a step", "processor µs a step", "more than the loop", "of the loop")
@@ -117,6 +118,10 @@ class Clock:
     def tick(self) -> None:
         self.times.append((time.perf_counter(), time.process_time()))
 
+    def steps_ahead(self) -> int | None:
+        """Returns how many captured steps may pass until one must be noted by itself."""
+        return 1
+
     def per_step(self) -> Cost:
         """Returns the median from one step's end to the next, those at the start left out."""
         pairs = list(itertools.pairwise(self.times[self.warm_up :]))
@@ -159,6 +164,13 @@ class Ticks(BaseHook):
 
     def on_after_step(self, trainer: Engine) -> None:
         self.clock.tick()
+
+    def steps_ahead(self, trainer: Engine) -> int | None:
+        return self.clock.steps_ahead()
+
+    def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
+        for _ in range(len(block)):
+            self.clock.tick()
 
 
 class Fit:

@@ -71,6 +71,10 @@ class Watch(Clock):
                 torch.cuda.synchronize()
             super().tick()
 
+    def steps_ahead(self) -> int | None:
+        left = self.warm_up - self.ticks
+        return left if left > 0 else None
+
     def per_step(self) -> Cost:
         """Returns the mean of the steps after the warm-up."""
         start, end = self.times

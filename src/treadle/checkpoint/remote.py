@@ -123,7 +123,8 @@ class RemoteWorkspace:
             CheckpointError: there are manifests, and none can be read.
         """
         problems: list[str] = []
-        for key in sorted(self.store.sizes(_MANIFESTS), reverse=True):
+        whole = [key for key in self.store.sizes(_MANIFESTS) if key.endswith(".json")]  # no file of a put cut short
+        for key in sorted(whole, reverse=True):
             try:
                 return Manifest.unpacked(self.store.get(key)), problems
             except (CheckpointError, ValueError, KeyError, TypeError, FileNotFoundError) as error:

@@ -39,7 +39,10 @@ from treadle.errors import CheckpointError
 
 
 def write_shard(
-    tensors: Mapping[str, Tensor | Part], folder: Path, group: dist.ProcessGroup | None
+    tensors: Mapping[str, Tensor | Part],
+    folder: Path | str,
+    group: dist.ProcessGroup | None,
+    files: SummedStreams | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Writes tensors to an empty folder, of those that several ranks have one copy; all ranks of the group call it.
 
@@ -47,6 +50,7 @@ def write_shard(
         tensors: of this rank, by key.
         folder: is there already.
         group: of the ranks that write; None for one process.
+        files: file system that ``folder`` is in; None for the local one, where files are synchronised.
 
     Returns:
         Size and CRC-32 of each file of this rank, as they were handed to the system.
@@ -55,7 +59,8 @@ def write_shard(
         CheckpointError: it failed on some rank, which is named; the same on all.
     """
     parts = {key: value if isinstance(value, Part) else _all_of(value) for key, value in tensors.items()}
-    writer = _Writer(folder)
+    summed = files or _SummedFiles()
+    writer = _Writer(folder, summed, sync=files is None)
     try:
         with warnings.catch_warnings() if group is None else contextlib.nullcontext():
             if group is None:
@@ -69,7 +74,7 @@ def write_shard(
         raise
     except Exception as error:
         raise WriterLostError(f"a rank was lost while a checkpoint was written: {first_line(error)}") from error
-    return writer.files.sums
+    return summed.sums
 
 
 def _all_of(tensor: Tensor) -> Part:
@@ -114,9 +119,10 @@ def _item(key: str, part: Part) -> WriteItem:
 class _Writer(FileSystemWriter):
     """Names the file in every error and leaves the folder's path out of the metadata: it may be moved."""
 
-    def __init__(self, folder: Path):
-        super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
-        self.fs = self.files = _SummedFiles()
+    def __init__(self, folder: Path | str, files: Any, *, sync: bool):
+        super().__init__(folder, single_file_per_rank=True, sync_files=sync, thread_count=1)
+        self.fs = files
+        self.path = folder
 
     def storage_meta(self) -> StorageMeta:
         """Returns what identifies this save."""
@@ -124,25 +130,30 @@ class _Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes the file of this rank."""
-        with reported(Path(self.path) / f"{plan.storage_data.prefix}0.distcp"):
+        with reported(f"{self.path}/{plan.storage_data.prefix}0.distcp"):
             return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the metadata, on rank 0."""
-        with reported(Path(self.path) / METADATA):
+        with reported(f"{self.path}/{METADATA}"):
             super().finish(metadata, results)
 
 
-class _SummedFiles(FileSystem):
-    """Notes the size and the CRC-32 of what is written."""
+class SummedStreams:
+    """Part of a file system that notes the size and the CRC-32 of what is written.
+
+    Attributes:
+        sums: of each file by its name.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self.sums: dict[str, dict[str, Any]] = {}
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         """Opens a file."""
-        with super().create_stream(path, mode) as stream:
+        with super().create_stream(path, mode) as stream:  # type: ignore[misc]
             if mode != "wb":
                 yield stream
                 return
@@ -150,6 +161,10 @@ class _SummedFiles(FileSystem):
             yield summed
             name = re.sub(r"\.tmp$", "", os.path.basename(path))  # the metadata is renamed afterwards
             self.sums[name] = {"size": summed.size, "crc32": f"{summed.crc:08x}"}
+
+
+class _SummedFiles(SummedStreams, FileSystem):
+    """Local files."""
 
 
 class _Summed(io.BufferedIOBase):

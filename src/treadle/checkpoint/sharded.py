@@ -56,12 +56,9 @@ def save_sharded(
     """
     group, target = writers_group(), Path(path)
     rank = 0 if group is None else dist.get_rank(group)
-    tensors, rest = take_apart(tree)
-    if rank != 0:
-        tensors = {key: value for key, value in tensors.items() if isinstance(value, Part) or _is_equal(key, equal)}
-    bad = [name for names in together(group, lambda: _non_finite(tensors, rest)) for name in names]
+    tensors, rest, bad = own_part(tree, equal, group)
     if bad:
-        target = put_aside(target, sorted(set(bad)))
+        target = put_aside(target, bad)
     try:
         together(group, lambda: _begin(target) if rank == 0 else None)
         written = write_shard(tensors, target, group)
@@ -74,6 +71,17 @@ def save_sharded(
         raise
     together(group, lambda: _finish(target, None if bad else finish) if rank == 0 else None)
     return target
+
+
+def own_part(
+    tree: Mapping[str, Any], equal: Collection[str], group: dist.ProcessGroup | None
+) -> tuple[dict[str, Tensor | Part], dict[str, Any], list[str]]:
+    """Returns the tensors that this rank writes, the rest of the tree, and names that are not finite on some rank."""
+    tensors, rest = take_apart(tree)
+    if group is not None and dist.get_rank(group) != 0:
+        tensors = {key: value for key, value in tensors.items() if isinstance(value, Part) or _is_equal(key, equal)}
+    bad = {name for names in together(group, lambda: _non_finite(tensors, rest)) for name in names}
+    return tensors, rest, sorted(bad)
 
 
 def _is_equal(key: str, equal: Collection[str]) -> bool:

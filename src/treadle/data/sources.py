@@ -397,6 +397,30 @@ def _is_torchs_own(loader: Any) -> bool:
     )
 
 
+def _refuse_counts(loader: Any) -> None:
+    """Raises ConfigError for a loader or a stream whose state is a count of samples and does not lead to their order.
+
+    Those of litdata and mosaicml-streaming: the ``state_dict`` of their data sets needs numbers from their own loaders.
+    """
+    dataset = getattr(loader, "dataset", None)
+    named = callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
+    if not named or not isinstance(dataset, IterableDataset) or keeps_its_place(dataset):
+        return
+    if hasattr(dataset, "next_epoch"):  # mosaicml-streaming
+        raise ConfigError(
+            f"{type(dataset).__name__} counts its epochs in memory that processes share, which no checkpoint holds: "
+            "after a resume the samples would come in another order. Read it by index, from a map-style data set "
+            "whose __getitem__ calls its own, or use treadle.data.ShardedStream",
+            argument="loader",
+        )
+    if hasattr(loader, "state_dict"):
+        raise ConfigError(
+            f"the state of a {type(loader).__name__} is a count of samples, which after a resume gives other batches; "
+            f"use torch.utils.data.DataLoader over the same {type(dataset).__name__}: its epoch is replayed exactly",
+            argument="loader",
+        )
+
+
 def open_source(loader: Any) -> Source:
     """Chooses how a loader is read.
 
@@ -414,6 +438,7 @@ def open_source(loader: Any) -> Source:
     if isinstance(loader, TransferLoader):
         return TransferredSource(open_source(loader.loader), loader)
     refuse_dataset(loader)
+    _refuse_counts(loader)
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return _Stateful(loader)
     map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)

@@ -211,7 +211,10 @@ class Engine(EngineBase):
 
     def _ahead(self) -> bool:
         """Runs captured steps ahead, as far as nobody must see one by itself; returns whether the run ends there."""
-        return run_ahead(self) and (self._stops_here() or self.target.reached(self))
+        while run_ahead(self):
+            if self._stops_here() or self.target.reached(self):
+                return True
+        return False
 
     def _log_nothing_to_do(self) -> None:
         """Logs that the target is reached, as a warning if this object has trained: its second call trains nothing."""

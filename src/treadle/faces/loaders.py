@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from torch.utils.data import DataLoader
 
 from treadle.data.sources import refuse_dataset
+from treadle.engine.best import Mode, resolve_mode
 from treadle.errors import ConfigError
 
 EvalLoaders: TypeAlias = Iterable[Any] | Mapping[str, Iterable[Any]]
@@ -101,3 +102,20 @@ def without_loader(metric: str, loaders: EvalLoaders | None) -> str:
     """
     names = loaders if isinstance(loaders, Mapping) else ()
     return next((metric.removeprefix(f"{name}_") for name in names if metric.startswith(f"{name}_")), metric)
+
+
+def mode_over(metric: str, loaders: EvalLoaders | None) -> Mode | None:
+    """Return the direction of a metric by its name, without that of the loader it is measured over.
+
+    None where a dict of loaders is not evaluated, or the name does not tell: the rule decides by the whole name.
+
+    Example:
+        >>> mode_over("far_accuracy", {"near": [], "far": []}), mode_over("far_score", {"far": []})
+        ('max', None)
+    """
+    if not isinstance(loaders, Mapping):
+        return None
+    try:
+        return resolve_mode(without_loader(metric, loaders))
+    except ConfigError:
+        return None

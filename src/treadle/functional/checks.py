@@ -21,7 +21,14 @@ from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
 from treadle.engine.names import overridden_on_instance, uncalled_methods
 from treadle.errors import ConfigError
-from treadle.faces.loaders import EvalLoaders, check_eval_loaders, check_loader, results_by_name
+from treadle.faces.loaders import (
+    EvalLoaders,
+    check_eval_loaders,
+    check_loader,
+    mode_over,
+    results_by_name,
+    selected_by,
+)
 from treadle.functional.driver import PREFIX, FaceEpochs, MetricRule
 from treadle.functional.settings import TrainingSettings
 from treadle.optim.optimizer import can_be_fused, decay_groups, move_optimizer_state
@@ -267,6 +274,20 @@ def eval_losses(loader: EvalLoaders | None) -> list[str]:
     return [f"{PREFIX}{name}" for name in results_by_name(["loss"], loader)]
 
 
+def selected_key(metric: str | None, loaders: EvalLoaders | None) -> str | None:
+    """Return the key of a record that a metric means, given what is evaluated.
+
+    Example:
+        >>> selected_key("loss", None), selected_key("accuracy", {"near": [], "far": []})
+        ('train_loss', 'near_accuracy')
+    """
+    if metric is None or metric == "lr" or metric.startswith("train_"):
+        return metric
+    if loaders is None:
+        return "train_loss" if metric.removeprefix(PREFIX) == "loss" else metric
+    return selected_by(metric.removeprefix(PREFIX), loaders)
+
+
 def known_keys(overrides: Callable[[str], bool], *, losses: Sequence[str], has_metrics: bool) -> list[str] | None:
     """Returns the keys of a record that can be selected by; None where they depend on an overridden method or a metric.
 
@@ -292,24 +313,31 @@ def rule_for(
     *,
     patience: int | None,
     min_delta: float,
+    loaders: EvalLoaders | None,
     known: Sequence[str] | None,
 ) -> Callable[[], BestRule] | None:
     """Returns what makes the best rule of a call, or None for no rule.
 
-    Args:
-        metric: a key of the record, with the prefix of evaluations or without; None for no rule.
-        mode: its direction, or None for that of its name.
-        patience: epochs without improvement, or None.
-        min_delta: smallest change that counts.
-        known: the keys that a record will have; None where they are known only after training.
+        Args:
+            metric: a key of the record, with the prefix of evaluations or without; None for no rule.
+            mode: its direction, or None for that of its name.
+            patience: epochs without improvement, or None.
+            min_delta: smallest change that counts.
+    <<<<<<< HEAD
+            known: the keys that a record will have; None where they are known only after training.
+    =======
+            loaders: what is evaluated after each epoch.
+            known: the keys that a record will have; None where only training tells.
+    >>>>>>> main
 
-    Raises:
-        ConfigError: the metric, its direction or the patience is wrong.
+        Raises:
+            ConfigError: the metric, its direction or the patience is wrong.
 
-    Example:
-        >>> rule_for("accuracy", None, patience=2, min_delta=0.0, known=None)().metric
-        'eval_accuracy'
+        Example:
+            >>> rule_for("accuracy", None, patience=2, min_delta=0.0, loaders=[], known=None)().metric
+            'eval_accuracy'
     """
+    metric = selected_key(metric, loaders)
     if metric is None:
         if patience is not None:
             raise ConfigError(
@@ -321,7 +349,7 @@ def rule_for(
         raise ConfigError(
             f"no epoch's record will have it; they have {', '.join(known)}", argument="best_model_metric", value=metric
         )
-    make = partial(MetricRule, name, mode, min_delta, patience)
+    make = partial(MetricRule, name, mode or mode_over(name.removeprefix(PREFIX), loaders), min_delta, patience)
     try:
         make()  # refuses bad values now
     except ConfigError as error:

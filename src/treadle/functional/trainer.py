@@ -303,7 +303,7 @@ class Trainer(EpochFace):
             train_dataloader: micro-batches; re-iterated for each epoch.
             num_epochs: absolute target; a run that has reached it returns its history at once.
             eval_dataloader: evaluated after each epoch; of a dict each loader, as ``eval_<name>_loss`` and so on, and
-                ``"eval_loss"`` then means the loss of the first.
+                a metric without a loader's name then means that of the first.
             save_dir: folder of ``checkpoint_epoch_{n}.pt``, ``best_model.pt``, ``history.json``, and ``pretrained``
                 with the best weights of a model with ``save_pretrained``; None takes the config's ``checkpoint_dir``.
             save_freq: epochs between numbered checkpoints, else the config's ``save_interval``; None or 0 writes none.
@@ -327,12 +327,12 @@ class Trainer(EpochFace):
         for warning in unused_names(self, self._face):
             _log.warning("%s", warning)
         check_call(num_epochs, save_freq, callbacks=callbacks, loaders=(train_dataloader, eval_dataloader))
-        losses = eval_losses(eval_dataloader)
-        if best_model_metric in ("eval_loss", "loss"):
-            best_model_metric = losses[0] if losses else "train_loss"
         make_rule = rule_for(
             best_model_metric, best_mode, patience=early_stopping_patience, min_delta=self.settings.min_delta,
-            known=known_keys(self._is_own, losses=losses, has_metrics=bool(self._eval_task.metrics)),
+            loaders=eval_dataloader,
+            known=known_keys(
+                self._is_own, losses=eval_losses(eval_dataloader), has_metrics=bool(self._eval_task.metrics)
+            ),
         )  # fmt: skip
         set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
         self._folder.use(*self._run_defaults.files(save_dir, save_freq))

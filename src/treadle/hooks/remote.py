@@ -151,6 +151,10 @@ class RemoteWorkspaceHook(BaseHook):
         if self._said:
             self._speak(trainer)
 
+    def steps_ahead(self, trainer: Engine) -> int | None:
+        """Lets any number of steps run: what goes wrong in the thread is a matter of time."""
+        return None
+
     def _speak(self, trainer: Engine) -> None:
         while self._said:
             trainer.logger.warning("%s", self._said.pop(0))

@@ -79,6 +79,10 @@ class SwaHook(AveragingHook):
         if trainer.is_last_step:
             self.update_statistics(trainer)
 
+    def steps_ahead(self, trainer: Engine) -> int | None:
+        """Lets any number of steps run: the last one alone matters."""
+        return None
+
     def on_after_train(self, trainer: Engine) -> None:
         """Measures them where training was stopped before its target."""
         if self._step_of_statistics != trainer.step:
