@@ -14,7 +14,7 @@ from treadle.checkpoint.retention import Retention
 from treadle.checkpoint.store import copy_checkpoint, save_checkpoint
 from treadle.engine.hook import BaseHook
 from treadle.errors import CheckpointError, ConfigError
-from treadle.faces.folder import RunFolder, write_best_and_last
+from treadle.faces.folder import CheckpointFolder, write_best_and_last
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -33,7 +33,7 @@ def layout_of(vocab: VocabSpec) -> dict[str, Any]:
     return {name: getattr(vocab, name) for name in names}
 
 
-class AstroFolder(RunFolder):
+class AstroFolder(CheckpointFolder):
     """The folder of ``ckpt_step_{step:08d}.pt``, ``ckpt_epoch_{epoch:03d}.pt`` and ``best.pt``.
 
     Args:

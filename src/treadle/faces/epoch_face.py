@@ -11,14 +11,14 @@ from treadle.checkpoint.store import save_checkpoint
 from treadle.engine import Engine
 from treadle.faces.build import EngineCounters
 from treadle.faces.epochs import EpochTrainer
-from treadle.faces.folder import RunFolder
+from treadle.faces.folder import CheckpointFolder
 
 
 class EpochFace(EngineCounters):
     """Trainer of epochs, made of an engine and an epoch driver."""
 
     _epochs: EpochTrainer
-    _folder: RunFolder
+    _folder: CheckpointFolder
 
     def validate(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
         """Returns the results over a loader, as an epoch's validation has them; training does not notice.

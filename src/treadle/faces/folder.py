@@ -49,7 +49,7 @@ def say_if_other_loss(engine: Engine, tree: Mapping[str, Any], settings: Iterabl
         )  # fmt: skip
 
 
-class RunFolder:
+class CheckpointFolder:
     """Finds and loads the checkpoints of a trainer; what they are called is for a subclass to say.
 
     Args:
@@ -61,7 +61,7 @@ class RunFolder:
         loss_settings: keys of the engine's config that describe the loss.
 
     Example:
-        >>> # folder = RunFolder(engine, "checkpoint_dir")
+        >>> # folder = CheckpointFolder(engine, "checkpoint_dir")
     """
 
     loss_settings: tuple[str, ...] = ()

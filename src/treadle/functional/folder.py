@@ -17,14 +17,14 @@ from treadle.checkpoint.store import copy_checkpoint, save_checkpoint
 from treadle.engine import Engine
 from treadle.engine.start_log import short_path
 from treadle.exchange.pretrained import has_save_pretrained, write_pretrained
-from treadle.faces.folder import RunFolder
+from treadle.faces.folder import CheckpointFolder
 from treadle.functional.files import BEST, LAST, HistoryFile, checkpoints_in, epoch_file
 
 _NUMBERED = r"checkpoint_epoch_(\d+)\.pt"
 Save = Callable[[Path, int, float | None], None]
 
 
-class NumberedFolder(RunFolder):
+class NumberedFolder(CheckpointFolder):
     """Names, reads and writes the checkpoints of a trainer.
 
     Args:

@@ -24,7 +24,7 @@ from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
 from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
-from treadle.faces.folder import RunFolder, loss_name, write_best_and_last
+from treadle.faces.folder import CheckpointFolder, loss_name, write_best_and_last
 from treadle.faces.loaders import EvalLoaders, check_eval_loaders, check_loader
 from treadle.faces.parallel import ParallelConfig
 from treadle.graphs.checks import (
@@ -359,7 +359,7 @@ class GraphTrainer(EpochFace):
         return dict(tree.get("metrics") or {})
 
 
-class BestAndLast(RunFolder):
+class BestAndLast(CheckpointFolder):
     """The folder of ``best.pt`` and ``last.pt``."""
 
     loss_settings = ("task_type", "num_classes", "loss")

@@ -12,7 +12,7 @@ from treadle.checkpoint.store import averaged_weights, copy_checkpoint, save_che
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.errors import CheckpointError
-from treadle.faces.folder import RunFolder, write_best_and_last
+from treadle.faces.folder import CheckpointFolder, write_best_and_last
 from treadle.spectra.originals import is_original, own_tree
 
 EXTENSION = "ExtensionHook"
@@ -21,7 +21,7 @@ EXTENSION = "ExtensionHook"
 Selection = Literal["improved", "not improved", "last"]
 
 
-class SpectraFolder(RunFolder):
+class SpectraFolder(CheckpointFolder):
     """Folder of ``checkpoints/last.pt`` and ``checkpoints/best.pt``, and of the exported weights.
 
     Args:

@@ -6,13 +6,9 @@ sees a channel.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from treadle.errors import ConfigError
 from treadle.spectra.encoder import SpectrumDecoder, SpectrumEncoder
-from treadle.spectra.masked import CountedMasksAutoencoder
-from treadle.spectra.masks import check_blocks, check_mask_count, make_block_mask
+from treadle.spectra.masks import CountedMasksAutoencoder, check_blocks, check_mask_count, make_block_mask
 
 
 class ChemoMAE(CountedMasksAutoencoder):
@@ -49,6 +45,9 @@ class ChemoMAE(CountedMasksAutoencoder):
         >>> x_recon.shape, z.shape, visible_mask.sum(dim=1).tolist()
         (torch.Size([5, 64]), torch.Size([5, 64]), [32, 32, 32, 32, 32])
     """
+
+    _make_mask = staticmethod(make_block_mask)
+    _parts = "n_blocks"
 
     def __init__(
         self,
@@ -93,16 +92,3 @@ class ChemoMAE(CountedMasksAutoencoder):
             latent_dim=latent_dim,
         )
         self.decoder = SpectrumDecoder(seq_len=seq_len, latent_dim=latent_dim)
-
-    def _decode(self, z: Tensor) -> Tensor:
-        x_recon: Tensor = self.decoder(z.to(self.decoder.weight.dtype))
-        return x_recon
-
-    def _num_parts(self) -> int:
-        return self.n_blocks
-
-    def _draw_hidden(
-        self, batch_size: int, n_mask: int | None, device: torch.device | str | int, generator: torch.Generator | None
-    ) -> Tensor:
-        hide = self.n_mask if n_mask is None else n_mask
-        return make_block_mask(batch_size, self.seq_len, self.n_blocks, hide, device=device, generator=generator)

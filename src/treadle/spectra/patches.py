@@ -25,8 +25,7 @@ from treadle.checkpoint.store import load_checkpoint, save_checkpoint
 from treadle.device import get_device
 from treadle.distributed.state_names import check_model_state, load_model_state
 from treadle.errors import CheckpointError, ConfigError, refuse_unknown
-from treadle.spectra.masked import CountedMasksAutoencoder
-from treadle.spectra.masks import check_patches, make_patch_mask
+from treadle.spectra.masks import CountedMasksAutoencoder, check_patches, make_patch_mask
 from treadle.spectra.patch_encoder import PatchDecoder, PatchEncoder, Representation
 
 _KIND, _VERSION = "chemomae.model", 1
@@ -123,6 +122,9 @@ class PatchMAE(CountedMasksAutoencoder):
         (torch.Size([5, 64]), torch.Size([5, 16]), [32, 32, 32, 32, 32])
     """
 
+    _make_mask = staticmethod(make_patch_mask)
+    _parts = "n_patches"
+
     def __init__(
         self,
         *,
@@ -151,13 +153,6 @@ class PatchMAE(CountedMasksAutoencoder):
         )  # fmt: skip
         self.decoder = PatchDecoder(seq_len=seq_len, latent_dim=latent_dim, num_layers=decoder_num_layers)
 
-    def _decode(self, z: Tensor) -> Tensor:
-        x_recon: Tensor = self.decoder(z)
-        return x_recon
-
-    def _num_parts(self) -> int:
-        return self.n_patches
-
     def encode(self, x: Tensor, *, representation: Representation = "latent") -> Tensor:
         """Encode spectra with every patch visible; mode and gradients are the caller's.
 
@@ -179,12 +174,6 @@ class PatchMAE(CountedMasksAutoencoder):
         visible = torch.ones_like(x, dtype=torch.bool)
         latent: Tensor = self.encoder(x, visible, representation=representation, visible_count=self.seq_len)
         return latent
-
-    def _draw_hidden(
-        self, batch_size: int, n_mask: int | None, device: torch.device | str | int, generator: torch.Generator | None
-    ) -> Tensor:
-        hide = self.n_mask if n_mask is None else n_mask
-        return make_patch_mask(batch_size, self.seq_len, self.n_patches, hide, device=device, generator=generator)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor, with the present ``n_mask`` and ``encoder.latent_normalize``."""

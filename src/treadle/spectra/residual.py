@@ -14,8 +14,13 @@ from torch.nn import functional as F
 
 from treadle.errors import ConfigError
 from treadle.spectra.encoder import EncoderLayer, check_input, sine_positions
-from treadle.spectra.masked import MaskedAutoencoder
-from treadle.spectra.masks import check_blocks, check_mask_count, make_band_mask, make_block_mask
+from treadle.spectra.masks import (
+    MaskedAutoencoder,
+    check_blocks,
+    check_mask_count,
+    make_band_mask,
+    make_block_mask,
+)
 
 
 class Uncertainty(NamedTuple):
@@ -164,6 +169,23 @@ class PatchEncoder(nn.Module):
         return tokens_BTD, unit_BZ, mean_BL, variance_BL
 
 
+def make_mixed_mask(
+    batch_size: int,
+    seq_len: int,
+    n_blocks: int,
+    n_mask: int | None,
+    *,
+    device: torch.device | str | int,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Draw masks of a number of blocks; None draws blocks, bands, and all but a band, as `make_band_mask` does."""
+    if n_mask is None:
+        hidden = make_band_mask(batch_size, seq_len, n_blocks, generator=generator)
+    else:
+        hidden = make_block_mask(batch_size, seq_len, n_blocks, n_mask, generator=generator)
+    return hidden.to(device, non_blocking=True)
+
+
 class ResidualMAE(MaskedAutoencoder):
     """Masked autoencoder of spectra that predicts the residual of a linear conditional mean, and its uncertainty.
 
@@ -204,6 +226,9 @@ class ResidualMAE(MaskedAutoencoder):
 
     takes_drawn_mask = True
     gives_uncertainty = True
+    _make_mask = staticmethod(make_mixed_mask)
+    _parts = "n_blocks"
+    _mixes_masks = True
 
     def __init__(
         self,
@@ -287,12 +312,3 @@ class ResidualMAE(MaskedAutoencoder):
             return x_recon, z, visible_mask
         log_variance_BL = variance_BL.log() + change_BT2P[:, :, 1].flatten(1).clamp(-8, 8)
         return x_recon, z, visible_mask, Uncertainty(log_variance_BL, variance_BL)
-
-    def _draw_hidden(
-        self, batch_size: int, n_mask: int | None, device: torch.device | str | int, generator: torch.Generator | None
-    ) -> Tensor:
-        if n_mask is None:
-            hidden = make_band_mask(batch_size, self.seq_len, self.n_blocks, generator=generator)
-        else:
-            hidden = make_block_mask(batch_size, self.seq_len, self.n_blocks, n_mask, generator=generator)
-        return hidden.to(device, non_blocking=True)
