@@ -25,7 +25,7 @@ Exit codes:
   1      the run failed, or a file is damaged or not to be trusted
   2      a wrong setting, option or path; nothing was done
   3      replay or verify: not equal
-  128+n  stopped by signal n; a run that saves then resumes with the same command
+  128+n  stopped by signal n; a run that saved resumes with the same command
 """
 
 # Plain help and usage errors: no boxes, so that they read the same in a file and on a narrow terminal.
