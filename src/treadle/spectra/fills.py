@@ -43,7 +43,7 @@ class GaussianFill:
         self.noise = shrinkage * float(np.trace(self.covariance)) / len(self.mean)
 
     def __call__(self, x: npt.ArrayLike, visible: npt.ArrayLike) -> _Float:
-        """Returns the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
+        """Return the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
         rows, seen = np.asarray(x, dtype=np.float64), np.asarray(visible)
         filled = np.where(seen, rows, self.mean)
         for index, mask in enumerate(seen):
@@ -72,7 +72,7 @@ class PcaFill:
         self.components = np.linalg.svd(rows - self.mean, full_matrices=False)[2][:rank]
 
     def __call__(self, x: npt.ArrayLike, visible: npt.ArrayLike) -> _Float:
-        """Returns the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
+        """Return the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
         rows, seen = np.asarray(x, dtype=np.float64), np.asarray(visible)
         filled = np.where(seen, rows, self.mean)
         for index, mask in enumerate(seen):
@@ -99,7 +99,7 @@ class NearestFill:
         self.count = min(count, len(self.rows))
 
     def __call__(self, x: npt.ArrayLike, visible: npt.ArrayLike) -> _Float:
-        """Returns the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
+        """Return the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
         rows, seen = np.asarray(x, dtype=np.float64), np.asarray(visible)
         filled: _Float = rows.copy()
         for index, mask in enumerate(seen):
@@ -113,7 +113,7 @@ Fill = Callable[[npt.ArrayLike, npt.ArrayLike], _Float]
 
 
 def masked_error(filled: npt.ArrayLike, x: npt.ArrayLike, visible: npt.ArrayLike) -> float:
-    """Returns the mean squared error over the hidden channels of all rows together.
+    """Return the mean squared error over the hidden channels of all rows together.
 
     Example:
         >>> masked_error([[0.0, 3.0]], [[9.0, 1.0]], np.array([[True, False]]))
@@ -133,7 +133,7 @@ class Chosen:
 
 
 def choose_fills(train: npt.ArrayLike, x: npt.ArrayLike, visible: npt.ArrayLike) -> dict[str, Chosen]:
-    """Fits the three fills, each with the setting that has the least masked error on rows that it was not fitted to.
+    """Fit the three fills, each with the setting that has the least masked error on rows that it was not fitted to.
 
     Args:
         train: (M, L) rows to fit to.

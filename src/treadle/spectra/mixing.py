@@ -49,7 +49,7 @@ class MixedSpectra(Dataset[Tensor]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
-        """Returns several spectra at once, as a DataLoader requests them."""
+        """Return several spectra at once, as a DataLoader requests them."""
         rows_B = torch.tensor(indices) % len(self.spectra)
         draw = torch.rand(len(rows_B), 3)
         choice_B = (draw[:, 0] * self.nearest.shape[1]).long()

@@ -21,7 +21,7 @@ Representation = Literal["latent", "raw_latent", "normalized_latent", "cls"]
 
 
 def check_representation(name: str) -> None:
-    """Raises ConfigError unless a representation is one of the four.
+    """Raise ConfigError unless a representation is one of the four.
 
     Example:
         >>> check_representation("cls")

@@ -74,12 +74,12 @@ class PatchMAEConfig:
             raise ConfigError("must lie in [0, 1]", argument="dropout", value=self.dropout)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the arguments as plain values."""
+        """Return the arguments as plain values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> PatchMAEConfig:
-        """Makes a configuration from all of its fields.
+        """Make a configuration from all of its fields.
 
         Raises:
             ConfigError: a field is missing or unknown.

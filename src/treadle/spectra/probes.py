@@ -56,7 +56,7 @@ def probe_features(
     num_folds: int = 5,
     seed: int = 0,
 ) -> ProbeResult:
-    """Scores a representation by two linear probes, one for the J-K colour and one for the spectral class.
+    """Score a representation by two linear probes, one for the J-K colour and one for the spectral class.
 
     The colour probe is ridge regression on standardised features; its penalty is chosen among `RIDGE_ALPHAS`
     by the leave-one-out error of the training fold. The class probe is multinomial logistic regression on
@@ -118,7 +118,7 @@ def compare_probes(
     num_folds: int = 5,
     seed: int = 0,
 ) -> dict[str, ProbeResult]:
-    """Scores several representations of the same rows on the same folds.
+    """Score several representations of the same rows on the same folds.
 
     Args:
         features: name -> (N, D) array; D may differ, N may not.
@@ -155,7 +155,7 @@ def compare_probes(
 
 
 def pca_features(train: npt.ArrayLike, x: npt.ArrayLike, num_components: int) -> npt.NDArray[np.float32]:
-    """Projects spectra on principal components, the baseline that any learned representation should beat.
+    """Project spectra on principal components, the baseline that any learned representation should beat.
 
     Mean and components come from `train` alone, by an exact (full) singular value decomposition; give the
     rows that the model was trained on, so that both have seen the same spectra. Components are not whitened;

@@ -60,7 +60,7 @@ class LinearGaussian(nn.Module):
         self.register_buffer("noise", torch.ones(seq_len))
 
     def fit(self, train: Tensor, *, shrinkage: float = 0.03) -> None:
-        """Takes mean, factors and noise from complete spectra.
+        """Take mean, factors and noise from complete spectra.
 
         The factors are the first principal components of the covariance, without the mean of the variances left out.
         The noise is what they leave of the variance of each channel, and white noise on top.
@@ -272,7 +272,7 @@ class ResidualMAE(MaskedAutoencoder):
         nn.init.zeros_(self.decoder.bias)
 
     def fit(self, train: Tensor, *, shrinkage: float = 0.03) -> None:
-        """Fits the linear model to complete training spectra (N, L); see :meth:`LinearGaussian.fit`."""
+        """Fit the linear model to complete training spectra (N, L); see :meth:`LinearGaussian.fit`."""
         self.encoder.gaussian.fit(train, shrinkage=shrinkage)
 
     def forward(

@@ -126,7 +126,7 @@ class SpectraConfig:
 
     @classmethod
     def for_device(cls, device: torch.device) -> SpectraConfig:
-        """Returns the defaults, with mixed precision where it pays.
+        """Return the defaults, with mixed precision where it pays.
 
         On a CPU without bf16 units a bf16 step takes over ten times as long as one in fp32, and with them a model of
         this size gains nothing: measured for this command, so the CPU default is fp32.
@@ -136,5 +136,5 @@ class SpectraConfig:
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings as nested plain values, without those that are options of the command."""
+        """Return the settings as nested plain values, without those that are options of the command."""
         return without(self, FLAGS)

@@ -138,7 +138,7 @@ class SpectraTrainer(EpochFace):
         return self.cfg.selection == "best"
 
     def _choose_metric(self, asked: str | None) -> str:
-        """Returns the key of the validation loss that selects."""
+        """Return the key of the validation loss that selects."""
         if asked is None:
             return self._losses[0]
         name = f"val_{asked.removeprefix('val_')}"
@@ -215,7 +215,7 @@ class SpectraTrainer(EpochFace):
     # -- training -------------------------------------------------------------------------------------------------
 
     def fit(self, epochs: int) -> dict[str, Any]:
-        """Trains until ``epochs`` epochs are completed or early stopping ends the run.
+        """Train until ``epochs`` epochs are completed or early stopping ends the run.
 
         Args:
             epochs: absolute target; a run that has reached it returns the stored result.
@@ -240,12 +240,12 @@ class SpectraTrainer(EpochFace):
         return {"best": self.best, "epochs": self.epoch}
 
     def train_one_epoch(self) -> float:
-        """Trains one epoch and returns its weighted mean loss."""
+        """Train one epoch and return its weighted mean loss."""
         with tf32(self.cfg.enable_tf32):
             return float(self._epochs.train_epoch(self.train_loader)["loss"])
 
     def validate(self, loader: EvalLoaders | None = None) -> Any:
-        """Returns the weighted mean loss of the scored weights under fixed masks; NaN without a ``val_loader``.
+        """Return the weighted mean loss of the scored weights under fixed masks; NaN without a ``val_loader``.
 
         Args:
             loader: batches; None takes ``val_loader``.
@@ -263,7 +263,7 @@ class SpectraTrainer(EpochFace):
         return results if isinstance(chosen, Mapping) else float(results["loss"])
 
     def predict(self, loader: Iterable[Any]) -> Any:
-        """Returns ``(x_recon, z, visible_mask)`` of a loader's spectra, of the scored weights under fixed masks.
+        """Return ``(x_recon, z, visible_mask)`` of a loader's spectra, of the scored weights under fixed masks.
 
         Returns:
             Tensors (N, L), (N, D) and (N, L) on the CPU, in the loader's order.
@@ -290,7 +290,7 @@ class SpectraTrainer(EpochFace):
             _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record), extra={"topic": "epoch"})
 
     def save_checkpoint(self, epoch: int, is_best: bool) -> None:
-        """Writes ``checkpoints/last.pt``, and ``checkpoints/best.pt`` if ``is_best``.
+        """Write ``checkpoints/last.pt``, and ``checkpoints/best.pt`` if ``is_best``.
 
         Args:
             epoch: epochs completed; the count in the state is stored.
@@ -303,13 +303,13 @@ class SpectraTrainer(EpochFace):
         self._folder.write_checkpoints(is_best=is_best)
 
     def save_weights_only(self, filename: str = "best_model.pt") -> Path:
-        """Writes the weights that are evaluated (the average when it is on) as a plain state dict; all ranks call."""
+        """Write the weights that are evaluated (the average when it is on) as a plain state dict; all ranks call."""
         self._writer.wait()
         weights = to_plain(model_state(self.model) if self.ema is None else self.ema.export(self.model))
         return on_rank_0(lambda: save_checkpoint(weights, self.out_dir / filename))
 
     def load_checkpoint(self, path: str | Path) -> int:
-        """Restores everything from a checkpoint and returns the next epoch's 1-based number.
+        """Restore everything from a checkpoint and return the next epoch's 1-based number.
 
         Raises:
             CheckpointError: the file is missing, damaged, or of another model.

@@ -76,7 +76,7 @@ def cosine_fps_downsample(
 
 
 def _rows_at(X: Rows, indices: Tensor, where: torch.device, *, as_numpy: bool) -> tuple[Any, Any]:
-    """Returns rows and their indices: of a tensor beside it, of an array on the device that was asked for."""
+    """Return rows and their indices: of a tensor beside it, of an array on the device that was asked for."""
     rows = take(X, indices, as_numpy=as_numpy)
     if as_numpy:
         return rows, indices.cpu().numpy()

@@ -62,7 +62,7 @@ class PreparedBatch:
             )
 
     def to(self, device: torch.device | str) -> PreparedBatch:
-        """Returns the batch on a device."""
+        """Return the batch on a device."""
         where = torch.device(device)
         mask = None if self.visible_mask is None else moved(self.visible_mask, where)
         return PreparedBatch(moved(self.model_input, where), moved(self.target, where), mask)
@@ -120,12 +120,12 @@ class TrainerConfig:
         self.settings(torch.device("cpu"))
 
     def settings(self, device: torch.device) -> own_config.TrainerConfig:
-        """Returns the settings of :class:`treadle.spectra.SpectraTrainer`: a fixed budget, no early stop."""
+        """Return the settings of :class:`treadle.spectra.SpectraTrainer`: a fixed budget, no early stop."""
         same = [field.name for field in dataclasses.fields(own_config.TrainerConfig)]
         shared = {name: value for name, value in vars(self).items() if name in same}
         return own_config.TrainerConfig(**{**shared, "device": str(device), "selection": "last"})
 
     def file(self, name: str) -> Path | None:
-        """Returns the path of an output, inside ``out_dir`` unless it is absolute."""
+        """Return the path of an output, inside ``out_dir`` unless it is absolute."""
         value = getattr(self, name)
         return None if value is None else Path(self.out_dir).absolute() / value

@@ -81,25 +81,25 @@ class EMACallback:
         self.register(model)
 
     def register(self, model: nn.Module) -> None:
-        """Starts again from the present weights."""
+        """Start again from the present weights."""
         self.shadow = {name: value.detach().clone() for name, value in _floating(model)}
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Moves the averages towards the present weights."""
+        """Move the averages towards the present weights."""
         for name, value in _floating(model):
             self.shadow[name].lerp_(value, 1.0 - self.decay)
 
     def apply_to(self, model: nn.Module) -> None:
-        """Copies the averages into a model, for good."""
+        """Copy the averages into a model, for good."""
         model.load_state_dict({**model.state_dict(), **self.shadow}, strict=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns decay and averages."""
+        """Return decay and averages."""
         return {"decay": self.decay, "shadow": {name: value.clone() for name, value in self.shadow.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned."""
+        """Restore a state of :meth:`state_dict`."""
         self.decay = float(state.get("decay", self.decay))
         self.shadow = {name: value.detach().clone() for name, value in state.get("shadow", {}).items()}
 
@@ -133,11 +133,11 @@ class EarlyStopping:
         self.started = False
 
     def setup(self, total_epochs: int) -> None:
-        """Takes the number of all epochs."""
+        """Set the number of all epochs."""
         self._rule.start_epoch = max(1, int(total_epochs * self.start_epoch_ratio))
 
     def step(self, epoch: int, val: float) -> bool:
-        """Takes the value of a 1-based epoch; returns whether to stop."""
+        """Take the value of a 1-based epoch and return whether to stop."""
         improved = self._rule.update(epoch, val)
         self.started = self.started or (not improved and epoch >= self._rule.start_epoch)
         return self._rule.should_stop

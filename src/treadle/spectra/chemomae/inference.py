@@ -45,7 +45,7 @@ def _precision(amp: bool, dtype: str, device: torch.device) -> Precision:
 
 @contextlib.contextmanager
 def _augmenting(augmenter: Augmenter | None, device: torch.device) -> Iterator[None]:
-    """Puts an augmenter that is a module on the device and into training mode inside the block."""
+    """Put an augmenter that is a module on the device and into training mode inside the block."""
     if not isinstance(augmenter, nn.Module):
         yield
         return
@@ -122,7 +122,7 @@ class Extractor:
         self.output_device = torch.device("cpu") if numpy else get_device(self.cfg.output_device or self.device)
 
     def iter_transform(self, loader: Iterable[Any]) -> Generator[Features, None, None]:
-        """Yields the features of each batch, (B, Z), and writes nothing.
+        """Yield the features of each batch, (B, Z), and write nothing.
 
         Raises:
             TypeError: a batch has no floating tensor.
@@ -132,7 +132,7 @@ class Extractor:
             yield self._as_output(features)
 
     def transform(self, loader: Iterable[Any]) -> Features:
-        """Returns the features of all batches, (N, Z), and writes them to ``save_path``; (0, Z) of an empty loader."""
+        """Return the features of all batches, (N, Z), and write them to ``save_path``; (0, Z) of an empty loader."""
         parts = list(self._batches(loader))
         features = torch.cat(parts) if parts else self._empty()
         if self.cfg.save_path is not None:
@@ -226,7 +226,7 @@ class Tester(inference.Tester):
         self.augmenter = augmenter
 
     def __call__(self, loader: Any) -> float:
-        """Returns the loss over all batches and appends it to the test history.
+        """Return the loss over all batches and append it to the test history.
 
         Raises:
             ConfigError: the loader is empty, or no channel counts; nothing is written then.

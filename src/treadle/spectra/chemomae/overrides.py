@@ -60,14 +60,14 @@ class HookedTask(OwnMasksTask):
         self._epoch = 0
 
     def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
-        """Returns the prepared batch of the subclass, and the number of its spectra."""
+        """Return the prepared batch of the subclass, and the number of its spectra."""
         prepared = self.trainer.prepare_batch(batch)
         if not isinstance(prepared, PreparedBatch):
             raise ConfigError(f"prepare_batch returned a {type(prepared).__name__}; it must return a PreparedBatch")
         return prepared, float(len(prepared.target))
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
-        """Returns the loss that the subclass computes."""
+        """Return the loss that the subclass computes."""
         trainer, epoch = self.trainer, self.trainer.current_epoch
         prepared = self.prepare_batch(model, batch)[0].to(self.device)
         self.batch_index = self.batch_index + 1 if epoch == self._epoch else 0
@@ -98,7 +98,7 @@ class ExtensionHook(BaseHook):
         return EXTENSION
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Adds the state of the subclass, if there is any."""
+        """Add the state of the subclass, if there is any."""
         state = self._owner.checkpoint_extra_state()
         if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
             raise ConfigError("checkpoint_extra_state must return a dict whose keys are texts")
@@ -106,7 +106,7 @@ class ExtensionHook(BaseHook):
             state_dict["hooks"][self.state_key] = state
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
-        """Restores the state of the subclass."""
+        """Restore the state of the subclass."""
         self._owner.load_checkpoint_extra_state(dict((state_dict.get("hooks") or {}).get(self.state_key) or {}))
 
 

@@ -103,18 +103,18 @@ class Trainer(SpectraTrainer):
     # -- override points ------------------------------------------------------------------------------------------
 
     def train_batches(self, epoch: int) -> Iterable[Any]:
-        """Returns the batches of a 1-based epoch."""
+        """Return the batches of a 1-based epoch."""
         return self.batches
 
     def prepare_batch(self, batch: Any) -> PreparedBatch:
-        """Returns input, target and mask of a batch; a :class:`PreparedBatch` is not augmented."""
+        """Return input, target and mask of a batch; a :class:`PreparedBatch` is not augmented."""
         if isinstance(batch, PreparedBatch):
             return batch
         x = moved(spectra_of(batch), self.device)
         return PreparedBatch(x if self.augmenter is None else self.augmenter(x), x)
 
     def forward_batch(self, batch: PreparedBatch) -> tuple[Tensor, Tensor]:
-        """Returns the reconstruction and the visible mask, both (B, L)."""
+        """Return the reconstruction and the visible mask, both (B, L)."""
         if batch.visible_mask is None:
             x_recon, _, visible_mask = self.model(batch.model_input)
         else:
@@ -122,7 +122,7 @@ class Trainer(SpectraTrainer):
         return x_recon, visible_mask
 
     def compute_loss(self, reconstructed: Tensor, target: Tensor, visible_mask: Tensor) -> Tensor:
-        """Returns the loss, 0-d, over the channels that ``loss_region`` names."""
+        """Return the loss, 0-d, over the channels that ``loss_region`` names."""
         mask = ~visible_mask if self.files.loss_region == "masked" else torch.ones_like(visible_mask)
         return LOSSES[self.cfg.loss_type](reconstructed, target, mask, reduction=self.cfg.reduction)
 
@@ -141,11 +141,11 @@ class Trainer(SpectraTrainer):
         """Called after a step, also after one that fp16 skipped."""
 
     def checkpoint_extra_state(self) -> dict[str, Any]:
-        """Returns state of the subclass for checkpoints: numbers, texts, tensors, lists and dicts."""
+        """Return state of the subclass for checkpoints: numbers, texts, tensors, lists and dicts."""
         return {}
 
     def load_checkpoint_extra_state(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`checkpoint_extra_state` returned.
+        """Restore a state of :meth:`checkpoint_extra_state`.
 
         Raises:
             ConfigError: there is some and the subclass does not replace this method.
@@ -180,7 +180,7 @@ class Trainer(SpectraTrainer):
     # -- training and files ---------------------------------------------------------------------------------------
 
     def fit(self, epochs: int) -> dict[str, Any]:
-        """Trains until ``epochs`` epochs are completed.
+        """Train until ``epochs`` epochs are completed.
 
         Returns:
             ``epochs``, ``completed``, ``final_model``, ``final_artifact``, ``attempted_steps``, ``optimizer_updates``
@@ -222,7 +222,7 @@ class Trainer(SpectraTrainer):
         return self.files.model_artifacts and type(unwrap(self.model)) is PatchMAE
 
     def save_checkpoint(self, epoch: int, *, path: str | Path | None = None) -> None:  # type: ignore[override]
-        """Writes the state of the run to ``path``; None: to ``checkpoint_dir``.
+        """Write the state of the run to ``path``; None: to ``checkpoint_dir``.
 
         Raises:
             ConfigError: there is no ``checkpoint_dir``.
@@ -239,7 +239,7 @@ class Trainer(SpectraTrainer):
         on_rank_0(lambda: save_checkpoint(tree, target))
 
     def save_weights_only(self, filename: str | Path | None = None) -> Path:
-        """Writes the raw weights as a plain state dict, and as an artifact; all ranks call.
+        """Write the raw weights as a plain state dict, and as an artifact; all ranks call.
 
         Raises:
             ConfigError: there is no ``raw_weights_file``.
@@ -252,7 +252,7 @@ class Trainer(SpectraTrainer):
         return on_rank_0(lambda: self.write_weights(weights, target))
 
     def write_weights(self, weights: Mapping[str, Any], path: Path) -> Path:
-        """Writes weights to a file, and as an artifact beside it if ``model_artifacts`` is True."""
+        """Write weights to a file, and as an artifact beside it if ``model_artifacts`` is True."""
         written = save_checkpoint(weights, path)
         if self._writes_artifacts and written == path:
             model: Any = unwrap(self.model)
@@ -282,7 +282,7 @@ class Trainer(SpectraTrainer):
 
 
 def artifact_path(path: Path) -> Path:
-    """Returns the file beside a weights file that has the configuration too.
+    """Return the file beside a weights file that has the configuration too.
 
     Example:
         >>> artifact_path(Path("last_model.pt")).name
@@ -335,22 +335,22 @@ class _Folder(SpectraFolder):
         return None if folder is None else folder / "last.pt"
 
     def candidates(self, folder: Path) -> Iterable[Path]:
-        """Returns the last state, also where it is not finite."""
+        """Return the last state, also where it is not finite."""
         return [] if self.last is None else [self.last, self.last.with_name("last.nonfinite.pt")]
 
     def restore(self, tree: Mapping[str, Any], source: str | Path) -> None:
-        """Restores a checkpoint tree in place, without its random state where ``restore_rng`` is off."""
+        """Restore a checkpoint tree in place, without its random state where ``restore_rng`` is off."""
         if not self._trainer.files.restore_rng:
             tree = {**tree, "rng": None, "rng_state": None} if is_original(tree) else {**tree, "rng": None}
         super().restore(tree, source)
 
     def complete(self, tree: Mapping[str, Any], source: Path) -> None:
-        """Keeps a checkpoint of chemomae beside the one that replaces it."""
+        """Keep a checkpoint of chemomae beside the one that replaces it."""
         if is_original(tree):
             copy_checkpoint(source, source.with_suffix(f".chemomae{source.suffix}"))
 
     def write_epoch(self, selection: Selection, *, background: bool) -> None:
-        """Writes weights and the state of an epoch; all ranks take part."""
+        """Write weights and the state of an epoch; all ranks take part."""
         self.before_write()
         self._writer.save_file(
             lambda buffers: self.engine.state_dict(buffers=buffers), self._write, background=background
@@ -358,7 +358,7 @@ class _Folder(SpectraFolder):
         self.record_written()
 
     def write_checkpoints(self, *, is_best: bool) -> None:
-        """Writes weights and the present state; all ranks take part."""
+        """Write weights and the present state; all ranks take part."""
         self._writer.wait()
         self.before_write()
         tree = self.engine.state_dict()
