@@ -316,26 +316,22 @@ def rule_for(
     loaders: EvalLoaders | None,
     known: Sequence[str] | None,
 ) -> Callable[[], BestRule] | None:
-    """Returns what makes the best rule of a call, or None for no rule.
+    """Returns a function that makes the best rule of a call, or None for no rule.
 
-        Args:
-            metric: a key of the record, with the prefix of evaluations or without; None for no rule.
-            mode: its direction, or None for that of its name.
-            patience: epochs without improvement, or None.
-            min_delta: smallest change that counts.
-    <<<<<<< HEAD
-            known: the keys that a record will have; None where they are known only after training.
-    =======
-            loaders: what is evaluated after each epoch.
-            known: the keys that a record will have; None where only training tells.
-    >>>>>>> main
+    Args:
+        metric: a key of the record, with the prefix of evaluations or without; None for no rule.
+        mode: its direction, or None for that of its name.
+        patience: epochs without improvement, or None.
+        min_delta: smallest change that counts.
+        loaders: to evaluate after each epoch.
+        known: the keys that a record will have; None where they are known only after training.
 
-        Raises:
-            ConfigError: the metric, its direction or the patience is wrong.
+    Raises:
+        ConfigError: the metric, its direction or the patience is wrong.
 
-        Example:
-            >>> rule_for("accuracy", None, patience=2, min_delta=0.0, loaders=[], known=None)().metric
-            'eval_accuracy'
+    Example:
+        >>> rule_for("accuracy", None, patience=2, min_delta=0.0, loaders=[], known=None)().metric
+        'eval_accuracy'
     """
     metric = selected_key(metric, loaders)
     if metric is None:
