@@ -6,9 +6,9 @@
 Each run is a forked child that trains in its own folder, evaluating in a hook now and then; on ranks it is one
 child a rank. It is killed at a random moment (SIGKILL, or SIGTERM, also inside those evaluations; of ranks, one or
 all), or its disk is full for a while; between two starts the folder may be replaced by a copy without its links, whose
-write times are reversed. That continues until one start reaches the end. Its final state is then compared with that of a
-run that nobody disturbed, tensors by torch.equal; no temporary file may be left, and the folder may be no larger than a
-few checkpoints more than the undisturbed one.
+write times are reversed. That continues until one start reaches the end. Its final state is then compared with that of
+a run that nobody disturbed, tensors by torch.equal; no temporary file may be left, and the folder may be no larger than
+a few checkpoints more than the undisturbed one.
 """
 
 from __future__ import annotations
