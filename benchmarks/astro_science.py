@@ -1,7 +1,7 @@
 """One kind of data of an object from another: JointRegressor beside ridge, trees and kernel regression.
 
     python benchmarks/astro_science.py --device cuda --capture --jobs 4    # about three minutes of an H200
-    python benchmarks/astro_science.py --budget-minutes 20                 # in pieces: the same command goes on
+    python benchmarks/astro_science.py --budget-minutes 20                 # in pieces: the same command resumes
     python benchmarks/astro_science.py --tiny                              # a trial, writes nothing
 
 The surveys, split and questions of `treadle train astro`. One model answers all five; with each seed three members are
@@ -78,7 +78,7 @@ def given(survey: Survey) -> Array | None:
 
 
 class Joint(BaseTrainer):
-    """Draws objects, what is hidden of them and changed in them on the device; a batch of the loader is a number."""
+    """Draws objects, and hides and changes parts of them, on the device; a batch of the loader is a number."""
 
     def __init__(self, train: Surveys, seed: int, options: argparse.Namespace, workspace: Path):
         device = options.device
@@ -125,7 +125,7 @@ class Joint(BaseTrainer):
         scalars, data = table.index_select(0, rows), self.data[name]
         draw = torch.rand(count, 3, device=device)
         asked = torch.ones(scalars.shape[1], dtype=torch.bool, device=device)
-        if data is None:  # the redshift, which stands last
+        if data is None:  # the redshift, which comes last
             asked[:-1] = False
         usual = draw[:, :1] < (0.7 if data is None else 0.85)
         hide = torch.where(usual, asked, torch.rand(scalars.shape, device=device) < draw[:, 1:2])
@@ -497,7 +497,7 @@ def ask_kernel(number: int, options: argparse.Namespace) -> Path | None:
 
 
 def drawn(parts: Mapping[str, Surveys], seeds: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Returns how well pictures and spectra are told from the numbers of an object, beside ridge and neighbours."""
+    """Scores predictions of pictures and spectra from an object's numbers, beside ridge and neighbours."""
     from sklearn.ensemble import ExtraTreesRegressor
 
     table = []
@@ -655,7 +655,7 @@ def main() -> None:
         peers = [each.result() for each in others]
         fitted = [each.result() for each in regressions]
     if any(file is None for members in files.values() for file in members) or None in peers or None in fitted:
-        print("not finished: the same command goes on")
+        print("not finished: the same command resumes")
         return
     parts = dict(zip(("train", "val", "test"), load(options), strict=True))
     answers = [torch.load(file, weights_only=True) for file in fitted if file is not None]

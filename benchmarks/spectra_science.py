@@ -1,19 +1,19 @@
-"""Do the models of spectra beat what is simpler: filling in, few labels, uncertainty, anomalies, and meat?
+"""Do the models of spectra beat simpler methods: filling in, few labels, uncertainty, anomalies, and meat?
 
     python benchmarks/spectra_science.py --device cuda --jobs 6    # about three minutes of an H200
-    python benchmarks/spectra_science.py --budget-minutes 20       # in pieces: the same command goes on
+    python benchmarks/spectra_science.py --budget-minutes 20       # in pieces: the same command resumes
     python benchmarks/spectra_science.py --tiny                    # a trial, writes nothing
 
 SpeX dwarfs, split by object; everything is chosen on validation objects and reported of test objects.
 
     ResidualMAE    the linear conditional mean, and a network that predicts its residual and its uncertainty
     Gaussian       conditional mean and variance, covariance of the training spectra; shrinkage chosen
-    PCA            least squares of what is seen in the first components; their number chosen
-    nearest        mean of the nearest training spectra in what is seen; their number chosen
+    PCA            least squares of the visible channels in the first components; their number chosen
+    nearest        mean of the nearest training spectra in the visible channels; their number chosen
     ... + nearest  a weighted mean of the model's or the Gaussian's answer and the nearest; the share chosen
     ChemoMAE       `treadle train spectra` as it is, for the question of few labels
 
-Each model is trained with each seed; the peers have none. Every run has a folder below --runs and goes on there.
+Each model is trained with each seed; the peers have none. Every run has a folder below --runs and resumes there.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ Array = np.ndarray[Any, Any]
 
 
 def masks(data: SpectraData, rows: Array) -> dict[str, Array]:
-    """Returns what is visible of each row, by the name of what is hidden; the same in every run."""
+    """Returns the visible channels of each row, by the name of the hidden ones; the same in every run."""
     generator = torch.Generator().manual_seed(0)
     length = data.x.shape[1]
     found = {
@@ -198,7 +198,7 @@ def filling(data: SpectraData, models: Mapping[int, ResidualMAE]) -> list[dict[s
 
 
 def coverage(data: SpectraData, models: Mapping[int, ResidualMAE]) -> list[dict[str, Any]]:
-    """Returns for each mask which share of the hidden test channels lies inside intervals, and the log likelihood.
+    """Returns for each mask which share of the hidden test channels is inside intervals, and the log likelihood.
 
     The variances of a method are multiplied by one factor, by which 90 % of the validation channels are covered.
     """
@@ -554,7 +554,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--budget-minutes", type=float, default=float("inf"))
     parser.add_argument("--runs", type=Path, default=Path("runs/spectra_science"))
-    parser.add_argument("--finish", action="store_true", help="train nothing more: a table of what is there")
+    parser.add_argument("--finish", action="store_true", help="train nothing more: a table of the results so far")
     parser.add_argument("--trained-on", help="the machine of runs that were brought here, for the notes")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
@@ -579,7 +579,7 @@ def main() -> None:
         "ResidualMAE": weights, "ChemoMAE": stored, "the Gaussian process": [labels], "meat": tested,
     }.items() if None in each]  # fmt: skip
     if (unfinished and not options.finish) or weights[0] is None:
-        print("not finished: the same command goes on")
+        print("not finished: the same command resumes")
         return
     data = prepare_data(DataConfig(max_rows=options.max_rows))
     models = {}
