@@ -339,11 +339,14 @@ def trainloop_retries():
 
 
 def trainloop_retry_count():
-    trainer = Line([torch.full((1, 1), math.inf), torch.ones(1, 1)], [LoggingHook(1)], max_steps=1,
+    trainer = Line([torch.full((1, 1), math.inf), torch.ones(1, 1), torch.ones(1, 1)], [LoggingHook(2)], max_steps=2,
                    max_non_finite_grad_retries=1)  # fmt: skip
     trainer.train()
     assert trainer.seen[0]["train"]["retries"] == 1
-    assert trainer.step_info["non_finite_grad_retries"] == trainer.step_info["non_finite_grad_retry_count"] == 1
+    assert trainer.step_info["non_finite_grad_retries"] == trainer.step_info["non_finite_grad_retry_count"] == 0
+    again = Line([torch.full((1, 1), math.inf), torch.ones(1, 1)], max_steps=1, max_non_finite_grad_retries=1)
+    again.train()
+    assert again.step_info["non_finite_grad_retries"] == again.step_info["non_finite_grad_retry_count"] == 1
 
 
 def trainloop_loss_that_is_not_finite(tmp_path):

@@ -300,3 +300,11 @@ def test_capture_warns_of_a_model_that_makes_cuda_graphs_of_its_own(monkeypatch,
     with caplog.at_level(logging.WARNING):
         engine.prepare()
     assert ("reduce-overhead" in caplog.text) is warned
+
+
+@pytest.mark.parametrize(("deterministic", "warnings"), [(False, 1), (True, 0)])
+def test_kernels_chosen_by_timing_are_warned_of_on_a_gpu(monkeypatch, caplog, deterministic, warnings):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with torch._inductor.config.patch(deterministic=deterministic):
+        compile_model(nn.Linear(1, 1), True)
+    assert sum("TORCHINDUCTOR_DETERMINISTIC=1" in record.message for record in caplog.records) == warnings

@@ -85,7 +85,19 @@ def compile_model(
     for part in parts:
         compile_in_place(part, backend=backend, mode=mode, dynamic=dynamic)
     warn_of_sharded(inner)
+    if backend == "inductor" and torch.cuda.is_available() and not _chooses_without_timing():
+        _log.warning(
+            "compile: torch chooses GPU kernels by timing them and keeps its choice in a cache; a resume with another "
+            "cache may round otherwise. Keep the folder TORCHINDUCTOR_CACHE_DIR, or set TORCHINDUCTOR_DETERMINISTIC=1 "
+            "(from torch 2.10 on)"
+        )
     return model
+
+
+def _chooses_without_timing() -> bool:
+    from torch._inductor import config
+
+    return bool(getattr(config, "deterministic", False))
 
 
 def warn_of_sharded(model: nn.Module) -> None:

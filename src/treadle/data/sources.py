@@ -21,7 +21,7 @@ from treadle.data.indexed import IndexedReader, Workers, draw_as_workers_do_when
 from treadle.data.own_state import hidden_generators, unrepeatable_shuffles
 from treadle.data.rows import RowLoader
 from treadle.data.samplers import samplers_of
-from treadle.data.stateful_workers import seeded_workers, seeds_workers
+from treadle.data.stateful_workers import drop_iterator, drop_unread_iterator, seeded_workers, seeds_workers
 from treadle.data.streamed import StreamReader, keeps_its_place
 from treadle.data.transfer import TransferLoader, TransferredSource
 from treadle.errors import ConfigError
@@ -134,6 +134,7 @@ class _Stateful:
             self.loader.load_state_dict(state)
             with _ending_where_it_ends(self.loader), seeded_workers(self.loader, seed):
                 return self._workers.of(iter(self.loader))
+        drop_unread_iterator(self.loader)
         if isinstance(self.loader, RowLoader):
             self.loader.pass_over(skip)
             return iter(self.loader)
@@ -188,7 +189,26 @@ class _Stateful:
         return []
 
 
-class _Streamed:
+class _FromStart:
+    """Part of a source that is entered at its start only: its length, and nothing by position."""
+
+    loader: Any
+    length: int | None
+
+    def measure(self) -> None:
+        self.length = _length(self.loader)
+
+    def finish(self, iterator: Iterator[Any]) -> None:
+        pass
+
+    def is_over_at(self, position: int) -> bool:
+        return True
+
+    def ids_at(self, position: int) -> Any:
+        return None
+
+
+class _Streamed(_FromStart):
     kind = "streamed"
     exact = False
 
@@ -203,18 +223,6 @@ class _Streamed:
         if skip and state is not None:
             return self.reader.open(seed=seed, state=state)
         return _passed_over(self.reader.open(seed=seed, state=None), skip)
-
-    def measure(self) -> None:
-        self.length = _length(self.loader)
-
-    def finish(self, iterator: Iterator[Any]) -> None:
-        pass
-
-    def is_over_at(self, position: int) -> bool:
-        return True
-
-    def ids_at(self, position: int) -> Any:
-        return None
 
     def warnings(self, *, resuming: bool) -> list[str]:
         sentences = hidden_generators(self.loader)
@@ -234,7 +242,7 @@ _log = logging.getLogger("treadle.data")
 _EXACT_REPLAY = "That is exact only if what it yields depends on the RNG at its opening alone"
 
 
-class _Replayed:
+class _Replayed(_FromStart):
     kind = "replayed"
     exact = False
 
@@ -252,18 +260,6 @@ class _Replayed:
             return iterator
         self._watched = True
         return _naming_threads_that_draw(self.loader, iterator)
-
-    def measure(self) -> None:
-        self.length = _length(self.loader)
-
-    def finish(self, iterator: Iterator[Any]) -> None:
-        pass
-
-    def is_over_at(self, position: int) -> bool:
-        return True
-
-    def ids_at(self, position: int) -> Any:
-        return None
 
     def state(self) -> Any:
         return None
@@ -389,10 +385,8 @@ def _draw_for_running_workers(loader: Any) -> None:
 
 def _end_persistent_workers(loader: Any) -> None:
     """Ends the workers that the loader keeps between epochs."""
-    iterator = getattr(loader, "_iterator", None) if isinstance(loader, DataLoader) else None
-    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
-        iterator._shutdown_workers()
-        loader._iterator = None
+    if isinstance(loader, DataLoader) and hasattr(loader._iterator, "_shutdown_workers"):
+        drop_iterator(loader)
 
 
 def _passed_over(iterator: Iterator[Any], count: int) -> Iterator[Any]:
@@ -439,6 +433,30 @@ def _is_torchs_own(loader: Any) -> bool:
     )
 
 
+def _refuse_counts(loader: Any) -> None:
+    """Raises ConfigError for a loader or a stream whose state is a count of samples and does not lead to their order.
+
+    Those of litdata and mosaicml-streaming: the ``state_dict`` of their data sets needs numbers from their own loaders.
+    """
+    dataset = getattr(loader, "dataset", None)
+    named = callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
+    if not named or not isinstance(dataset, IterableDataset) or keeps_its_place(dataset):
+        return
+    if hasattr(dataset, "next_epoch"):  # mosaicml-streaming
+        raise ConfigError(
+            f"{type(dataset).__name__} counts its epochs in memory that processes share, which no checkpoint holds: "
+            "after a resume the samples would come in another order. Read it by index, from a map-style data set "
+            "whose __getitem__ calls its own, or use treadle.data.ShardedStream",
+            argument="loader",
+        )
+    if hasattr(loader, "state_dict"):
+        raise ConfigError(
+            f"the state of a {type(loader).__name__} is a count of samples, which after a resume gives other batches; "
+            f"use torch.utils.data.DataLoader over the same {type(dataset).__name__}: its epoch is replayed exactly",
+            argument="loader",
+        )
+
+
 def open_source(loader: Any) -> Source:
     """Chooses how a loader is read.
 
@@ -456,6 +474,7 @@ def open_source(loader: Any) -> Source:
     if isinstance(loader, TransferLoader):
         return TransferredSource(open_source(loader.loader), loader)
     refuse_dataset(loader)
+    _refuse_counts(loader)
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return _Stateful(loader)
     map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)

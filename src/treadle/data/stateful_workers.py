@@ -120,8 +120,25 @@ def _starts_workers_as_torchdata(loader: Any) -> bool:
 
 
 def _end_running(loader: Any) -> None:
-    """Ends workers that the loader keeps between epochs: they have the seed of another one."""
-    running = loader._iterator
-    if running is not None and loader.persistent_workers:
-        running._shutdown_workers()
-        loader._iterator = None
+    """End workers that the loader keeps between epochs: they have the seed of another one."""
+    if loader.persistent_workers:
+        drop_iterator(loader)
+
+
+def drop_iterator(loader: Any) -> None:
+    """End the iterator that a ``DataLoader`` keeps, with its workers."""
+    iterator, loader._iterator = loader._iterator, None
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+    if getattr(loader, "_initial_iter_for_state_dict", False):  # torchdata's __iter__ would expect that iterator
+        loader._initial_iter_for_state_dict = False
+
+
+def drop_unread_iterator(loader: Any) -> None:
+    """End the iterator that torchdata's ``state_dict`` made before the epoch was opened: it has drawn its seeds."""
+    if getattr(loader, "_initial_iter_for_state_dict", False):
+        state = loader.state_dict()
+        entered = loader._iterator._num_yielded > 0  # in the middle of an epoch, by a state that the user loaded
+        drop_iterator(loader)
+        if entered:
+            loader.load_state_dict(state)

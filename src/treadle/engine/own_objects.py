@@ -65,6 +65,7 @@ class OwnObjects:
         self._attributes: dict[str, Attributes] = {}
         self._marks: dict[str, list[Mark]] = {}
         self._modules: dict[str, ModuleState] = {}
+        self._carried: set[str] = set()
         self._late: set[str] = set()
         self._loaded: Mapping[str, Any] = {}
         self._roots = dict(roots)
@@ -77,6 +78,13 @@ class OwnObjects:
         self.functions.clear()
         self._restore_found(self._look({path: owner}))
         self.add_variables(f"{path}.variables", [owner, *self.functions])
+
+    def leave_out(self, loader: Any) -> None:
+        """Leave out a loader that a cursor reads, which keeps its place; states of it in older checkpoints too."""
+        for path in [path for path, owner in self.owners.items() if owner is loader]:
+            del self.owners[path]
+            self._attributes.pop(path, None)
+            self._carried.add(path)
 
     def add_variables(self, path: str, roots: Iterable[Any]) -> None:
         """Adds the variables that the code of some objects uses, and what has state among them."""
@@ -207,9 +215,11 @@ class OwnObjects:
             CheckpointError: there is none under its path, or it is another frozen module.
         """
         for path, entry in saved.items():
-            if not ("state" in entry or "fingerprints" in entry) or (entry.get("late") and path not in self.owners):
+            absent = path not in self.owners
+            holds_state = "state" in entry or "fingerprints" in entry
+            if not holds_state or path in self._carried or (absent and entry.get("late")):
                 continue
-            if path not in self.owners:
+            if absent:
                 raise _missing(path)
             if "fingerprints" in entry:
                 here = _fingerprints(self.owners[path].state_dict())
@@ -266,7 +276,8 @@ class OwnObjects:
 
     def without_entry(self, saved: Mapping[str, Any]) -> list[str]:
         """Returns the paths of objects that have state and of which a checkpoint holds none."""
-        return [path for path in self.collect() if path in self.owners and path not in saved]
+        loaders = {path for path, owner in self.owners.items() if isinstance(owner, DataLoader)}  # a cursor may read it
+        return [path for path in self.collect() if path in self.owners.keys() - loaders and path not in saved]
 
     def differences(self, saved: Mapping[str, Any]) -> Iterator[Difference]:
         """Yields where a state, once loaded, is not what the checkpoint holds."""

@@ -103,6 +103,8 @@ class RunState:
         self.training = False
         self.num_runs = 0
         self.closed: str | None = None
+        self.objects = OwnObjects({})
+        self.hook_objects: dict[str, OwnObjects] = {}
         self._trial: Callable[[], None] | None = None
         self._rehearsed = False
         self._warned: set[str] = set()
@@ -121,6 +123,11 @@ class RunState:
         self.hook_attributes = {key: found for key, found in kept.items() if found is not None}
         owner = None if is_of_torch(engine.optimizer) else engine.optimizer
         self.optimizer_attributes = Attributes(owner, deep=True, leave_out=OF_OPTIMIZERS, tensors=True)
+
+    def leave_out(self, loader: Any) -> None:
+        """Leave a loader that a cursor reads out of the user's objects."""
+        for objects in (self.objects, *self.hook_objects.values()):
+            objects.leave_out(loader)
 
     def warn_once(self, engine: Engine, text: str) -> None:
         """Logs a warning about state that is lost, once."""

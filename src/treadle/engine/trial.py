@@ -13,6 +13,7 @@ from torch import Tensor
 from treadle import distributed
 from treadle.data.cursor import Cursor
 from treadle.data.own_state import kept_generators
+from treadle.data.stateful_workers import drop_iterator
 from treadle.engine.attempt import Attempt
 from treadle.engine.progress import Progress
 from treadle.engine.session import Declared
@@ -135,7 +136,7 @@ def _kept_workers(loader: Any) -> Iterator[None]:
         yield
     finally:
         if before is None and getattr(loader, "_iterator", None) is not None:
-            loader._iterator = None
+            drop_iterator(loader)
 
 
 def _copied(optimizer: Any) -> Any:

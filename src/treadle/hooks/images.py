@@ -1,9 +1,9 @@
-"""ImageFileLoggerHook: logged images as PNG files."""
+"""ImageFileLoggerHook: logged images as files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ImageFileLoggerHook(BaseHook):
-    """Writes the images of ``trainer.log_images`` as ``<path>/<step>/<key path>.png``, on rank 0.
+    """Writer of the images of ``trainer.log_images`` to ``<path>/<step>/<key path>.png``, on rank 0.
 
     Nested keys become folders, and characters outside ``[A-Za-z0-9._-]`` become ``_``. Values are PIL images; uint8
     arrays (H, W, 3) and tensors (C, H, W) are taken too.
@@ -29,6 +29,8 @@ class ImageFileLoggerHook(BaseHook):
         interval: only steps divisible by this are written, >= 1.
         path: folder; relative to the trainer's workspace.
         max_images: the most images of one call; None writes all.
+        image_format: ending of the files, which chooses Pillow's format, or a function that returns it for a key such
+            as ``("mesh", "left")``; images with alpha are written without it as JPEG.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -39,7 +41,14 @@ class ImageFileLoggerHook(BaseHook):
 
     writes = True
 
-    def __init__(self, interval: int = 1, path: str | Path = "images", max_images: int | None = None):
+    def __init__(
+        self,
+        interval: int = 1,
+        path: str | Path = "images",
+        max_images: int | None = None,
+        *,
+        image_format: str | Callable[[tuple[str, ...]], str] = "png",
+    ):
         if interval < 1:
             raise ConfigError("must be at least 1 step", argument="interval", value=interval)
         if max_images is not None and max_images < 0:
@@ -47,15 +56,22 @@ class ImageFileLoggerHook(BaseHook):
         self.interval = interval
         self.path = Path(path)
         self.max_images = max_images
+        self.image_format = image_format
         self._guard = Guard()
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Checks the folder and the package before any work is lost."""
+        """Check the folder, the package and the format before any work is lost."""
         in_workspace(trainer, self.path)
-        require("PIL.Image", "ImageFileLoggerHook")
+        pillow = require("PIL.Image", "ImageFileLoggerHook")
+        if isinstance(self.image_format, str) and f".{self.image_format}" not in pillow.registered_extensions():
+            raise ConfigError(
+                "must be an ending that Pillow writes, such as 'png' or 'jpg'",
+                argument="image_format",
+                value=self.image_format,
+            )
 
     def on_log_images(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        """Writes the images."""
+        """Write the images."""
         if distributed.rank() != 0 or trainer.step % self.interval != 0:
             return
         folder = in_workspace(trainer, self.path) / str(trainer.step)
@@ -63,7 +79,10 @@ class ImageFileLoggerHook(BaseHook):
         for key, value in list(flatten_nested_dict(records).items())[: self.max_images]:
             with self._guard(trainer, self, f"writing image {'/'.join(key)!r}"):
                 image = as_image(value)
-                target = _free(folder.joinpath(*(_safe(part) for part in key)), taken)
+                ending = self.image_format if isinstance(self.image_format, str) else self.image_format(key)
+                target = _free(folder.joinpath(*(_safe(part) for part in key)), ending, taken)
+                if ending in ("jpg", "jpeg") and image.mode not in ("RGB", "L"):
+                    image = image.convert("RGB")
                 if not dry_run:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     image.save(target)
@@ -74,10 +93,10 @@ def _safe(part: str) -> str:
     return name if name.strip(".") else "_" * max(len(name), 1)  # "..", "." and "" would name other folders
 
 
-def _free(stem: Path, taken: set[Path]) -> Path:
-    """Returns ``<stem>.png``, or ``<stem>_2.png`` when another key of this call has become the same name."""
-    target, number = stem.with_name(f"{stem.name}.png"), 2
+def _free(stem: Path, ending: str, taken: set[Path]) -> Path:
+    """Return ``<stem>.png``, or ``<stem>_2.png`` when another key of this call has become the same name."""
+    target, number = stem.with_name(f"{stem.name}.{ending}"), 2
     while target in taken:
-        target, number = stem.with_name(f"{stem.name}_{number}.png"), number + 1
+        target, number = stem.with_name(f"{stem.name}_{number}.{ending}"), number + 1
     taken.add(target)
     return target

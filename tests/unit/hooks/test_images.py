@@ -95,3 +95,20 @@ def test_a_relative_path_without_a_workspace_names_the_fix():
 def test_values_outside_their_range_are_refused(arguments):
     with pytest.raises(ConfigError, match=next(iter(arguments))):
         ImageFileLoggerHook(**arguments)
+
+
+def test_the_format_may_depend_on_the_key(tmp_path):
+    import PIL.Image
+
+    hook = ImageFileLoggerHook(image_format=lambda key: "jpg" if key[0] == "mesh" else "png")
+    image = PIL.Image.new("RGBA", (1, 1))
+    hook.on_log_images(bare_engine(tmp_path, step=7), {"mesh": {"a.b": image}, "depth": {"a.b": image}})
+    with PIL.Image.open(tmp_path / "images/7/mesh/a.b.jpg") as mesh:
+        assert mesh.format == "JPEG"
+    with PIL.Image.open(tmp_path / "images/7/depth/a.b.png") as depth:
+        assert depth.mode == "RGBA"
+
+
+def test_a_format_that_pillow_does_not_write_is_refused_before_training(tmp_path):
+    with pytest.raises(ConfigError, match=r"image_format='pgn'.*png"):
+        ImageFileLoggerHook(image_format="pgn").on_before_train(bare_engine(tmp_path))
