@@ -171,11 +171,6 @@ class _Stateful:
         _end_persistent_workers(self.loader)
 
     def warnings(self, *, resuming: bool) -> list[str]:
-        if type(self.loader).__module__.startswith("litdata."):
-            return [
-                f"{type(self.loader).__name__} of litdata does not lead back to its place by its state_dict: a resume "
-                "inside an epoch is not exact; read its StreamingDataset with torch's DataLoader, which is replayed"
-            ]
         if resuming and self._replays:
             return [
                 f"the sampler of this {type(self.loader).__name__} keeps state: the epoch is replayed from its "

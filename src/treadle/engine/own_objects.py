@@ -314,7 +314,7 @@ def objects_of(engine: Engine) -> OwnObjects:
 
 def objects_of_hook(engine: Engine, hook: BaseHook) -> OwnObjects | None:
     """Returns what a user's hook holds, or None where it keeps its state itself."""
-    if _keeps_itself(hook) or has_state(hook):
+    if _keeps_itself(hook) or is_ours(hook) or has_state(hook):
         return None
     known = {id(part) for part in _parts_of(engine)} - {id(hook)} | {id(engine), id(engine.task)}
     known |= {id(owner) for owner in engine.state.objects.owners.values()}
