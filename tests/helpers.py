@@ -6,6 +6,7 @@ import contextlib
 import io
 import random
 import sys
+import weakref
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -63,17 +64,17 @@ def through_a_file(tree: Any) -> Any:
 class Augmented(Dataset):
     """Items with random augmentation from three generators; notes what is read, outside of its attributes."""
 
-    notes: ClassVar[dict[int, list[int]]] = {}
+    notes: ClassVar[weakref.WeakKeyDictionary[Any, list[int]]] = weakref.WeakKeyDictionary()  # in no checkpoint
 
     def __init__(self, size: int = 20, width: int = 4):
         generator = torch.Generator().manual_seed(5)
         self.x = torch.randn(size, width, generator=generator)
         self.y = self.x.sum(1, keepdim=True)
-        self.notes[id(self)] = []
+        self.notes[self] = []
 
     @property
     def reads(self) -> list[int]:
-        return self.notes.setdefault(id(self), [])
+        return self.notes.setdefault(self, [])
 
     def __len__(self) -> int:
         return len(self.x)
