@@ -3,12 +3,12 @@
     python benchmarks/soak.py --kills 1000        # a night
     python benchmarks/soak.py --minutes 3         # what CI runs
 
-Each run is a forked child that trains in a folder of its own, evaluating in a hook now and then; on ranks it is one
+Each run is a forked child that trains in its own folder, evaluating in a hook now and then; on ranks it is one
 child a rank. It is killed at a random moment (SIGKILL, or SIGTERM, also inside those evaluations; of ranks, one or
 all), or its disk is full for a while; between two starts the folder may be replaced by a copy without its links, whose
-write times are reversed. That goes on until one start reaches the end. Its final state is then compared with that of a
-run that nobody disturbed, tensors by torch.equal; no temporary file may be left, and the folder may be no larger than a
-few checkpoints more than the undisturbed one.
+write times are reversed. That continues until one start reaches the end. Its final state is then compared with that of
+a run that nobody disturbed, tensors by torch.equal; no temporary file may be left, and the folder may be no larger than
+a few checkpoints more than the undisturbed one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _ROOM = 3.0  # times the undisturbed folder: files of two steps more, and copies
 
 
 class Looks(BaseHook):
-    """Evaluates every few steps, as users do, on what it trains on."""
+    """Evaluates every few steps, as users do, on its training data."""
 
     def __init__(self, every: int = 5):
         self.every = every
@@ -267,7 +267,7 @@ def start(
 
 
 def replace_by_copy(folder: Path) -> None:
-    """Puts a copy in the place of a folder: without its links, and what was written last dated first."""
+    """Puts a copy in the place of a folder: without its links, and with reversed write times."""
     copy = folder.with_name(f"{folder.name}.copy")
     shutil.copytree(folder, copy, symlinks=True)
     states = sorted(copy.rglob("*.pt"), key=lambda path: path.lstat().st_mtime_ns, reverse=True)

@@ -50,7 +50,7 @@ class _Sum:
 
     What comes at every step waits in ``log`` and is taken in a block at a time or at the next read, so that a step
     costs the host little more than an append. Whatever else is done takes it in first, so that the additions are made
-    in the order in which they came.
+    in the order in which they came. Tensors of ``pending`` are 0-d, or (N,) of values that came together.
     """
 
     is_total: bool
@@ -59,10 +59,11 @@ class _Sum:
     device_value: Tensor | None = None
     device_weight: Tensor | None = None
     pending: list[tuple[Tensor, float | Tensor]] = field(default_factory=list)
+    num_pending: int = 0  # values in them
     log: list[tuple[float | Tensor, float]] = field(default_factory=list)
 
     def add(self, value: float | Tensor, weight: float | Tensor) -> None:
-        self.take_in()
+        self.flush()
         if not isinstance(weight, Tensor):
             if weight == 0:
                 return  # the NaN of a mean over nothing must not reach the sum
@@ -75,10 +76,25 @@ class _Sum:
             if not isinstance(value, Tensor):
                 value = torch.full_like(weight, value, dtype=_widest(weight.device))
         self.pending.append((value, weight))
-        if len(self.pending) == _BLOCK:
+        self.num_pending += 1
+        if self.num_pending == _BLOCK:
             self._fold()
 
-    def take_in(self) -> None:
+    def add_column(self, values: Tensor, weight: float) -> None:
+        """Does with values (N,) of one weight what :meth:`add` does, one by one."""
+        self.flush()
+        if weight == 0:
+            return
+        for _ in range(len(values)):  # their product would round in another way
+            self.weight += weight
+        while len(values):
+            part, values = values.tensor_split([_BLOCK - self.num_pending])
+            self.pending.append((part, weight))
+            self.num_pending += len(part)
+            if self.num_pending == _BLOCK:
+                self._fold()
+
+    def flush(self) -> None:
         """Does with all that waits in ``log`` what :meth:`add` does, one by one."""
         if not self.log:
             return
@@ -90,7 +106,8 @@ class _Sum:
             counted += weight
             if type(value) is Tensor:  # as everything here is that is no number
                 pending.append((value, weight))
-                if len(pending) == _BLOCK:
+                self.num_pending += 1
+                if self.num_pending == _BLOCK:
                     self._fold()
                     pending = self.pending
             else:
@@ -99,7 +116,7 @@ class _Sum:
 
     def _fold(self) -> None:
         self.device_value, self.device_weight = self._folded()
-        self.pending = []
+        self.pending, self.num_pending = [], 0
 
     def _folded(self) -> tuple[Tensor | None, Tensor | None]:
         """Returns the device part with the pending block added, changing nothing."""
@@ -111,13 +128,16 @@ class _Sum:
         values = self._stacked(tensors, on_device)
         block_weight: Tensor | None = None
         if on_device:
-            counts = torch.stack([_like(weight, values) for weight in weights])
+            counts = torch.cat(
+                [_like(weight, values).expand(tensor.numel()) for tensor, weight in zip(tensors, weights, strict=True)]
+            )
             block_value = torch.where(counts > 0, values * counts, torch.zeros_like(values)).sum()
             block_weight = torch.stack([_like(weight, values) for weight in on_device]).sum()
         elif len(set(weights)) == 1:
             block_value = (values if weights[0] == 1 else values * weights[0]).sum()
         else:  # the same products; a tensor of the numbers would first have to be copied to the device
-            block_value = torch.stack(torch._foreach_mul(list(values.unbind()), list(weights))).sum()
+            pieces = values.split_with_sizes([tensor.numel() for tensor in tensors])
+            block_value = torch.cat(torch._foreach_mul(list(pieces), list(weights))).sum()
         return _plus(self.device_value, block_value), _plus(self.device_weight, block_weight)
 
     def _stacked(self, values: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -129,20 +149,20 @@ class _Sum:
         of_sums = [part.device for part in (self.device_value, self.device_weight) if part is not None]
         device = next((each for each in (*of_sums, *devices) if each.type != "cpu"), torch.device("cpu"))
         if len(devices) == 1 and len(set(map(_DTYPE, values))) == 1:
-            return _widen(torch.stack(values), device)  # type: ignore[arg-type]
-        return torch.stack([_widen(value, device) for value in values])
+            return _widen(torch.hstack(values), device)  # type: ignore[arg-type]
+        return torch.hstack([_widen(value, device) for value in values])
 
     def include(self, other: _Sum) -> None:
         """Adds the sums of another one."""
-        self.take_in()
-        other.take_in()
+        self.flush()
+        other.flush()
         value, weight = other._folded()
         self.value, self.weight = self.value + other.value, self.weight + other.weight
         self.device_value, self.device_weight = _plus(self.device_value, value), _plus(self.device_weight, weight)
 
     def parts(self) -> list[float | Tensor]:
         """Returns [value, device value, weight, device weight]; reading them changes nothing."""
-        self.take_in()
+        self.flush()
         value, weight = self._folded()
         return [self.value, 0.0 if value is None else value, self.weight, 0.0 if weight is None else weight]
 
@@ -202,8 +222,8 @@ class RunningMeans:
         if entry is not None and not entry.is_total and type(weight) is float and _is_plain(value):
             log = entry.log
             log.append((value, weight))  # type: ignore[arg-type]
-            if len(log) + len(entry.pending) >= _BLOCK:
-                entry.take_in()
+            if len(log) + entry.num_pending >= _BLOCK:
+                entry.flush()
         elif isinstance(value, Total):
             self.add_total(path, value.value)
         elif isinstance(value, Weighted):
@@ -211,23 +231,16 @@ class RunningMeans:
         else:
             self._entry(path, is_total=False).add(as_number(path, value), weight)
 
-    def add_each(self, path: tuple[str, ...], values: Sequence[float | Tensor], weight: float | Tensor) -> None:
-        """Adds values of a record of one weight in their order, as :meth:`add_value` does.
+    def add_column(self, path: tuple[str, ...], values: Tensor, weight: float) -> None:
+        """Adds values (N,) of a record of one weight in their order, as :meth:`add_value` does one by one.
 
         Example:
             >>> means = RunningMeans()
-            >>> means.add_each(("loss",), [1.0, 2.0], 1.0)
+            >>> means.add_column(("loss",), torch.tensor([1.0, 2.0]), 1.0)
             >>> means.compute()
             {'loss': 1.5}
         """
-        entry = self._sums.get(path)
-        if entry is None or entry.is_total or type(weight) is not float or not all(map(_is_plain, values)):
-            for value in values:
-                self.add_value(path, value, weight)
-            return
-        entry.log += [(value, weight) for value in values]
-        if len(entry.log) + len(entry.pending) >= _BLOCK:
-            entry.take_in()
+        self._entry(path, is_total=False).add_column(values, weight)
 
     def add_total(self, path: tuple[str, ...], value: float | Tensor) -> None:
         """Adds one value that is summed, as :meth:`add` does for a :class:`Total`.
@@ -242,8 +255,8 @@ class RunningMeans:
         if entry is not None and entry.is_total and _is_plain(value):
             log = entry.log
             log.append((value, 1.0))
-            if len(log) + len(entry.pending) >= _BLOCK:
-                entry.take_in()
+            if len(log) + entry.num_pending >= _BLOCK:
+                entry.flush()
         else:
             self._entry(path, is_total=True).add(as_number(path, value), 1.0)
 
@@ -296,7 +309,7 @@ class RunningMeans:
         """Returns the paths of the records, and of each whether it is a total."""
         return [(path, entry.is_total) for path, entry in self._sums.items()]
 
-    def align(self, names: Iterable[Iterable[tuple[tuple[str, ...], bool]]]) -> None:
+    def align_keys(self, names: Iterable[Iterable[tuple[tuple[str, ...], bool]]]) -> None:
         """Takes over the names of every rank, in the order of the ranks; what was not added here counts nothing."""
         every = dict.fromkeys(name for of_rank in names for name in of_rank)
         self._sums = {path: self._entry(path, is_total=is_total) for path, is_total in every}
@@ -308,7 +321,7 @@ class RunningMeans:
     def state_dict(self) -> dict[str, Any]:
         """Returns the sums as plain values; restoring them continues to the bit."""
         for entry in self._sums.values():
-            entry.take_in()
+            entry.flush()
         return {
             "entries": [
                 {
@@ -316,7 +329,7 @@ class RunningMeans:
                     "is_total": entry.is_total,
                     "numbers": [entry.value, entry.weight],
                     "device": [entry.device_value, entry.device_weight],
-                    "pending": [list(pair) for pair in entry.pending],
+                    "pending": [[value, weight] for part, weight in entry.pending for value in part.reshape(-1)],
                 }
                 for path, entry in self._sums.items()
             ]
@@ -334,6 +347,7 @@ class RunningMeans:
             entry.value, entry.weight = saved["numbers"]
             entry.device_value, entry.device_weight = (place(value) for value in saved["device"])
             entry.pending = [(place(value), place(weight)) for value, weight in saved["pending"]]
+            entry.num_pending = len(entry.pending)
 
 
 def _is_plain(value: Any) -> bool:

@@ -16,12 +16,17 @@ from treadle import (
     EmaHook,
     Engine,
     NonFiniteError,
+    ProgressBarHook,
     StepLogHook,
     StepOutput,
     TensorLoader,
+    ThroughputHook,
+    ValidationHook,
 )
 from treadle.engine import block
 from treadle.faces.run_files import RunFilesHook
+from treadle.hooks.bar import RunProgress
+from treadle.hooks.reporting import IntervalHook
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +141,46 @@ def test_a_hook_of_a_step_log_writes_at_its_interval(tmp_path):
     train(tmp_path / "blocks", StepLogHook("own.jsonl", interval=10))
     train(tmp_path / "single", StepLogHook("own.jsonl", interval=10), Looks())
     assert (tmp_path / "blocks" / "own.jsonl").read_text() == (tmp_path / "single" / "own.jsonl").read_text()
+
+
+class Reports(IntervalHook):
+    """Keeps what it would show, but for times."""
+
+    def __init__(self, interval):
+        super().__init__(interval, sync=False)
+        self.seen = []
+
+    def report(self, trainer, means):
+        self.seen.append((trainer.step, {name: value for name, value in means.items() if "time" not in name}))
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_reports_over_blocks_are_those_of_single_steps(tmp_path, records):
+    mine, theirs, counts = Reports(13), Reports(13), Counts()
+    one = train(tmp_path / "blocks", mine, counts, records=records)
+    other = train(tmp_path / "single", theirs, Looks(), records=records)
+    assert max(counts.blocks) > 6
+    assert [step for step, _ in mine.seen] == [13, 26, 39, 52, 60]
+    assert mine.seen == theirs.seen
+    states = [each.state_dict()["hooks"]["Reports"] for each in (one, other)]
+    assert differences(*states) == []
+
+
+def test_usual_hooks_allow_blocks_up_to_the_step_that_they_need(tmp_path):
+    class Emitted(BaseHook):
+        def __init__(self):
+            self.seen = []
+
+        def on_log(self, trainer, records, dry_run=False):
+            self.seen.append((trainer.step, *records))
+
+    counts, emitted = Counts(), Emitted()
+    rows = torch.randn(16, 4, generator=torch.Generator().manual_seed(2))
+    validation = ValidationHook([(rows, rows[:, :1])], interval=20, best=None)
+    train(tmp_path, counts, ThroughputHook(15), validation, RunProgress(), ProgressBarHook(), emitted, ema=False)
+    assert [step for step, name in emitted.seen if name == "throughput"] == [15, 30, 45, 60]
+    assert [step for step, name in emitted.seen if name == "val"] == [20, 40, 60]
+    assert sum(counts.blocks) > 30
 
 
 @pytest.mark.parametrize("most", [4, 64])

@@ -193,7 +193,7 @@ def test_what_waits_to_be_added_gives_the_bits_of_what_is_added_at_once(pairs, r
         later.add({"a": value, "n": Total(value)}, weight)
         at_once.add({"a": Weighted(value, weight), "n": Total(value)})
         for entry in at_once._sums.values():
-            entry.take_in()
+            entry.flush()
         if number in looks:
             later.compute()
             assert differences(to_plain(later.state_dict()), to_plain(at_once.state_dict())) == []
@@ -242,6 +242,25 @@ def test_values_of_one_kind_and_of_several_give_the_same_bits(weights):
         [values.double()[i : i + 64] @ torch.tensor(weights[i : i + 64]).double() for i in range(0, 200, 64)]
     )
     assert alike.compute() == mixed.compute() == {"a": pytest.approx(blocks.sum().item() / sum(weights), rel=1e-14)}
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.1, 0.0])
+@pytest.mark.parametrize("parts", [[3, 64, 64, 70], [200], [1, 1, 130, 5]])
+def test_a_column_is_added_as_its_values_one_by_one(weight, parts):
+    values = torch.rand(sum(parts), generator=torch.Generator().manual_seed(0))
+    single, whole, resumed = RunningMeans(), RunningMeans(), RunningMeans()
+    at = 0
+    for number, count in enumerate(parts):
+        for value in values[at : at + count]:
+            single.add({"a": value}, weight)
+        if number == 1:  # a single value between columns
+            whole.add({"a": values[at]}, weight)
+        whole.add_column(("a",), values[at + (number == 1) : at + count], weight)
+        at += count
+        resumed.load_state_dict(whole.state_dict())
+        assert differences(whole.state_dict(), single.state_dict()) == []
+        assert differences(resumed.state_dict(), single.state_dict()) == []
+    assert whole.sums("a") == single.sums("a")
 
 
 def test_values_on_several_devices_may_meet_under_one_name():

@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from treadle.device import keep_garbage_from_forks
+from treadle.device.handover import host_is_shared, launch_times
+from treadle.engine.block import MOST
 from treadle.nested import map_nested_tensor
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _WARM_UPS = 3
-_BLOCK = 64  # steps
+_PLACES = 64  # steps whose numbers are copied into memory made at once
 
 
 class CudaGraph:
@@ -97,7 +99,10 @@ def _end_broken_recording(stream: torch.cuda.Stream) -> None:
 
 
 class Branch:
-    """What may run beside the rest of a recorded step; where nothing is being recorded, all runs in its order.
+    """What may run beside the rest of a recorded step.
+
+    Where nothing is being recorded, all runs in its order, and also where several runs share the GPU: graphs with
+    branches keep each other from it.
 
     Args:
         device: of the step.
@@ -111,7 +116,7 @@ class Branch:
     """
 
     def __init__(self, device: torch.device):
-        recording = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        recording = device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not host_is_shared()
         self._stream = _branch_stream(torch.cuda.current_device()) if recording else None
 
     def mark(self) -> torch.cuda.Event | None:
@@ -278,8 +283,8 @@ class Rows:
 
     def __init__(self, width: int, device: torch.device):
         self._next = torch.zeros(1, dtype=torch.long, device=device)
-        self._numbers = torch.arange(_BLOCK, device=device).unsqueeze(1)
-        self._rows = torch.zeros(_BLOCK, width, device=device)
+        self._numbers = torch.arange(MOST, device=device).unsqueeze(1)
+        self._rows = torch.zeros(MOST, width, device=device)
 
     def takes(self, numbers: Tensor) -> bool:
         """Returns whether the numbers of a replay are of this width and type."""
@@ -293,8 +298,7 @@ class Rows:
     def collect(self, replay: Callable[[], None], count: int) -> Tensor:
         """Replays several times; returns a copy of the row of each, (N, width)."""
         self._next.zero_()
-        for _ in range(count):
-            replay()
+        launch_times(replay, count)
         return self._rows[:count].clone()
 
 
@@ -347,6 +351,6 @@ class Results:
     def _make_places(self) -> None:
         """Makes memory for the copies of some steps at once: for each alone it costs as much as the copy."""
         packed = self._packed[0][0]
-        block = packed.new_empty(_BLOCK, len(self._shapes))
+        block = packed.new_empty(_PLACES, len(self._shapes))
         numbers = [column.unbind() for column in block.unbind(1)]
         self._places = list(zip(block.unbind(), zip(*numbers, strict=True), strict=True))

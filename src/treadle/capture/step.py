@@ -11,8 +11,9 @@ from torch import Tensor
 from treadle.capture.graph import Branch, CudaGraph, FixedBatch, Results, Rows, capturable, tensors_of
 from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather
+from treadle.device.handover import wait_for_work
 from treadle.engine.attempt import apply_step_effects, begin_attempt, clear_gradients, refuse, skip
-from treadle.engine.block import StepBlock, locations
+from treadle.engine.block import StepBlock
 from treadle.engine.settings import Outcome
 from treadle.nested import map_nested_tensor
 from treadle.optim.ema import Ema
@@ -167,7 +168,7 @@ class CapturedStep:
         rates = progress.read_rates(engine.optimizer)
         numbers = self._rows.collect(self._graph.replay, count)
         block = StepBlock(progress.step + 1, cursor.epoch, cursor.position + 1, numbers, self._left.constant, rates)
-        flags.note_block(locations(block), block.norms)
+        flags.note_block(block.first_location, numbers[:, 0])
         return block
 
     def run(self, group: Group, weights: Sequence[float | None]) -> Outcome:
@@ -185,6 +186,7 @@ class CapturedStep:
         if (flags := self._told_later) is not None:
             flags.note(engine.location(), norm)
             return apply_step_effects(engine, moved=self._averages)
+        wait_for_work(engine.device)
         bad, uncounted = self._decided.tolist()
         if uncounted:
             return skip(engine, "the total weight is 0")

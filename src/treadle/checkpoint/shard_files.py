@@ -34,12 +34,12 @@ from torch.futures import Future
 from treadle.checkpoint.files import first_line, reported
 from treadle.checkpoint.ranks import WriterLostError
 from treadle.checkpoint.shard_manifest import METADATA
-from treadle.distributed.shards import Part
+from treadle.distributed.shards import LocalShard
 from treadle.errors import CheckpointError
 
 
 def write_shard(
-    tensors: Mapping[str, Tensor | Part],
+    tensors: Mapping[str, Tensor | LocalShard],
     folder: Path | str,
     group: dist.ProcessGroup | None,
     files: SummedStreams | None = None,
@@ -58,7 +58,7 @@ def write_shard(
     Raises:
         CheckpointError: it failed on some rank, which is named; the same on all.
     """
-    parts = {key: value if isinstance(value, Part) else _all_of(value) for key, value in tensors.items()}
+    parts = {key: value if isinstance(value, LocalShard) else _all_of(value) for key, value in tensors.items()}
     summed = files or _SummedFiles()
     writer = _Writer(folder, summed, sync=files is None)
     try:
@@ -77,14 +77,14 @@ def write_shard(
     return summed.sums
 
 
-def _all_of(tensor: Tensor) -> Part:
-    return Part(tensor.resolve_conj().resolve_neg(), (0,) * tensor.dim(), tuple(tensor.shape))
+def _all_of(tensor: Tensor) -> LocalShard:
+    return LocalShard(tensor.resolve_conj().resolve_neg(), (0,) * tensor.dim(), tuple(tensor.shape))
 
 
 class _Planner(DefaultSavePlanner):
     """Plans parts as they are, each at its place; what ``save`` is given would be logged key by key."""
 
-    def __init__(self, parts: Mapping[str, Part]):
+    def __init__(self, parts: Mapping[str, LocalShard]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._parts = parts
 
@@ -99,11 +99,11 @@ class _Planner(DefaultSavePlanner):
         return self._parts[write_item.index.fqn].local.detach()
 
 
-def _is_empty(part: Part) -> bool:
+def _is_empty(part: LocalShard) -> bool:
     return math.prod(part.shape) == 0
 
 
-def _item(key: str, part: Part) -> WriteItem:
+def _item(key: str, part: LocalShard) -> WriteItem:
     offsets = torch.Size(part.offsets)
     return WriteItem(
         index=MetadataIndex(key, offsets),

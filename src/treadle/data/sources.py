@@ -178,7 +178,26 @@ class _Stateful:
         return []
 
 
-class _Streamed:
+class _FromStart:
+    """Part of a source that is entered at its start only: its length, and nothing by position."""
+
+    loader: Any
+    length: int | None
+
+    def measure(self) -> None:
+        self.length = _length(self.loader)
+
+    def finish(self, iterator: Iterator[Any]) -> None:
+        pass
+
+    def is_over_at(self, position: int) -> bool:
+        return True
+
+    def ids_at(self, position: int) -> Any:
+        return None
+
+
+class _Streamed(_FromStart):
     kind = "streamed"
     exact = False
 
@@ -193,18 +212,6 @@ class _Streamed:
         if skip and state is not None:
             return self.reader.open(seed=seed, state=state)
         return _passed_over(self.reader.open(seed=seed, state=None), skip)
-
-    def measure(self) -> None:
-        self.length = _length(self.loader)
-
-    def finish(self, iterator: Iterator[Any]) -> None:
-        pass
-
-    def is_over_at(self, position: int) -> bool:
-        return True
-
-    def ids_at(self, position: int) -> Any:
-        return None
 
     def warnings(self, *, resuming: bool) -> list[str]:
         sentences = hidden_generators(self.loader)
@@ -222,7 +229,7 @@ class _Streamed:
 _EXACT_REPLAY = "That is exact only if what it yields depends on the RNG at its opening alone"
 
 
-class _Replayed:
+class _Replayed(_FromStart):
     kind = "replayed"
     exact = False
 
@@ -235,18 +242,6 @@ class _Replayed:
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
         _draw_for_running_workers(self.loader)
         return _passed_over(self._workers.of(iter(self.loader)), skip)
-
-    def measure(self) -> None:
-        self.length = _length(self.loader)
-
-    def finish(self, iterator: Iterator[Any]) -> None:
-        pass
-
-    def is_over_at(self, position: int) -> bool:
-        return True
-
-    def ids_at(self, position: int) -> Any:
-        return None
 
     def state(self) -> Any:
         return None

@@ -22,8 +22,10 @@ from treadle.task import StepOutput, add_output
 if TYPE_CHECKING:
     from treadle.data.cursor import Group
     from treadle.engine.loop import Engine
+    from treadle.means import RunningMeans
 
-MOST = 64  # steps
+MOST = 256  # steps
+_FIRST, _LEAST, _SECONDS = 64, 8, 0.25  # steps before the pace is known; steps, and seconds, of the others
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,21 @@ class StepBlock:
         return len(self.numbers)
 
     @property
+    def first_location(self) -> StepLocation:
+        """Location of the first step, for error messages."""
+        return StepLocation(self.first_step, self.epoch, self.first_position, 1, 1)
+
+    def add_to(self, means: RunningMeans) -> None:
+        """Adds the losses and records of the steps to running means, as one by one."""
+        output = self.output
+        weight = 1.0 if output.weight is None else output.weight
+        if output.records or type(weight) is not float or output.reduction == "sum":
+            for loss in self.losses:
+                add_output(means, StepOutput(loss, output.records, output.weight, output.reduction))
+        else:
+            means.add_column(("loss",), self.numbers[:, 1], weight)
+
+    @property
     def norms(self) -> Sequence[Tensor]:
         """Gradient norm of each step, 0-d on the device."""
         return self.numbers.unbind(1)[0].unbind()
@@ -61,7 +78,13 @@ class StepBlock:
 
 
 class RunsAhead:
-    """Base of steps of an engine that can be replayed several at a time."""
+    """Base of steps of an engine that can be replayed several at a time.
+
+    Attributes:
+        pace: seconds of the host a step in the latest block; None before the first.
+    """
+
+    pace: float | None = None
 
     def may_run_ahead(self) -> bool:
         """Returns whether the next step can be replayed with others."""
@@ -81,13 +104,15 @@ def run_ahead(engine: Engine) -> bool:
     steps = engine.steps
     if not isinstance(steps, RunsAhead):
         return False
-    count = steps_to_look(engine)
+    count = min(steps_to_look(engine), _most_at(steps.pace))
     started = time.perf_counter()
     if count < 2 or not steps.may_run_ahead():
         return False
     group, block = steps.ahead(count)
+    steps.pace = (time.perf_counter() - started) / count
     _count(engine, block)
-    _record(engine, group, block, seconds=time.perf_counter() - started)
+    _record(engine, group, block)
+    engine.attempt.info["step_time"] = steps.pace
     for hook in engine.events.hooks_for(engine.hooks, "on_after_step"):
         hook.on_after_steps(engine, block)
     engine.events.write_requested()
@@ -113,32 +138,25 @@ def steps_to_look(engine: Engine) -> int:
     return count
 
 
+def _most_at(pace: float | None) -> int:
+    """Returns how many steps make a block of a quarter of a second: a signal is looked at between two."""
+    return _FIRST if pace is None else max(_LEAST, min(MOST, int(_SECONDS / max(pace, 1e-6))))
+
+
 def _count(engine: Engine, block: StepBlock) -> None:
     """Counts the steps of a block, as one by one, and adds their losses to the means of the epoch."""
     engine.progress.count_block(len(block), block.rates)
     for average in engine.averages.values():
         for _ in range(len(block)):
             average.count_update()
-    means, output = engine.progress.epoch_means, block.output
-    weight = 1.0 if output.weight is None else output.weight
-    if output.records or type(weight) is not float or output.reduction == "sum":
-        for loss in block.losses:
-            add_output(means, StepOutput(loss, output.records, output.weight, output.reduction))
-    else:
-        means.add_each(("loss",), block.losses, weight)
+    block.add_to(engine.progress.epoch_means)
 
 
-def _record(engine: Engine, group: Group, block: StepBlock, *, seconds: float) -> None:
+def _record(engine: Engine, group: Group, block: StepBlock) -> None:
     """Makes the last step of a block the latest attempt."""
     attempt = Attempt(group, rates=block.rates)
     output = block.output
     norm, loss = block.numbers[-1].unbind()
     attempt.keep(StepOutput(loss, output.records, output.weight, output.reduction, num_samples=output.num_samples))
-    attempt.info.update(grad_norm=norm, applied=True, step_time=seconds / len(block))
+    attempt.info.update(grad_norm=norm, applied=True)
     engine.attempt = attempt
-
-
-def locations(block: StepBlock) -> list[StepLocation]:
-    """Returns the location of each step of a block, for error messages."""
-    step, position = block.first_step, block.first_position
-    return [StepLocation(step + number, block.epoch, position + number, 1, 1) for number in range(len(block))]

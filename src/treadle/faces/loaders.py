@@ -19,7 +19,7 @@ def check_loader(loader: Any, argument: str) -> None:
     """Raises ConfigError for a data set, or several loaders in a list, where a loader belongs.
 
     Args:
-        loader: what was given.
+        loader: as the user gave it.
         argument: how it is called.
 
     Example:
@@ -38,7 +38,7 @@ def check_eval_loaders(loaders: EvalLoaders | None, argument: str) -> None:
     """Raises ConfigError for a loader, or one of a dict, that cannot be evaluated, and for a dict without names.
 
     Args:
-        loaders: what was given.
+        loaders: as the user gave them.
         argument: how it is called.
 
     Example:
@@ -69,7 +69,7 @@ def results_by_name(results: Iterable[str], loaders: EvalLoaders | None) -> list
 
     Args:
         results: names of the results over one loader.
-        loaders: what is evaluated; None has no results.
+        loaders: to evaluate; None has no results.
 
     Example:
         >>> results_by_name(["loss", "mae"], {"near": [], "far": []})

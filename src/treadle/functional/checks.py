@@ -1,4 +1,4 @@
-"""What is refused or warned about before any work is lost, and what is built in its place."""
+"""Checks of arguments before any work is lost, and defaults for those that are left out."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def in_argument_order(optimizer: Any, loss_fn: Any) -> tuple[Any, Any]:
 
 
 def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: TrainingSettings) -> Optimizer:
-    """Returns the optimizer as given, its state beside the parameters, or an AdamW over what is trainable.
+    """Returns the optimizer as given, its state beside the parameters, or an AdamW over the trainable parameters.
 
     The one that is built is fused if it can be, and decays matrices only: no biases and no normalisation layers.
 
@@ -82,7 +82,7 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
     move_optimizer_state(optimizer)
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
         wanted = getattr(settings, name)
-        # A scheduler has moved the learning rate already; what it started from is what was asked for.
+        # A scheduler has moved the learning rate already; compare the rate that it started from.
         own = {float(group.get(f"initial_{key}", group.get(key, 0.0))) for group in optimizer.param_groups}
         if wanted is not None and wanted not in own:
             _log.warning(
@@ -94,7 +94,7 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
 
 
 def warn_of_idle_interval(scheduler: Any, settings: TrainingSettings) -> None:
-    """Warns of a setting that says when the scheduler moves where nothing moves so.
+    """Warns about a setting of when the scheduler moves that has no effect.
 
     Example:
         >>> warn_of_idle_interval(None, TrainingSettings())
@@ -289,10 +289,10 @@ def selected_key(metric: str | None, loaders: EvalLoaders | None) -> str | None:
 
 
 def known_keys(overrides: Callable[[str], bool], *, losses: Sequence[str], has_metrics: bool) -> list[str] | None:
-    """Returns the keys of a record that can be selected by; None where only an overridden method or a metric knows.
+    """Returns the keys of a record that can be selected by; None where they depend on an overridden method or a metric.
 
     Args:
-        overrides: whether a subclass has a method of its own, by name.
+        overrides: whether a subclass overrides a method, by name.
         losses: keys of the losses that are evaluated.
         has_metrics: whether evaluations have metrics.
 
@@ -316,15 +316,15 @@ def rule_for(
     loaders: EvalLoaders | None,
     known: Sequence[str] | None,
 ) -> Callable[[], BestRule] | None:
-    """Returns what makes the best rule of a call, or None for no rule.
+    """Returns a function that makes the best rule of a call, or None for no rule.
 
     Args:
         metric: a key of the record, with the prefix of evaluations or without; None for no rule.
         mode: its direction, or None for that of its name.
         patience: epochs without improvement, or None.
         min_delta: smallest change that counts.
-        loaders: what is evaluated after each epoch.
-        known: the keys that a record will have; None where only training tells.
+        loaders: to evaluate after each epoch.
+        known: the keys that a record will have; None where they are known only after training.
 
     Raises:
         ConfigError: the metric, its direction or the patience is wrong.

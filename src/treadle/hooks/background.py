@@ -32,6 +32,10 @@ class BackgroundErrorHook(BaseHook):
         if self._writer.ended(trainer.rank_notices(self._writer.notice)):
             trainer.request_write(self._writer.wait)
 
+    def steps_ahead(self, trainer: Engine) -> int | None:
+        """Lets any number of steps run; while a checkpoint is being written, each is looked at."""
+        return 1 if self._writer.in_flight else None
+
     def notice(self, trainer: Engine) -> Callable[[], float]:
         """Tells the other ranks whether this one still writes."""
         return self._writer.notice

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.progress import BarColumn, Progress, TaskID
 
     from treadle.engine import Engine
+    from treadle.engine.block import StepBlock
 
 _BAR_WIDTH = 24
 _LEAST_BAR = 8
@@ -133,6 +134,22 @@ class ProgressBarHook(BaseHook):
         if "grad_norm" in trainer.step_info:
             self._means.add_value(("grad_norm",), trainer.step_info["grad_norm"])
         self._means.add_total(("num_samples",), trainer.step_info["num_samples"])
+        self._show_if_due(trainer)
+
+    def steps_ahead(self, trainer: Engine) -> int | None:
+        """Lets any number of steps run: what is shown is a matter of time."""
+        return None
+
+    def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
+        """Collects the steps of a block, and shows them when it is time."""
+        if self._silent:
+            return
+        block.add_to(self._means)
+        self._means.add_column(("grad_norm",), block.numbers[:, 0], 1.0)
+        self._means.add_total(("num_samples",), len(block) * trainer.step_info["num_samples"])
+        self._show_if_due(trainer)
+
+    def _show_if_due(self, trainer: Engine) -> None:
         waited = time.perf_counter() - self._last_time
         if self._redraws:
             if waited >= self.refresh_seconds or trainer.is_last_step:
@@ -293,6 +310,10 @@ class RunProgress(ProgressBarHook):
         if time.perf_counter() >= self._due:
             self._show(trainer)
             self._plan()
+
+    def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
+        """Shows the last step of a block when it is time."""
+        self.on_after_step(trainer)
 
     def on_after_epoch(self, trainer: Engine) -> None:
         """Notes what the epoch's evaluation gave, for the next time something is shown."""

@@ -81,6 +81,10 @@ class OptunaPruningHook(BaseHook):
         """Ends a run that was pruned in this step."""
         self._leave_if_pruned()
 
+    def steps_ahead(self, trainer: Engine) -> int | None:
+        """Lets any number of steps run until the trial is pruned."""
+        return None if self._pruned_at is None else 1
+
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
         """Keeps the epochs or steps that were reported, so that a resumed trial reports none twice."""
         state_dict["hooks"][self.state_key] = {"reported": list(self._reported)}

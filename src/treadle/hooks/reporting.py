@@ -13,6 +13,7 @@ from treadle.task import add_output
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
+    from treadle.engine.block import StepBlock
 
 
 class IntervalHook(BaseHook):
@@ -43,6 +44,23 @@ class IntervalHook(BaseHook):
     def on_after_step(self, trainer: Engine) -> None:
         """Collects the step and reports when it is time; reads nothing on the host before that."""
         self._collect(trainer)
+        if trainer.step % self.interval == 0 or trainer.is_last_step:
+            self._report(trainer)
+
+    def steps_ahead(self, trainer: Engine) -> int | None:
+        """Lets steps run up to the next report."""
+        return self.interval - trainer.step % self.interval
+
+    def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
+        """Collects the steps of a block and reports when it is time."""
+        info, count = trainer.step_info, len(block)
+        block.add_to(self._means)
+        self._times.add_value(("step_time",), info["step_time"], float(count))
+        self._times.add_value(("data_time",), 0.0, float(count))  # the steps gather their own batches
+        self._means.add_column(("grad_norm",), block.numbers[:, 0], 1.0)
+        for _ in range(count):
+            self._means.add_total(("num_samples",), info["num_samples"])
+        self._pending = True
         if trainer.step % self.interval == 0 or trainer.is_last_step:
             self._report(trainer)
 

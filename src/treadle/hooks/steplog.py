@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from treadle import distributed
+from treadle.device.handover import wait_for
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError, NonFiniteError
 from treadle.hooks.files import append_lines, continue_lines, in_workspace, to_json
@@ -37,6 +38,7 @@ class StepRows:
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
         self._blocks: list[tuple[int, BlockRows]] = []  # with the number of rows before
+        self._latest: BlockRows | None = None
 
     def __len__(self) -> int:
         return len(self._rows) + len(self._blocks)
@@ -54,7 +56,8 @@ class StepRows:
 
     def add_block(self, block: StepBlock) -> None:
         """Notes the steps of a block, whose numbers set out for the host."""
-        self._blocks.append((len(self._rows), BlockRows(block)))
+        self._latest = BlockRows(block, self._latest)
+        self._blocks.append((len(self._rows), self._latest))
 
     def lines(self) -> list[str]:
         """Returns the rows as lines of JSON and forgets them."""
@@ -81,49 +84,71 @@ class StepRows:
         return [_finished(row) for row in rows]
 
 
+class OnTheWay:
+    """Numbers of a device that are copied to the host while it goes on.
+
+    Args:
+        numbers: on any device.
+    """
+
+    def __init__(self, numbers: Tensor):
+        self._event: torch.cuda.Event | None = None
+        self._numbers = numbers.detach()
+        if numbers.device.type == "cuda":
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(numbers.device))
+
+    def arrived(self) -> Tensor:
+        """Waits for the numbers and returns them on the host."""
+        if self._event is not None:
+            wait_for(self._event)
+        return self._numbers
+
+    def tolist(self) -> Any:
+        """Waits for the numbers and returns them as plain ones."""
+        return self.arrived().tolist()
+
+
 class BlockRows:
-    """Rows about the steps of a block, whose numbers are copied to the host while it goes on.
+    """Rows about the steps of a block, whose numbers are copied to the host while it runs.
 
     Args:
         block: the steps.
+        before: rows of a block before; rates that have not changed since are not copied again.
     """
 
-    def __init__(self, block: StepBlock):
+    def __init__(self, block: StepBlock, before: BlockRows | None = None):
         self._block = block
-        rates = [rate if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64) for rate in block.rates]
-        device = block.numbers.device
-        parts = [block.numbers.flatten(), *(rate.reshape(1).to(device) for rate in rates)]
-        joined = torch.cat([part.double() for part in parts])
-        self._event: torch.cuda.Event | None = None
-        self._numbers = joined
-        if device.type == "cuda":
-            self._numbers = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
-            self._numbers.copy_(joined, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(device))
+        self._numbers = OnTheWay(block.numbers)
+        self._rates: list[OnTheWay | float]
+        if before is not None and before._block.rates is block.rates:
+            self._rates = before._rates
+        else:
+            self._rates = [OnTheWay(rate.double()) if isinstance(rate, Tensor) else rate for rate in block.rates]
 
     def lines(self) -> list[str]:
         """Returns the rows as lines of JSON, as those of single steps are."""
-        if self._event is not None:
-            self._event.synchronize()
-        block, numbers = self._block, self._numbers.tolist()
-        count = len(block)
-        norms, losses, rates = numbers[: 2 * count : 2], numbers[1 : 2 * count : 2], numbers[2 * count :]
-        lr, lines = _encode(rates) if all(map(math.isfinite, rates)) else None, []
-        for number, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
-            step, position = block.first_step + number, block.first_position + number
-            if lr is not None and math.isfinite(loss) and math.isfinite(norm):
-                lines.append(
-                    f'{{"step": {step}, "epoch": {block.epoch + 1}, "position": {position}, "loss": {0 + loss!r}, '
-                    f'"grad_norm": {norm!r}, "lr": {lr}, "applied": true, "retries": 0, "reason": null}}'
-                )
-                continue
-            row = {
+        numbers, block = self._numbers.arrived(), self._block
+        rates: list[float] = [rate.tolist() if isinstance(rate, OnTheWay) else rate for rate in self._rates]
+        steps = range(block.first_step, block.first_step + len(block))
+        positions = range(block.first_position, block.first_position + len(block))
+        norms, losses = numbers[:, 0].tolist(), (numbers[:, 1] + 0).tolist()  # a sum has no -0.0
+        rows = zip(steps, positions, losses, norms, strict=True)
+        if bool(numbers.isfinite().all()) and all(map(math.isfinite, rates)):
+            line = (
+                f'{{"step": %d, "epoch": {block.epoch + 1}, "position": %d, "loss": %r, "grad_norm": %r, '
+                f'"lr": {_encode(rates)}, "applied": true, "retries": 0, "reason": null}}'
+            )
+            return [line % row for row in rows]
+        return [
+            _line({
                 "step": step, "epoch": block.epoch + 1, "position": position, "loss": loss, "grad_norm": norm,
                 "lr": rates, "applied": True, "retries": 0, "reason": None,
-            }  # fmt: skip
-            lines.append(_line(row))
-        return lines
+            })
+            for step, position, loss, norm in rows
+        ]  # fmt: skip
 
 
 def _finished(row: dict[str, Any]) -> dict[str, Any]:

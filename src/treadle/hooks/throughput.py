@@ -9,6 +9,7 @@ from treadle.errors import ConfigError
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
+    from treadle.engine.block import StepBlock
 
 
 class ThroughputHook(BaseHook):
@@ -53,6 +54,18 @@ class ThroughputHook(BaseHook):
         self._seconds += info["step_time"] + sum(info["data_time"])
         if trainer.step % self.interval == 0 or trainer.is_last_step:
             self._report(trainer)
+
+    def steps_ahead(self, trainer: Engine) -> int | None:
+        """Lets steps run up to the next report."""
+        return self.interval - trainer.step % self.interval
+
+    def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
+        """Counts the steps of a block and reports when it is time."""
+        before = len(block) - 1
+        self._steps += before
+        self._samples += before * trainer.step_info["num_samples"]
+        self._seconds += before * trainer.step_info["step_time"]
+        self.on_after_step(trainer)
 
     def on_after_train(self, trainer: Engine) -> None:
         """Reports the rest."""

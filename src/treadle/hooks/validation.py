@@ -142,6 +142,10 @@ class ValidationHook(BaseHook):
         if self.interval is not None and (trainer.step % self.interval == 0 or trainer.is_last_step):
             self._evaluate(trainer)
 
+    def steps_ahead(self, trainer: Engine) -> int | None:
+        """Lets steps run up to the next evaluation."""
+        return None if self.interval is None else self.interval - trainer.step % self.interval
+
     def on_after_epoch(self, trainer: Engine) -> None:
         """Evaluates after an epoch, where no interval is given."""
         if self.interval is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from treadle import distributed
+from treadle.device.handover import wait_for
 from treadle.optim.loss_weights import GivenWeights, GroupWeights
 
 _MARK = 8  # steps
@@ -255,9 +256,9 @@ class LateFlags:
         self.refused = self._found.flag
         self.raised = False
         self._on_cuda = device.type == "cuda"
-        self._steps: deque[tuple[StepLocation, Tensor]] = deque()
-        self._marks: deque[tuple[_Mark, int]] = deque()  # with the number of steps that each is about
-        self._unmarked = 0  # steps since the last mark
+        self._steps: deque[_Steps] = deque()
+        self._marks: deque[tuple[_Mark, int]] = deque()  # with the number of entries of _steps that each is about
+        self._unmarked = 0  # entries since the last mark
         self._spare: list[_Mark] = []
 
     def raise_for(self, norm: Tensor) -> Tensor:
@@ -269,15 +270,20 @@ class LateFlags:
 
         A copy at each step would take a tenth of a small model's, and a sixth of one that is replayed.
         """
-        self._steps.append((place, norm))
+        self._steps.append(_Steps(place, norm))
         self._unmarked += 1
         if self._unmarked == _MARK:
             self._send_mark()
 
-    def note_block(self, places: Sequence[StepLocation], norms: Sequence[Tensor]) -> None:
-        """Notes steps that follow each other, with one mark for all, so that the host may be further ahead of them."""
-        self._steps += zip(places, norms, strict=True)
-        self._unmarked += len(places)
+    def note_block(self, first: StepLocation, norms: Tensor) -> None:
+        """Notes steps of one batch each that follow each other, with one mark for all.
+
+        Args:
+            first: location of the first of them.
+            norms: (N,), of each.
+        """
+        self._steps.append(_Steps(first, norms))
+        self._unmarked += 1
         self._send_mark()
 
     def _send_mark(self) -> None:
@@ -309,8 +315,30 @@ class LateFlags:
         if not refused:
             return None
         self.refused.zero_()
-        first = next(number for number, (_, norm) in enumerate(steps) if not bool(norm.isfinite()))
-        return LateRefusal(*steps[first], undone=len(steps) - first)
+        found = next(number for number, noted in enumerate(steps) if noted.first_bad() is not None)
+        bad = steps[found].first_bad()
+        assert bad is not None
+        later = sum(noted.norms.numel() for noted in steps[found:])
+        place, norm = steps[found].at(bad)
+        return LateRefusal(place, norm, undone=later - bad)
+
+
+class _Steps(NamedTuple):
+    """One step, or several of one batch each that follow each other."""
+
+    first: StepLocation
+    norms: Tensor  # 0-d, or (N,)
+
+    def first_bad(self) -> int | None:
+        """Returns which of the steps is the first whose norm is not finite; reads the device."""
+        flags = self.norms.isfinite().reshape(-1).tolist()
+        return flags.index(False) if False in flags else None
+
+    def at(self, number: int) -> tuple[StepLocation, Tensor]:
+        """Returns location and norm of one of the steps."""
+        first = self.first
+        place = first._replace(step=first.step + number, position=first.position + number)
+        return place, self.norms.reshape(-1)[number]
 
 
 class _Mark:
@@ -330,5 +358,5 @@ class _Mark:
     def arrived(self) -> bool:
         """Waits for the flag; returns whether it is raised."""
         if self._event is not None:
-            self._event.synchronize()
+            wait_for(self._event)
         return bool(self._seen)

@@ -1,10 +1,12 @@
 """Runs of one process that take turns: a thread each, of which exactly one runs, with its own random streams.
 
-A member is a function that knows nothing of the others, so that every face, pack and script can be one. After some
+A member is a function that is independent of the others, so that every face, pack and script can be one. After some
 steps it hands over to the next. Everything that is global to a process and moves while a run trains belongs to the
 member and is exchanged with it: the generators of python, numpy and torch, the number of threads, torch's flags and the
 observers. On a GPU each member has a stream, on which its graphs are recorded, too; the GPU works on all of them at
-once while the host launches one after the other.
+once while the host launches one after the other. So that no member keeps the host from the others, it hands over also
+where it would wait for the GPU, and where it would launch many graphs: those the main thread launches, some of each
+member at a time.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treadle.device.handover import shared_host
 from treadle.engine.observers import exchange_observers
 from treadle.engine.signals import SignalRelay
 from treadle.engine.voice import VOICE
 from treadle.population.member import Make, Member, Outcome, run_member
 
 MAX_STREAMS = 32  # that torch gives out before it gives one out again
+AT_ONCE = 8  # graphs of a member that are launched before those of the next
 
 
 class Source(Protocol):
@@ -120,8 +124,35 @@ def _closed() -> threading.Lock:
     return gate
 
 
+@dataclass
+class Launches:
+    """Work of a member that is launched on its stream, some at a time.
+
+    Attributes:
+        launch: launches one of them.
+        left: to be launched.
+        stream: where.
+        error: of a launch, after which none is left.
+    """
+
+    launch: Callable[[], None]
+    left: int
+    stream: Any
+    error: Exception | None = None
+
+    def go_on(self, most: int) -> None:
+        """Launches some."""
+        count, self.left = min(most, self.left), max(self.left - most, 0)
+        try:
+            with torch.cuda.stream(self.stream):
+                for _ in range(count):
+                    self.launch()
+        except Exception as error:  # noqa: BLE001  (raised again in the thread of the member)
+            self.error, self.left = error, 0
+
+
 class Seat:
-    """The thread of a member.
+    """The thread of a member, and the host that it shares with the others.
 
     Args:
         make: the factory.
@@ -142,6 +173,8 @@ class Seat:
         self._left = steps
         self._go, self._back = _closed(), _closed()
         self._asks: Callable[[], None] | None = None
+        self._launches: Launches | None = None
+        self._ready: Callable[[], bool] | None = None
         self._ends_with: BaseException | None = None
         device = torch.cuda.current_device() if stream is not None else None
         self.thread = threading.Thread(target=self._work, args=(device,), name=f"treadle {member.name}", daemon=True)
@@ -151,8 +184,21 @@ class Seat:
         """Whether the run is over."""
         return not self.thread.is_alive() and self.thread.ident is not None
 
+    @property
+    def waits(self) -> bool:
+        """Whether the member waits for the GPU."""
+        return self._ready is not None and not self._ready()
+
     def take_turn(self) -> None:
-        """Lets the member run for a turn, from the main thread, which waits and serves what the member asks for."""
+        """Launches some of the member's work, or lets it run for a turn, from the main thread, which waits for it."""
+        if self._launches is not None and self._launches.left:
+            self._launches.go_on(AT_ONCE)
+            if self._launches.left:
+                return
+        self._run()
+
+    def _run(self) -> None:
+        """Lets the member run for a turn and serves its requests."""
         VOICE.speaker = self.member.name
         try:
             if self.thread.ident is None:
@@ -172,6 +218,8 @@ class Seat:
 
     def end_with(self, error: BaseException) -> None:
         """Raises an error in the member and waits for its end."""
+        if self._launches is not None and self._launches.left:
+            self._launches.go_on(self._launches.left)  # no step is left half launched
         self._ends_with = error
         while not self.ended:
             self.take_turn()
@@ -193,6 +241,7 @@ class Seat:
                 if device is not None:
                     torch.cuda.set_device(device)
                     stack.enter_context(torch.cuda.stream(self._stream))
+                stack.enter_context(shared_host(self))
                 self._state.restore()
                 self.outcome = run_member(self._make, self.member, turn=self._after_steps)
         except BaseException as error:  # noqa: BLE001  (raised again in the main thread)
@@ -207,13 +256,37 @@ class Seat:
             return
         self._left = self._steps
         if self._ends_with is None:
-            self._state = ProcessState.capture()
-            self._back.release()
-            self._go.acquire()
-            self._state.restore()
+            self._hand_over()
         if self._ends_with is not None:
             error, self._ends_with = self._ends_with, None
             raise error
+
+    def launch(self, launch: Callable[[], None], count: int) -> None:
+        """Has the main thread launch work on the member's stream, between that of the others."""
+        if self._stream is None or count <= AT_ONCE or self._ends_with is not None:
+            for _ in range(count):
+                launch()
+            return
+        self._launches = Launches(launch, count, self._stream)
+        self._left += count  # their turn is over already when they are counted
+        self._hand_over()
+        error, self._launches = self._launches.error, None
+        if error is not None:
+            raise error
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Lets the others run until something is ready, or until all of them wait."""
+        if self._ends_with is not None:
+            return
+        self._ready = ready
+        self._hand_over()
+        self._ready = None
+
+    def _hand_over(self) -> None:
+        self._state = ProcessState.capture()
+        self._back.release()
+        self._go.acquire()
+        self._state.restore()
 
 
 def run_in_turns(
@@ -223,7 +296,7 @@ def run_in_turns(
 
     Args:
         make: the factory.
-        source: gives members and is told their outcomes.
+        source: gives members and receives their outcomes.
         together: members that are alive at a time, >= 1.
         steps: in a turn, >= 1.
         admit: asked before a further member starts beside so many others.
@@ -258,7 +331,8 @@ def run_in_turns(
                     _collect(seats, source, streams)
                 if not seats:
                     return relay.received
-                for seat in list(seats):
+                able = [seat for seat in seats if not seat.waits] or seats[:1]
+                for seat in list(seats) if relay.received is not None else able:
                     if relay.received is not None and not relay.serves(seat.thread):
                         seat.end_with(SystemExit(128 + relay.received))
                     else:
@@ -284,7 +358,7 @@ def _collect(seats: list[Seat], source: Source, streams: _Streams) -> None:
 
 
 class _Streams:
-    """Streams of the members, none of which two use at a time; on the CPU there are none."""
+    """Streams of the members, each used by one at a time; on the CPU there are none."""
 
     def __init__(self) -> None:
         self._free: list[Any] = []
@@ -292,7 +366,7 @@ class _Streams:
             self._free = [torch.cuda.Stream() for _ in range(MAX_STREAMS)]  # type: ignore[no-untyped-call]
 
     def take(self) -> Any:
-        """Returns a stream that waits for what was launched before."""
+        """Returns a stream that waits for earlier launches."""
         if not self._free:
             return None
         stream = self._free.pop(0)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -28,10 +27,11 @@ from treadle.engine.outputs import joined, kept_outputs
 from treadle.errors import ConfigError
 from treadle.faces.step import BaseTrainer
 from treadle.hooks.files import to_json
+from treadle.requirements import own_version
 from treadle.runs import folder as folders
 from treadle.runs.overrides import apply_overrides, leaves
 from treadle.runs.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of, ranks_line
-from treadle.runs.replay import Replayed, Stage, Witness, checkpoints_of, run_to_step
+from treadle.runs.replay import Replayed, ReplayHook, ReplaySetup, checkpoints_of, run_to_step
 from treadle.runs.report import Report, Table, write_page
 from treadle.runs.results import Evaluation, Opened, Predictions, Results
 from treadle.runs.run import Run, Watch, load_newest, newest_checkpoint
@@ -366,7 +366,7 @@ class Pack(Generic[Config, Data, Trainer]):
     def _conclude(self, run: Run[Config], data: Data, trainer: Trainer, decided: dict[str, str]) -> dict[str, Any]:
         results = self.finish(run, data, trainer)
         values = {"device": str(run.device), **self.identity(data), "config": self.values(run.config)}
-        metrics: dict[str, Any] = to_json({"treadle": version("treadle"), **results.metrics, **values})
+        metrics: dict[str, Any] = to_json({"treadle": own_version(), **results.metrics, **values})
         facts = {**decided, "all settings": f"{folders.RUN_FILE} in the run folder", "treadle": metrics["treadle"]}
         report = self.report(metrics, run.out)
         if report.title:
@@ -383,7 +383,7 @@ class Pack(Generic[Config, Data, Trainer]):
                 self.fit(run, data, trainer)
         except SystemExit:
             if run.watch.engine is not None:
-                _log.info("saved at step %d; the same command goes on from here", run.watch.engine.step)
+                _log.info("saved at step %d; the same command resumes from here", run.watch.engine.step)
             raise
         done = 0 if run.watch.engine is None else run.watch.engine.epoch - run.watch.first_epoch
         if done > 0 and not run.part:
@@ -406,11 +406,11 @@ class Pack(Generic[Config, Data, Trainer]):
         """
         home, part = self.home_of(run)
         config, threads = self.stored(home, None, None)
-        witness = Witness(checkpoints_of(run), step, debug=debug)
+        witness = ReplayHook(checkpoints_of(run), step, debug=debug)
         with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch, self._environment(config, threads):
             again = Run(config, Path(scratch), get_device(device), messages, home=home, part=part)
             data = self.prepare(again)
-            with observing(Stage(witness, Path(scratch))), without_epoch_lines(self.name):
+            with observing(ReplaySetup(witness, Path(scratch))), without_epoch_lines(self.name):
                 trainer = self.build(again, data)
                 run_to_step(lambda: self.fit(again, data, trainer), witness)
         return witness.seen

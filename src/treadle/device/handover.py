@@ -1,0 +1,86 @@
+"""Handover of the host between runs that share a process: where one launches much or waits, the others go on.
+
+A run by itself launches and waits as if this module were not there. Runs that take turns have a thread each, and in
+each of these threads one object that receives what it would keep the host with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+
+class Host(Protocol):
+    """Host that the run of this thread shares with others."""
+
+    def launch(self, launch: Callable[[], None], count: int) -> None:
+        """Calls a function several times on the run's stream, a few times at once, between launches of other runs."""
+        ...
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Lets other runs work until something is ready, or until none of them has anything to do."""
+        ...
+
+
+class _OfThread(threading.local):
+    host: Host | None = None
+
+
+_THREAD = _OfThread()
+
+
+@contextlib.contextmanager
+def shared_host(host: Host) -> Iterator[None]:
+    """Hands launches and waits of this thread to others inside the block.
+
+    Example:
+        >>> class Alone:
+        ...     def launch(self, launch, count):
+        ...         print(count, "launches")
+        >>> with shared_host(Alone()):
+        ...     launch_times(lambda: None, 3)
+        3 launches
+    """
+    before, _THREAD.host = _THREAD.host, host
+    try:
+        yield
+    finally:
+        _THREAD.host = before
+
+
+def host_is_shared() -> bool:
+    """Returns whether the run of this thread shares its process with others.
+
+    Example:
+        >>> host_is_shared()
+        False
+    """
+    return _THREAD.host is not None
+
+
+def launch_times(launch: Callable[[], None], count: int) -> None:
+    """Calls a function that launches work on the present stream several times."""
+    if _THREAD.host is not None and count > 1:
+        _THREAD.host.launch(launch, count)
+        return
+    for _ in range(count):
+        launch()
+
+
+def wait_for(event: Any) -> None:
+    """Waits for a CUDA event; runs that share the host work meanwhile."""
+    if _THREAD.host is not None and not event.query():
+        _THREAD.host.wait(event.query)
+    event.synchronize()
+
+
+def wait_for_work(device: torch.device) -> None:
+    """Lets other runs work until the present stream of a device is done; a run by itself does not wait here."""
+    if _THREAD.host is not None and device.type == "cuda":
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        _THREAD.host.wait(event.query)

@@ -1,0 +1,138 @@
+"""Members that launch much or wait let the others work: the order of launches and waits, on made-up streams."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import signal
+
+import pytest
+import torch
+
+from treadle.capture.graph import Branch
+from treadle.device.handover import host_is_shared, launch_times, wait_for
+from treadle.population import Population, turns
+from treadle.population.member import Member
+
+
+class Stream:
+    def wait_stream(self, other):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def made_up_streams(monkeypatch):
+    monkeypatch.setattr(turns._Streams, "__init__", lambda self: setattr(self, "_free", [Stream() for _ in range(8)]))
+    monkeypatch.setattr(turns._Streams, "take", lambda self: self._free.pop(0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+class Event:
+    """Is over after some looks at it."""
+
+    def __init__(self, looks):
+        self.looks, self.waited = looks, False
+
+    def query(self):
+        self.looks -= 1
+        return self.looks < 0
+
+    def synchronize(self):
+        self.waited = True
+
+
+def run(tmp_path, train, seeds=3):
+    def make(seed):
+        return functools.partial(train, seed)
+
+    return Population(make, seeds=range(seeds), out=tmp_path, progress=False).run()
+
+
+def test_launches_of_members_alternate_and_are_all_made_before_a_member_goes_on(tmp_path):
+    launched = []
+
+    def train(seed):
+        launch_times(lambda: launched.append(seed), 100)
+        return {"launched": launched.count(seed)}
+
+    results = run(tmp_path, train)
+    assert [row.metrics["launched"] for row in results.rows] == [100, 100, 100]
+    at_once = [len(list(group)) for _, group in itertools.groupby(launched)]
+    assert len(at_once) > 3 * 100 / turns.AT_ONCE / 2
+    assert max(at_once[3:-3]) == turns.AT_ONCE
+
+
+def test_a_launch_that_fails_fails_its_member_alone(tmp_path):
+    def train(seed):
+        def launch():
+            if seed == 1:
+                raise ValueError("no memory")
+
+        launch_times(launch, 20)
+        return {"done": seed}
+
+    rows = run(tmp_path, train).rows
+    assert [row.status for row in rows] == ["finished", "failed", "finished"]
+    assert rows[1].error == "ValueError: no memory"
+
+
+def test_others_work_while_a_member_waits(tmp_path):
+    order = []
+
+    def train(seed):
+        event = Event(looks=3 if seed == 0 else 0)
+        order.append(f"{seed} waits")
+        wait_for(event)
+        order.append(f"{seed} goes on")
+        return {"waited": int(event.waited)}
+
+    rows = run(tmp_path, train, seeds=2).rows
+    assert order == ["0 waits", "1 waits", "1 goes on", "0 goes on"]
+    assert [row.metrics for row in rows] == [{"waited": 1.0}] * 2
+
+
+def test_where_all_wait_one_goes_on(tmp_path):
+    assert len(run(tmp_path, lambda seed: wait_for(Event(looks=10**6)), seeds=2).rows) == 2
+
+
+def test_random_numbers_are_those_of_the_run_alone_whatever_a_member_waits_for(tmp_path):
+    def train(seed, alone=False):
+        random.seed(seed), torch.manual_seed(seed)
+        drawn = []
+        for _ in range(3):
+            if not alone:
+                launch_times(lambda: random.random(), 9)
+                wait_for(Event(looks=2))
+            drawn.append(random.random() + float(torch.rand(())))
+        return {f"drawn {number}": value for number, value in enumerate(drawn)}
+
+    rows = run(tmp_path, train).rows
+    assert [row.metrics for row in rows] == [train(seed, alone=True) for seed in range(3)]
+
+
+def test_a_member_that_is_ended_has_launched_what_it_began(tmp_path):
+    launched = []
+
+    def make(seed):
+        return lambda: launch_times(lambda: launched.append(seed), 50)
+
+    member = Member("seed=0", {"seed": 0}, tmp_path)
+    seat = turns.Seat(make, member, turns.ProcessState.capture(), steps=1, stream=Stream())
+    seat.take_turn()
+    seat.take_turn()
+    assert len(launched) == turns.AT_ONCE
+    seat.end_with(SystemExit(128 + signal.SIGTERM))
+    assert len(launched) == 50
+
+
+def test_steps_of_members_are_recorded_without_branches(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr("treadle.capture.graph._branch_stream", lambda device: "beside")
+    seen = []
+    run(tmp_path, lambda seed: seen.append((host_is_shared(), Branch(torch.device("cuda"))._stream)), seeds=1)
+    assert (*seen, Branch(torch.device("cuda"))._stream) == ((True, None), "beside")
