@@ -104,7 +104,7 @@ def member_name(settings: Mapping[str, Any]) -> str:
 
 
 def call_factory(make: Make, member: Member) -> Callable[[], Any]:
-    """Seeds, calls the factory of a population for a member and returns what trains the run.
+    """Seeds, calls the factory of a population for a member and returns the function that trains the run.
 
     Args:
         make: called with the settings, and with ``workspace=`` if it takes that.
