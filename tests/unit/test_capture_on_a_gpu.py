@@ -99,7 +99,7 @@ def same(one, other):
     for key in ("model", "ema", "optimizer", "rng", "progress", "scheduler"):
         assert equal(a[key], b[key]), key
     for mine, theirs in zip(reversed(one.losses), reversed(other.losses), strict=False):
-        assert all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
+        assert equal(mine, theirs)  # a norm is NaN where fp16 overflows
     return True
 
 
