@@ -7,9 +7,9 @@
 Both ways are `treadle train astro` with the same settings, seed by seed: surveys, split, tokens, model, starting
 weights, order of batches, schedule and steps. `cross-entropy` has no other term in its loss; `with values` has the
 expected-value terms too, at the command's weights. The epoch with the least validation loss, each way's own, is asked
-about the test objects. Every run has a folder below --runs and goes on there when it was stopped.
+about the test objects. Every run has a folder below --runs and resumes there if it was stopped.
 
-The errors of expected values are those of the loss terms on the test sequences, each token given all that stands before
+The errors of expected values are those of the loss terms on the test sequences, each token given all tokens before
 it: patches and segments over the variance of all their numbers, scalars over the variance of their column.
 """
 
@@ -42,7 +42,7 @@ TERMS = {"loss_ce": "cross-entropy, nats per token", "loss_img": "expected patch
 
 
 def run(way: str, seed: int, data: AstroData, options: argparse.Namespace) -> dict[str, Any]:
-    """Trains one model, or goes on, and returns its result."""
+    """Trains one model, or resumes it, and returns its result."""
     folder = options.runs / "-".join([way.replace(" ", "-"), str(seed), *options.settings])
     result_file = folder / "result.json"
     if result_file.exists():

@@ -1,19 +1,22 @@
-"""One kind of data of an object from another: JointRegressor beside ridge, boosted trees and extra trees.
+"""One kind of data of an object from another: JointRegressor beside ridge, trees and kernel regression.
 
     python benchmarks/astro_science.py --device cuda --capture --jobs 4    # about three minutes of an H200
-    python benchmarks/astro_science.py --budget-minutes 20                 # in pieces: the same command goes on
+    python benchmarks/astro_science.py --budget-minutes 20                 # in pieces: the same command resumes
     python benchmarks/astro_science.py --tiny                              # a trial, writes nothing
 
 The surveys, split and questions of `treadle train astro`. One model answers all five; with each seed three members are
 trained, and their mixtures are averaged. The answers are mixed with the numbers of the nearest training objects in
-the latents; the share of these is chosen on validation objects. Each peer learns one question; it gets the values of
-the tokens and the values as they are (pictures also by 48 principal components and sums), and the better of them on
-validation objects counts. Three seeds of a peer, also averaged. All scores are of test objects.
+the latents. The stack mixes in a third part, the Gaussian of a kernel regression of the same inputs. The shares are
+chosen on validation objects. Each peer learns one question; it gets the values of the tokens and the values as they are
+(pictures also by 48 principal components and sums, spectra for the kernels also over their mean), and the better of
+them on validation objects counts, as do kernel, width and noise. Three seeds of trees, also averaged. All scores are
+of test objects.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -27,6 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 from machine import describe, write_result
+from scipy.linalg import solve_triangular as solved
+from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -44,8 +49,15 @@ Array = np.ndarray[Any, Any]
 Surveys = Mapping[str, Survey]
 MEMBERS, STEPS = 3, 2000
 BATCHES = {"xdf": 64, "spex": 128, "sdss": 512}
-SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the nearest objects
+SHARES = [(near / 5, kernel / 5) for near in range(6) for kernel in range(6 - near)]  # the network has the rest
 NEAREST = 10
+MOST = 2000  # training objects that the settings of a kernel regression are tried with
+KERNELS: Mapping[str, Callable[[Any], Any]] = {  # of half the squared distance
+    "Gaussian": lambda far: np.exp(-far),
+    "Matern 3/2": lambda far: (1 + np.sqrt(3 * far)) * np.exp(-np.sqrt(3 * far)),
+    "exponential": lambda far: np.exp(-np.sqrt(far)),
+}
+WIDTHS, NOISES = (0.1, 0.3, 1.0, 3.0), (0.01, 0.03, 0.1, 0.3, 1.0)
 METHODS = ("ridge", "boosted trees", "extra trees")
 
 
@@ -66,7 +78,7 @@ def given(survey: Survey) -> Array | None:
 
 
 class Joint(BaseTrainer):
-    """Draws objects, what is hidden of them and changed in them on the device; a batch of the loader is a number."""
+    """Draws objects, and hides and changes parts of them, on the device; a batch of the loader is a number."""
 
     def __init__(self, train: Surveys, seed: int, options: argparse.Namespace, workspace: Path):
         device = options.device
@@ -113,7 +125,7 @@ class Joint(BaseTrainer):
         scalars, data = table.index_select(0, rows), self.data[name]
         draw = torch.rand(count, 3, device=device)
         asked = torch.ones(scalars.shape[1], dtype=torch.bool, device=device)
-        if data is None:  # the redshift, which stands last
+        if data is None:  # the redshift, which comes last
             asked[:-1] = False
         usual = draw[:, :1] < (0.7 if data is None else 0.85)
         hide = torch.where(usual, asked, torch.rand(scalars.shape, device=device) < draw[:, 1:2])
@@ -159,9 +171,7 @@ def train_member(seed: int, member: int, options: argparse.Namespace) -> Path | 
     model.eval()
     parts = {"train": train, "val": val, "test": test}
     answers = {name: ask_all(model, surveys, options.device) for name, surveys in parts.items()}
-    for kind in ("picture", "spectrum"):
-        del answers["train"][kind]
-    torch.save(answers, file)
+    torch.save({part: with_neighbours(answers[part], answers["train"], train) for part in ("val", "test")}, file)
     print(f"seed {seed}, member {member}: {time.time() - start:.0f} s", flush=True)
     return file
 
@@ -188,6 +198,16 @@ def ask_all(model: JointRegressor, surveys: Surveys, device: str) -> dict[str, A
         answer = asked(model, survey, torch.zeros(len(survey.columns), dtype=torch.bool), TURNS[0], device, blind=True)
         found[kind] = getattr(answer, kind)
     return {key: value if isinstance(value, Tensor) else dict(value) for key, value in found.items()}
+
+
+def with_neighbours(answers: dict[str, Any], of_train: Mapping[str, Any], train: Surveys) -> dict[str, Any]:
+    """Replaces the latents by the distances and numbers of the nearest training objects, which take less room."""
+    for question in CROSS_PREDICTIONS:
+        known = torch.from_numpy(np.isfinite(train[question.survey].column(question.target)))
+        found = answers[question.target]
+        far = torch.cdist(found.pop("latent").float(), of_train[question.target]["latent"][known].float())
+        found["distance"], found["row"] = far.topk(NEAREST, largest=False)
+    return answers
 
 
 TURNS: tuple[Callable[[Tensor], Tensor], ...] = (
@@ -229,60 +249,91 @@ def standard(train: Survey, survey: Survey, target: str) -> tuple[Tensor, float,
     return torch.from_numpy((survey.column(target) - mean) / deviation), mean, deviation
 
 
-def with_nearest(
-    members: Sequence[Mapping[str, Any]], question: CrossPrediction, part: str, y_train: Tensor, share: float
-) -> Mixture:
-    """Returns the mixture of all members, of which the nearest training objects in each latent have a share."""
+def mixed(
+    members: Sequence[Mapping[str, Any]], question: CrossPrediction, part: str, y_train: Tensor,
+    kernel: Mapping[str, Any], shares: tuple[float, float],
+) -> Mixture:  # fmt: skip
+    """Returns the mixture of all members, of the nearest training objects in each latent and of the kernel regression.
+
+    Args:
+        members: their answers.
+        question: of the survey.
+        part: validation or test objects.
+        y_train: the true numbers of the training objects in deviations.
+        kernel: mean and deviation of that part.
+        shares: of the nearest objects and of the kernel regression.
+    """
+    near, other = shares
+    own = max(0.0, 1 - near - other)
     weights, means, scales = [], [], []
     for member in members:
         found, known = member[part][question.target], y_train.isfinite()
-        if share < 1:
-            weights.append(found["log_weights"] + np.log1p(-share))
+        if own > 0:
+            weights.append(found["log_weights"] + np.log(own))
             means.append(found["means"])
             scales.append(found["scales"])
-        if share > 0:
-            far = torch.cdist(found["latent"].float(), member["train"][question.target]["latent"][known].float())
-            near, rows = far.topk(NEAREST, largest=False)
-            weight = 1 / near.clamp(min=1e-6)
-            weights.append((weight / weight.sum(1, keepdim=True)).log() + np.log(share))
-            means.append(y_train[known][rows].float())
-            own = (found["log_weights"].exp() * found["scales"]).sum(1, keepdim=True)
-            scales.append(own.expand_as(near))
-    return Mixture(torch.cat(weights, 1) - np.log(len(members)), torch.cat(means, 1), torch.cat(scales, 1))
+        if near > 0:
+            weight = 1 / found["distance"].clamp(min=1e-6)
+            weights.append((weight / weight.sum(1, keepdim=True)).log() + np.log(near))
+            means.append(y_train[known][found["row"]].float())
+            scale = (found["log_weights"].exp() * found["scales"]).sum(1, keepdim=True)
+            scales.append(scale.expand_as(weight))
+    weights = [weight - np.log(len(members)) for weight in weights]
+    if other > 0:
+        weights.append(torch.full((len(kernel[part]["mean"]), 1), float(np.log(other))))
+        means.append(kernel[part]["mean"].float()[:, None])
+        scales.append(kernel[part]["deviation"].float()[:, None])
+    return Mixture(torch.cat(weights, 1), torch.cat(means, 1), torch.cat(scales, 1))
 
 
 def explained(predicted: Array, true: Array, reference: float) -> float:
     return 1 - float(((predicted - true) ** 2).sum() / ((true - reference) ** 2).sum())
 
 
-def answers_of(seed_files: Sequence[Path], parts: Mapping[str, Surveys]) -> dict[str, Any]:
-    """Returns the scores of a seed for each question."""
+def answers_of(
+    seed_files: Sequence[Path], parts: Mapping[str, Surveys], kernels: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Returns the scores of a seed for each question: of the network with its neighbours, and of the stack."""
     members = [torch.load(file, weights_only=True) for file in seed_files]
     found: dict[str, Any] = {}
-    for question in CROSS_PREDICTIONS:
+    for question, kernel in zip(CROSS_PREDICTIONS, kernels, strict=True):
         name, target = question.survey, question.target
         y = {part: standard(parts["train"][name], surveys[name], target)[0] for part, surveys in parts.items()}
-        errors = {}
-        for share in SHARES:
-            mean = with_nearest(members, question, "val", y["train"], share).mean()
-            errors[share] = float(((mean - y["val"])[y["val"].isfinite()] ** 2).mean())
-        share = min(errors, key=lambda share: errors[share])
-        mixture, known = with_nearest(members, question, "test", y["train"], share), y["test"].isfinite()
-        mean, true = mixture.mean()[known].double().numpy(), y["test"][known].numpy()
+
+        def error(
+            shares: tuple[float, float], question: CrossPrediction = question, y: Any = y, kernel: Any = kernel
+        ) -> float:
+            mean = mixed(members, question, "val", y["train"], kernel, shares).mean()
+            return float(((mean - y["val"])[y["val"].isfinite()] ** 2).mean())
+
         alone = members[0]["test"][target]
-        single = (alone["log_weights"].exp() * alone["means"]).sum(1)[known].double().numpy()
-        pit = mixture.cdf(torch.nan_to_num(y["test"]))[known].numpy()
-        likelihood = mixture.log_prob(torch.nan_to_num(y["test"]))[known].numpy()
+        single = (alone["log_weights"].exp() * alone["means"]).sum(1)
+        known = y["test"].isfinite()
         found[target] = {
-            "explained": explained(mean, true, 0.0), "one member": explained(single, true, 0.0), "share": share,
-            "validation": 1 - errors[share] / float((y["val"][y["val"].isfinite()] ** 2).mean()),
-            "pit": np.histogram(pit, 10, (0, 1))[0].tolist(), "log_likelihood": float(likelihood.mean()),
-            "covered": {"50%": float(np.mean(abs(pit - 0.5) < 0.25)), "90%": float(np.mean(abs(pit - 0.5) < 0.45))},
-            "n": len(true),
-        }  # fmt: skip
+            "one member": explained(single[known].double().numpy(), y["test"][known].numpy(), 0.0),
+            "network": scores_of(
+                members, question, y, kernel, min([each for each in SHARES if each[1] == 0], key=error)
+            ),
+            "stack": scores_of(members, question, y, kernel, min(SHARES, key=error)),
+        }
     for kind in ("picture", "spectrum"):
         found[kind] = torch.stack([member["test"][kind] for member in members]).mean(0)
     return found
+
+
+def scores_of(
+    members: Sequence[Mapping[str, Any]], question: CrossPrediction, y: Mapping[str, Tensor], kernel: Mapping[str, Any],
+    shares: tuple[float, float],
+) -> dict[str, Any]:  # fmt: skip
+    """Returns how good the answers and distributions with some shares are."""
+    known = y["test"].isfinite()
+    mixture, true = mixed(members, question, "test", y["train"], kernel, shares), torch.nan_to_num(y["test"])
+    pit, likelihood = (said[known].numpy() for said in (mixture.cdf(true), mixture.log_prob(true)))
+    return {
+        "explained": explained(mixture.mean()[known].double().numpy(), true[known].numpy(), 0.0), "shares": shares,
+        "pit": np.histogram(pit, 10, (0, 1))[0].tolist(), "log_likelihood": float(likelihood.mean()),
+        "covered": {"50%": float(np.mean(abs(pit - 0.5) < 0.25)), "90%": float(np.mean(abs(pit - 0.5) < 0.45))},
+    }  # fmt: skip
 
 
 # -- the peers ----------------------------------------------------------------------------------------------------
@@ -321,7 +372,6 @@ def features(tokenizers: Any, train: Survey, surveys: Sequence[Survey], question
 def ask_peers(number: int, options: argparse.Namespace) -> dict[str, Any] | None:
     """Returns the scores of all peers on one question."""
     from sklearn.ensemble import ExtraTreesRegressor, HistGradientBoostingRegressor
-    from threadpoolctl import threadpool_limits
 
     question = CROSS_PREDICTIONS[number]
     file = options.runs / f"peers-{question.target}.json"
@@ -349,7 +399,7 @@ def ask_peers(number: int, options: argparse.Namespace) -> dict[str, Any] | None
         return [model.fit(filled[0], y_train).predict(part) for part in filled[1:]]
 
     result: dict[str, Any] = {"n": len(y_test)}
-    with threadpool_limits(2):
+    with threadpool_limits(1):  # on a busy machine two threads wait for each other
         for kind in METHODS:
             for name, x in features(tokenizers, surveys[0], surveys, question).items():
                 said = [trees(kind, x, seed) for seed in ([0] if kind == "ridge" else range(3))]
@@ -374,8 +424,80 @@ def ask_peers(number: int, options: argparse.Namespace) -> dict[str, Any] | None
     return result
 
 
+class KernelRegression:
+    """Means and deviations of a Gaussian process, in deviations of the training numbers.
+
+    Args:
+        x: (N, F) inputs, standardised.
+        y: (N,).
+        kernel: name in KERNELS.
+        width: what squared distances, a mean over the inputs, are multiplied by.
+        noise: variance of the noise over that of the process.
+    """
+
+    def __init__(self, x: Array, y: Array, kernel: str, width: float, noise: float):
+        self.x, self.kernel, self.width, self.noise = x, kernel, width, noise
+        self.lower = np.linalg.cholesky(self.among(x) + noise * np.eye(len(x)))
+        half = solved(self.lower, y, lower=True)
+        self.weights = solved(self.lower, half, lower=True, trans="T")
+        self.variance = float(half @ half) / len(y)
+
+    def among(self, x: Array) -> Array:
+        squared = (x**2).sum(axis=1)[:, None] + (self.x**2).sum(axis=1) - 2 * x @ self.x.T
+        return np.asarray(KERNELS[self.kernel](self.width * np.maximum(squared, 0) / (2 * x.shape[1])))
+
+    def mean(self, x: Array) -> Array:
+        return np.asarray(self.among(x) @ self.weights)
+
+    def deviation(self, x: Array) -> Array:
+        gain = solved(self.lower, self.among(x).T, lower=True)
+        return np.asarray(np.sqrt(self.variance * (1 + self.noise - (gain**2).sum(axis=0))))
+
+
+def ask_kernel(number: int, options: argparse.Namespace) -> Path | None:
+    """Fits a kernel regression, its settings chosen on validation objects; returns its answers."""
+    question = CROSS_PREDICTIONS[number]
+    file: Path = options.runs / f"kernel-{question.target}.pt"
+    if file.exists():
+        return file
+    if time.time() > options.deadline:
+        return None
+    loaded = load(options)
+    tokenizers = fit_tokenizers(list(loaded[0].values()), **options.tokens, seed=0)
+    surveys = [part[question.survey] for part in loaded]
+    train, val, _ = surveys
+    y_train, y_val = (standard(train, survey, question.target)[0].numpy() for survey in (train, val))
+    known, asked = np.isfinite(y_train), np.isfinite(y_val)
+    least, best = np.inf, None
+    with threadpool_limits(1):
+        inputs = features(tokenizers, train, surveys, question)
+        if question.given == "spectrum":
+            spectra = [np.asarray(part.spectra) for part in surveys]
+            inputs["over their mean"] = [np.arcsinh(x / np.abs(x).mean(axis=1, keepdims=True)) for x in spectra]
+        for name, parts in inputs.items():
+            center, scale = np.nanmean(parts[0], axis=0), np.nanstd(parts[0], axis=0) + 1e-9
+            x = [np.clip(np.nan_to_num((part - center) / scale), -5, 5) for part in parts]
+            some = np.flatnonzero(known)[:MOST]
+            for kernel, width, noise in itertools.product(KERNELS, WIDTHS, NOISES):
+                tried = KernelRegression(x[0][some], y_train[some], kernel, width, noise)
+                error = float(np.mean((tried.mean(x[1][asked]) - y_val[asked]) ** 2))
+                if error < least:
+                    least, best = error, (name, x, kernel, width, noise)
+        assert best is not None
+        name, x, *settings = best
+        fitted = KernelRegression(x[0][known], y_train[known], *settings)
+        found: dict[str, Any] = {"settings": ", ".join(map(str, (name, *settings)))}
+        for part, values in (("val", x[1]), ("test", x[2])):
+            mean, deviation = torch.from_numpy(fitted.mean(values)), torch.from_numpy(fitted.deviation(values))
+            found[part] = {"mean": mean, "deviation": deviation}
+    options.runs.mkdir(parents=True, exist_ok=True)
+    torch.save(found, file)
+    print(f"kernel regression, {question.target}: {found['settings']}", flush=True)
+    return file
+
+
 def drawn(parts: Mapping[str, Surveys], seeds: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Returns how well pictures and spectra are told from the numbers of an object, beside ridge and neighbours."""
+    """Scores predictions of pictures and spectra from an object's numbers, beside ridge and neighbours."""
     from sklearn.ensemble import ExtraTreesRegressor
 
     table = []
@@ -432,40 +554,64 @@ def best_input(scores: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return max(scores, key=lambda found: found["validation"])
 
 
-def score_table(seeds: Sequence[Mapping[str, Any]], peers: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def kernel_scores(parts: Mapping[str, Surveys], question: CrossPrediction, kernel: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the scores of the kernel regression alone."""
+    y = {part: standard(parts["train"][question.survey], surveys[question.survey], question.target)[0]
+         for part, surveys in parts.items()}  # fmt: skip
+    return scores_of([], question, y, kernel, (0.0, 1.0))
+
+
+def at_or_above(ours: Sequence[float], best: float) -> str:
+    return "each seed" if min(ours) >= best else "mean" if statistics.mean(ours) >= best else "no"
+
+
+def score_table(
+    seeds: Sequence[Mapping[str, Any]], peers: Sequence[Mapping[str, Any]], kernels: Sequence[Mapping[str, Any]]
+) -> list[dict[str, str]]:
     table = []
-    for question, theirs in zip(CROSS_PREDICTIONS, peers, strict=True):
-        ours = [seed[question.target]["explained"] for seed in seeds]
+    for question, theirs, kernel in zip(CROSS_PREDICTIONS, peers, kernels, strict=True):
+        network, stack = ([seed[question.target][way]["explained"] for seed in seeds] for way in ("network", "stack"))
         chosen = {kind: best_input(theirs[kind]) for kind in METHODS}
-        most = max(float(found["together"]) for found in chosen.values())
+        trees = max(float(found["together"]) for kind, found in chosen.items() if kind != "ridge")
+        most = max(*(float(found["together"]) for found in chosen.values()), kernel["explained"])
         row = {
-            "variance explained": name_of(question), "objects": str(theirs["n"]), "JointRegressor": spread(ours),
+            "variance explained": name_of(question), "objects": str(theirs["n"]), "stack": spread(stack),
+            "JointRegressor": spread(network),
             "one member": spread([seed[question.target]["one member"] for seed in seeds]),
+            "kernel regression": f"{kernel['explained']:.3f} ({kernel['settings']})",
             **{kind: f"{found['together']:.3f} ({found['input']})" for kind, found in chosen.items()},
             **{f"{kind}, tokens": f"{theirs[kind][0]['together']:.3f}" for kind in METHODS},
+            "JointRegressor at or above the trees": at_or_above(network, trees),
+            "stack at or above the trees": at_or_above(stack, trees),
+            "stack at or above all": at_or_above(stack, most),
         }  # fmt: skip
-        row["at or above the best"] = (
-            "each seed" if min(ours) >= most else "mean" if statistics.mean(ours) >= most else "no"
-        )
-        row["share of nearest"] = ", ".join(f"{seed[question.target]['share']:g}" for seed in seeds)
+        shares = [seed[question.target]["stack"]["shares"] for seed in seeds]
+        row["shares of nearest and kernel"] = ", ".join(f"{near:g} and {other:g}" for near, other in shares)
         table.append(row)
     return table
 
 
-def calibration_table(seeds: Sequence[Mapping[str, Any]], peers: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def calibration_table(
+    seeds: Sequence[Mapping[str, Any]], peers: Sequence[Mapping[str, Any]], kernels: Sequence[Mapping[str, Any]]
+) -> list[dict[str, str]]:
     table = []
-    for question, theirs in zip(CROSS_PREDICTIONS, peers, strict=True):
-        found = [seed[question.target] for seed in seeds]
+    for question, theirs, kernel in zip(CROSS_PREDICTIONS, peers, kernels, strict=True):
         peer = max((best_input(theirs[kind]) for kind in METHODS), key=lambda scores: scores["validation"])
-        pit = np.mean([np.array(each["pit"]) / sum(each["pit"]) for each in found], axis=0)
-        row = {"distributions": name_of(question)}
-        for level in ("50%", "90%"):
-            row[f"inside {level}"] = f"{statistics.mean(each['covered'][level] for each in found):.0%}"
-            row[f"best peer, inside {level}"] = f"{peer['covered'][level]:.0%}"
-        row["log likelihood"] = f"{statistics.mean(each['log_likelihood'] for each in found):.3f}"
-        row["of the best peer"] = f"{peer['log_likelihood']:.3f}"
-        row["PIT in tenths, %"] = " ".join(f"{100 * share:.0f}" for share in pit)
-        table.append(row)
+        ways = {
+            "JointRegressor": [seed[question.target]["network"] for seed in seeds],
+            "stack": [seed[question.target]["stack"] for seed in seeds],
+            "kernel regression": [kernel],
+            "best of ridge and trees, one Gaussian": [peer],
+        }
+        for way, found in ways.items():
+            row = {"distributions": name_of(question), "of": way}
+            for level in ("50%", "90%"):
+                row[f"inside {level}"] = f"{statistics.mean(each['covered'][level] for each in found):.0%}"
+            row["log likelihood"] = f"{statistics.mean(each['log_likelihood'] for each in found):.3f}"
+            if "pit" in found[0]:
+                pit = np.mean([np.array(each["pit"]) / sum(each["pit"]) for each in found], axis=0)
+                row["PIT in tenths, %"] = " ".join(f"{100 * share:.0f}" for share in pit)
+            table.append(row)
     return table
 
 
@@ -489,6 +635,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--budget-minutes", type=float, default=float("inf"))
     parser.add_argument("--runs", type=Path, default=Path("runs/astro_science"))
+    parser.add_argument("--trained-on", help="the machine of runs that were brought here, for the notes")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     options.model, options.tokens, options.max_rows, options.trees = {}, vars(AstroRunConfig().tokens), None, 300
@@ -503,21 +650,29 @@ def main() -> None:
             for seed in options.seeds
         }
         others = [pool.submit(ask_peers, number, options) for number in range(len(CROSS_PREDICTIONS))]
+        regressions = [pool.submit(ask_kernel, number, options) for number in range(len(CROSS_PREDICTIONS))]
         files = {seed: [each.result() for each in members] for seed, members in runs.items()}
         peers = [each.result() for each in others]
-    if any(file is None for members in files.values() for file in members) or None in peers:
-        print("not finished: the same command goes on")
+        fitted = [each.result() for each in regressions]
+    if any(file is None for members in files.values() for file in members) or None in peers or None in fitted:
+        print("not finished: the same command resumes")
         return
     parts = dict(zip(("train", "val", "test"), load(options), strict=True))
-    seeds = [answers_of([file for file in members if file], parts) for members in files.values()]
+    answers = [torch.load(file, weights_only=True) for file in fitted if file is not None]
+    kernels = [
+        each | kernel_scores(parts, question, each) for question, each in zip(CROSS_PREDICTIONS, answers, strict=True)
+    ]
+    seeds = [answers_of([file for file in members if file], parts, kernels) for members in files.values()]
     found = [peer for peer in peers if peer is not None]
-    first = score_table(seeds, found)
+    first = score_table(seeds, found, kernels)
     notes = [
         as_markdown(
-            "Predictive distributions: intervals, log likelihood in deviations, PIT", calibration_table(seeds, found)
+            "Predictive distributions: intervals, log likelihood in deviations, PIT",
+            calibration_table(seeds, found, kernels),
         ),
         as_markdown("Pictures and spectra from the numbers of an object: variance explained", drawn(parts, seeds)),
     ]
+    notes += [f"Trained on {options.trained_on}."] if options.trained_on else []
     if options.tiny:
         print(first, *notes, sep="\n\n")
         return

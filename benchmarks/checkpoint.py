@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint: ``torch.save`` beside treadle's saves, in one run on one machine.
+"""How long training pauses for a checkpoint: ``torch.save`` beside treadle's saves, in one run on one machine.
 
     python benchmarks/checkpoint.py            # writes results/checkpoint.md and .json
     python benchmarks/checkpoint.py --tiny     # a trial, writes no result
@@ -171,9 +171,7 @@ def main() -> None:
     machine = describe() | {
         "load": f"{before:.1f} before and {os.getloadavg()[0]:.1f} after, with other work on the cores"
     }
-    write_result(
-        "checkpoint", "How long training stands still for a checkpoint", list(rows[0]), rows, machine, notes=notes
-    )
+    write_result("checkpoint", "How long training pauses for a checkpoint", list(rows[0]), rows, machine, notes=notes)
 
 
 if __name__ == "__main__":

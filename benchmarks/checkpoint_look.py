@@ -39,7 +39,7 @@ def milliseconds(act: Callable[[], object]) -> float:
 
 
 def acts_of(engine: Engine) -> dict[str, Callable[[], object]]:
-    """Returns what is timed."""
+    """Returns the operations to time."""
     tree = engine.state_dict()
     saved = Saved.for_engine(engine, tree)
     return {

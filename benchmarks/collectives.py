@@ -61,7 +61,7 @@ def sizes_of(operation: str, models: Sequence[str], ranks: int) -> list[int]:
 
 
 def call_of(operation: str, num_bytes: int, device: torch.device) -> Callable[[], Any]:
-    """Returns a call of the collective with buffers of its own."""
+    """Returns a call of the collective with separate buffers."""
     ranks = dist.get_world_size()
     mean = dist.ReduceOp.AVG if device.type == "cuda" else dist.ReduceOp.SUM  # gloo has no mean
     if operation == ALL_REDUCE:

@@ -5,7 +5,7 @@
 
 Two models of the packs are trained by an engine: the masked autoencoder of ``treadle train spectra`` and a GPT-2 as in
 ``treadle train text``, with more layers. Each way runs in two new processes that share a cache folder: in the first it
-is empty (cold), in the second it has what the first left there (warm), as when a stopped run goes on. torch keeps the
+is empty (cold), in the second it has the files of the first (warm), as when a stopped run resumes. torch keeps the
 cache in the folder that TORCHINDUCTOR_CACHE_DIR names, else in the folder for temporary files.
 
 The first step includes compiling; the loss of step 20 shows whether the course is the plain one's. The table is written

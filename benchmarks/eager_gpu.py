@@ -56,7 +56,7 @@ class Pairs(BaseHook):
 
 
 def by_hand(work: Workload) -> Callable[[], None]:
-    """Returns a step of the loop, on a model of its own."""
+    """Returns a step of the loop, on a separate model."""
     model, optimizer = work.build()
     batches = work.batches(16)
     number = 0

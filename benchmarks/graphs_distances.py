@@ -3,10 +3,10 @@
     python benchmarks/graphs_distances.py          # minutes on two cores; writes a table and a picture
     python benchmarks/graphs_distances.py --tiny   # a trial, writes nothing
 
-The task is `distance_regression` on random trees of 16 to 40 nodes: how many hops lie between two nodes. All ways have
+The task is `distance_regression` on random trees of 16 to 40 nodes: how many hops are between two nodes. All ways have
 the same layers of message passing and attention, the same trees, epochs, seeds and schedule; they differ in the bias:
 
-    none         no encoding at all
+    none         no encoding
     spd          hops, one-hot
     resistance   effective resistance, a number; on a tree it equals the hops
 

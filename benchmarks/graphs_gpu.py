@@ -6,13 +6,13 @@
 
 The peer is the model of torch_geometric's example ``graph_gps.py``: ten ``GPSConv`` layers of 64 channels with GIN-E,
 four heads, 20 return probabilities at each node. Ours has the same layers, width, heads and dropout. All take the same
-batches, which lie on the device already, the same loss and the same AdamW. Ways:
+batches, which are on the device already, the same loss and the same AdamW. Ways:
 
     peer      torch_geometric's GPSConv, eager
     eager     get_model("gps"), on the same batches
     padded    the same model on padded batches of a few fixed shapes
     captured  GraphTrainer(capture=True) on those batches: one CUDA graph for each shape, the losses, outputs and
-              metrics of its epochs included; its batches lie in pinned memory and are copied in each step
+              metrics of its epochs included; its batches are in pinned memory and are copied in each step
     by hand   the padded step as one CUDA graph for each shape, written out, without a trainer
     compiled  captured, through torch.compile first
 
@@ -133,7 +133,7 @@ def pass_of(step: Step, batches: Sequence[Any]) -> Pass:
 
 
 def trainer_pass(model: nn.Module, batches: Sequence[PaddedGraphBatch], device: torch.device) -> Pass:
-    """Returns an epoch of a trainer that captures its steps; on a CPU it says that it does not."""
+    """Returns an epoch of a trainer that captures its steps; on a CPU it logs that it cannot."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     trainer = GraphTrainer(
         model, optimizer, loss_fn=get_loss_fn("regression", "mae"), device=device, log_every=None,
@@ -162,7 +162,7 @@ def graphs_per_second(once: Pass, count: int, device: torch.device, seconds: flo
 def ways(
     batches: Sequence[Any], padded: Sequence[PaddedGraphBatch], layers: int, device: torch.device
 ) -> dict[str, Callable[[], Pass]]:
-    """Returns, for each way, a function that builds its pass; the padded batches lie on the host."""
+    """Returns, for each way, a function that builds its pass; the padded batches are on the host."""
 
     def seeded(make: Callable[[int], nn.Module] = our_model) -> nn.Module:
         torch.manual_seed(0)
@@ -203,7 +203,7 @@ def check_same_numbers(batch: Any, padded: PaddedGraphBatch, layers: int, device
 def measure(
     arguments: argparse.Namespace, graphs: Sequence[Any], size: int, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Measures every way with batches of one size; yields what is known after each turn."""
+    """Measures every way with batches of one size; yields the results after each turn."""
     draw = random.Random(0)
     order = draw.sample(range(len(graphs)), min(len(graphs), arguments.graphs))
     plain = [collate([graphs[i] for i in order[at : at + size]]) for at in range(0, len(order) - size + 1, size)]
@@ -239,7 +239,7 @@ def table(results: Sequence[dict[str, Any]], what: str, parameters: dict[str, in
     lines = [
         "# Graphs per second of training, ten GPS layers of 64 channels", "",
         f"{what}; {', '.join(f'{name}: {count:,} parameters' for name, count in parameters.items())}. Median of the "
-        "rounds (least – most). The batches lie on the device, those of captured and compiled in pinned memory; the "
+        "rounds (least – most). The batches are on the device, those of captured and compiled in pinned memory; the "
         "loss of these two is the mean of a pass, not that of its last batch.", "",
         "| batch | way | graphs/s | times the peer | ms a step | loss |", "|---|---|---|---|---|---|",
     ]  # fmt: skip

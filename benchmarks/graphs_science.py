@@ -20,7 +20,7 @@ Target: penalised logP; `nci` with 3,992 / 499 / 499 molecules, `zinc_clean_lead
 All have four layers, a width that gives them about as many parameters, and the same epochs, batches, loss (mean
 absolute error), AdamW, schedule and seeds; the epoch with the best validation error is tested. The learning rate of
 a way is the better of 1e-3 and 2e-3 by its validation error over the seeds. Every run has a folder below --runs, and
-goes on there when it was stopped, by --budget-minutes or anything else: the same command again completes the table.
+resumes there if it was stopped, by --budget-minutes or anything else: the same command again completes the table.
 On CUDA our models are replayed as one graph a step, in padded batches; the peers cannot be.
 """
 
@@ -185,7 +185,7 @@ def run(name: str, way: str, lr: float, seed: int, options: argparse.Namespace) 
     trainer.fit(loaders["train"], loaders["val"], at_once, resume_from="auto")
     while trainer.epoch < epochs:
         if time.time() > options.deadline:
-            print(f"{folder.name}: epoch {trainer.epoch} of {epochs}, goes on with the next call", flush=True)
+            print(f"{folder.name}: epoch {trainer.epoch} of {epochs}, resumes with the next call", flush=True)
             return None
         trainer.fit(loaders["train"], loaders["val"], trainer.epoch + 1)
     model.load_state_dict(load_weights(folder / "best.pt"))

@@ -5,9 +5,9 @@
 
 It only reads the source. A room is a top-level module or package of ``treadle``. An arrow is a pair of rooms of which
 one imports the other, at run time (also inside functions) or only under TYPE_CHECKING. An engine attribute is a name
-that the class body of ``Engine`` assigns or its own methods assign on ``self``. An outside write is an assignment to an
-attribute of ``engine``, ``trainer``, ``self.engine``, ``self._engine`` or ``self.trainer`` outside the engine's
-own file or folder.
+that ``Engine`` or its base declares with a type, or that their methods assign on ``self``; properties do not count. An
+outside write is an assignment to an attribute of ``engine``, ``trainer``, ``self.engine``, ``self._engine`` or
+``self.trainer`` outside the engine's file or folder.
 """
 
 from __future__ import annotations
@@ -63,17 +63,21 @@ class House:
         raise SystemExit("no class Engine in the source")
 
     def engine_attributes(self) -> set[str]:
-        """Returns the names that the class Engine assigns, in its body or on ``self``."""
-        _, engine = self._engine_place()
+        """Returns the names that Engine and its base declare with a type, or assign on ``self``."""
+        place, engine = self._engine_place()
+        bases = {base.id for base in engine.bases if isinstance(base, ast.Name)}
+        beside = [tree for path, tree in self.trees.items() if len(place.parts) > 1 and path.parent == place.parent]
+        based = [node for tree in beside for node in tree.body if isinstance(node, ast.ClassDef) and node.name in bases]
         names = set()
-        for node in engine.body:
-            names |= {target.id for target in targets(node) if isinstance(target, ast.Name)}
-        for node in ast.walk(engine):
+        for kind in [engine, *based]:
+            names |= {node.target.id for node in kind.body if isinstance(node, ast.AnnAssign)}
             names |= {
                 target.attr
+                for node in ast.walk(kind)
                 for target in targets(node)
                 if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
             }
+            names -= {node.name for node in kind.body if isinstance(node, ast.FunctionDef)}
         return names
 
     def outside_writes(self) -> list[tuple[str, str]]:
@@ -100,7 +104,7 @@ class House:
         return count
 
     def functions_of_engines(self) -> int:
-        """Counts those of them that stand at the top of a module."""
+        """Counts those of them at the top of a module."""
         return sum(
             isinstance(node, ast.FunctionDef) and bool(node.args.args) and node.args.args[0].arg in ENGINE_NAMES
             for tree in self.trees.values()
@@ -139,7 +143,7 @@ def imported(node: ast.AST, path: Path) -> Iterator[str]:
 
 
 def targets(node: ast.AST) -> Iterator[ast.expr]:
-    """Yields what a statement assigns to, tuples taken apart."""
+    """Yields the targets of a statement, with tuples unpacked."""
     if isinstance(node, ast.Assign):
         waiting = list(node.targets)
     elif isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):

@@ -3,11 +3,12 @@
     python benchmarks/long_run.py                   # some minutes, writes results/long_run.*
     python benchmarks/long_run.py --tiny            # a trial, writes nothing
 
-One run of a tiny model by an EpochTrainer, with all that a careful user has on: a shuffling DataLoader, a validation
-after each epoch and another one in a hook, an average, progress, the logs of steps and sessions, and checkpoints that
-are written in the background. For each tenth of the run: the cost of a step, and at its end the memory of the process,
-blocks of Python, objects known to the collector, open descriptors, threads, bytes of the step log for each step of the
-tenth, and the size of the newest checkpoint. Whatever grows with the steps shows in one of these columns.
+One run of a tiny model by an EpochTrainer, with everything that a careful user turns on: a shuffling DataLoader, a
+validation after each epoch and another one in a hook, an average, progress, the logs of steps and sessions, and
+checkpoints that are written in the background. For each tenth of the run: the cost of a step, and at its end the memory
+of the process, blocks of Python, objects known to the collector, open descriptors, threads, bytes of the step log for
+each step of the tenth, and the size of the newest checkpoint. Whatever grows with the steps shows in one of these
+columns.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Gauge(BaseHook):
 
 
 def entries_of(name: str) -> int | str:
-    """Returns how many descriptors (``fd``) or threads (``task``) this process has, where /proc tells."""
+    """Returns how many descriptors (``fd``) or threads (``task``) this process has, where /proc exists."""
     try:
         return len(os.listdir(f"/proc/self/{name}"))
     except OSError:

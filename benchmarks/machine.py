@@ -54,7 +54,7 @@ def write_result(
 ) -> None:
     """Writes a table, and paragraphs below it, as Markdown and JSON into the folder of results and prints it.
 
-    A partial one, of a run that goes on, says so below the table and is not printed.
+    A partial one, of a run that is still going, has a note below the table and is not printed.
     """
     notes = ["This run was cut short.", *notes] if partial else notes
     head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"

@@ -1,6 +1,6 @@
-"""What ranks tell one another in a step of scaling.py's decoders, by the layout that treadle makes; and what it costs.
+"""Messages between ranks in a step of scaling.py's decoders, by treadle's layout, and their cost.
 
-Bytes are counted as NCCL does: the buffer of an all-reduce, the whole of what is gathered or reduced.
+Bytes are counted as NCCL does: the buffer of an all-reduce, everything that is gathered or reduced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-sca
 HOST_GATHER, HOST_MAXIMUM = "gather between hosts", "maximum between hosts"
 ON_DEVICE = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
 COMPUTED, REDUCED = 2, 4  # bytes of a number: weights are gathered in bfloat16, gradients reduced in float32
-TOLD = 88  # bytes that each rank tells the others in a step
+TOLD = 88  # bytes that each rank sends to the others in a step
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ All train the same model on the same batches, which are in memory already, with 
 round runs every way, in another order each time, so that what else the machine does falls on all of them. A step is
 timed from the end of one to the end of the next, by the clocks that each way's own callback reads: the time that
 passed, and what this process had of the processor. A round counts with its median step, since on a shared machine a
-step that another program interrupted costs several times as much; what a way does only every few dozen steps is not in
-it (``scale.py`` has means over a long run). The comparison with the loop is one of processor time. Peers that are not
-installed are left out.
+step that another program interrupted costs several times as much; work that a way does only every few dozen steps is
+not in it (``scale.py`` has means over a long run). The comparison with the loop is one of processor time. Peers that
+are not installed are left out.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def functional(work: Workload, steps: int, clock: Clock) -> None:
 
 
 def parts_of(work: Workload, steps: int) -> type:
-    """Returns what the trainers of treadle and trainloop ask a subclass for; they ask for the same."""
+    """Returns the methods that a subclass implements, the same for treadle and trainloop."""
 
     class Parts:
         def build_data_loader(self) -> Any:
@@ -396,7 +396,7 @@ def rounds_of(
 
 
 def measure(work: Workload, ways: Sequence[str], *, steps: int, rounds: int) -> dict[str, list[Cost]]:
-    """Returns what a step costs by each way, in each round."""
+    """Returns the cost of a step by each way, in each round."""
     found: dict[str, list[Cost]] = {way: [] for way in ways}
     chosen = {way: WAYS[way] for way in ways}
     for way, clock in rounds_of(work, chosen, lambda: Clock(max(2, steps // 10)), steps=steps, rounds=rounds):

@@ -86,7 +86,7 @@ class Case:
     """A workload and how much of it is run.
 
     Attributes:
-        title: as it stands in the table.
+        title: as in the table.
         work: model and batches.
         steps: of each way in each round.
         with_peers: whether they are run too.
@@ -216,7 +216,7 @@ def forgiving(name: str, way: Way) -> Way:
     def run(work: Workload, steps: int, clock: Clock) -> None:
         try:
             way(work, steps, clock)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the others go on
+        except Exception as error:  # noqa: BLE001  # the others continue
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
             clock.times.clear()
 
@@ -227,7 +227,7 @@ def forgiving(name: str, way: Way) -> Way:
 
 
 def measure(case: Case, *, rounds: int, steps: int, more: Ways | None = None) -> Iterator[dict[str, list[Cost]]]:
-    """Yields after each round what a step costs by each way in the rounds so far; without a way that failed."""
+    """Yields the cost of a step by each way after each round, without ways that failed."""
     ways = {**OURS, **(more or {})}
     if case.with_peers:
         ways |= {name: (forgiving(name, PEERS[name][0]), None) for name in installed(PEERS, PEERS)}

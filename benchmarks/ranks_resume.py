@@ -1,4 +1,4 @@
-"""Runs of many ranks that stop inside an epoch, go on with as many or half, or lose one rank after the other.
+"""Runs of many ranks that stop inside an epoch, resume on as many ranks or half, or lose one rank after the other.
 
     python benchmarks/ranks_resume.py --ranks 8          # on GPUs of one host; writes results/ranks_resume.md and .json
     python benchmarks/ranks_resume.py --tiny --ranks 4   # on the CPU with gloo, a trial that writes nothing
@@ -64,7 +64,7 @@ class Noting(NextToken):
 
 class Cut(BaseHook):
     def on_after_step(self, trainer: Engine) -> None:
-        trainer.should_stop = trainer.should_stop or trainer.step == CUT - 1  # the ranks hear of it in the next step
+        trainer.should_stop = trainer.should_stop or trainer.step == CUT - 1  # the ranks agree on it in the next step
 
 
 class Dies(BaseHook):
@@ -245,7 +245,7 @@ def rows_of(options: argparse.Namespace, folder: Path) -> Iterator[list[dict[str
 def run(options: argparse.Namespace, folder: Path) -> None:
     """Runs everything and writes the table after every launch."""
     machine = describe() | {"gpus": str(torch.cuda.device_count())}
-    title = f"Runs of {options.ranks} GPUs that were stopped or killed, and go on: tensors compared bit for bit"
+    title = f"Runs of {options.ranks} GPUs that were stopped or killed, and resumed: tensors compared bit for bit"
     rows: list[dict[str, Any]] = []
     for more in rows_of(options, folder):
         print(*more, sep="\n", flush=True)
@@ -269,7 +269,7 @@ def main() -> None:
     elif not torch.cuda.is_available():
         parser.error("needs GPUs; --tiny is a trial on the CPU")
     if not 2 <= options.ranks <= MOST or options.ranks % 2:
-        parser.error(f"--ranks {options.ranks}: must be even, since half as many go on, and {MOST} at most")
+        parser.error(f"--ranks {options.ranks}: must be even, since half as many resume, and {MOST} at most")
     if options.leg:
         worker(options)
         return

@@ -222,7 +222,7 @@ def wait(child: int, seconds: float | None = None) -> int | None:
 
 
 def look(url: str, folder: Path, answer: Path) -> None:
-    """Writes what is in the store: the furthest state, whether it can be read, and what is left over."""
+    """Writes the content of the store: the furthest state, whether it can be read, and leftovers."""
     shutil.rmtree(folder, ignore_errors=True)
     remote = RemoteWorkspace(ObjectStore(url, pause=0.05), folder)
     said: list[str] = []

@@ -1,9 +1,9 @@
-"""How long training stands still for a save into an object store, in the foreground and in the background.
+"""How long training pauses for a save into an object store, in the foreground and in the background.
 
     python benchmarks/remote_stall.py --megabytes 120
 
 Runs moto's S3 server on this machine. Foreground: the file is written and uploaded before the next step. In the
-background the state is copied, written and uploaded while training goes on. Counted are the time without a step, and
+background the state is copied, written and uploaded while training continues. It counts the time without a step, and
 what the steps until the next save took longer, which on a machine of few cores is what the upload itself needs.
 Needs ``moto[server]`` and ``s3fs``.
 """

@@ -18,7 +18,7 @@ class Rounds(Generic[Key, Figure]):
 
     Attributes:
         ways: what builds each.
-        measure: takes what was built and the number of the round; that of number 0, the warm-up, does not count.
+        measure: takes the built object and the number of the round; round 0, the warm-up, does not count.
         built: the ways that have been.
         figures: of each way, one for each of its rounds.
         failed: why a way has no more rounds.
@@ -48,7 +48,7 @@ class Rounds(Generic[Key, Figure]):
                 self.built[key] = self.ways[key]()
                 self.measure(self.built[key], 0)
             figure = self.measure(self.built[key], number)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the other ways go on
+        except Exception as error:  # noqa: BLE001  # the other ways continue
             self.failed[key] = f"{type(error).__name__}: {error}"
             print(f"{key}: {self.failed[key]}", file=sys.stderr, flush=True)
             return None

@@ -3,11 +3,11 @@
     python benchmarks/run_on_gpu.py results --data molecules.pt     # everything, what matters most first
     python benchmarks/run_on_gpu.py results --only spectra tokens   # the pieces that have one of these in their name
     python benchmarks/run_on_gpu.py results --rounds 2              # fewer rounds than the benchmarks' own
-    python benchmarks/run_on_gpu.py results --minutes 25            # no piece goes on longer than that
+    python benchmarks/run_on_gpu.py results --minutes 25            # the limit of each piece
     python benchmarks/run_on_gpu.py results --list                  # the pieces and their limits, nothing is run
     python benchmarks/run_on_gpu.py results --tiny                  # a trial on any machine
 
-The folder gets the tables, a log of each piece, and summary.md, which is written anew after each piece. ``--data`` is
+The folder gets the tables, a log of each piece, and summary.md, which is rewritten after each piece. ``--data`` is
 made by ``molecules.py``. The peers are those that can be imported; see ``spectra.py`` for chemomae. All pieces together
 should need about half an hour on an H200, by older figures and estimates; they have not been run there together.
 """
@@ -111,7 +111,7 @@ def of_script(script: str, tiny: bool, *arguments: str, limit: int, name: str = 
 
 
 def run(piece: Piece, folder: Path, limit: float) -> Outcome:
-    """Runs a piece; what it started is killed when it has ended, or at its limit."""
+    """Runs a piece, and kills its processes when it has ended, or at its limit."""
     source = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
     environment = {
         **os.environ, "PYTHONPATH": source, "PYTHONUNBUFFERED": "1", "BENCHMARK_RESULTS": str(folder.resolve()),
@@ -133,7 +133,7 @@ def run(piece: Piece, folder: Path, limit: float) -> Outcome:
 
 
 def kill_group(child: subprocess.Popen[bytes]) -> None:
-    """Kills a child and what it started, such as workers that outlive it."""
+    """Kills a child and its descendants, such as workers that outlive it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()

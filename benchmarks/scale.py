@@ -4,7 +4,7 @@
     python benchmarks/scale.py --tiny               # a trial, writes nothing
 
 Length: one run of a small MLP with the usual hooks, 100,000 steps. For each tenth of it the mean cost of a step, and at
-its end the blocks that Python holds, the objects that the garbage collector knows, and the memory of the process. A
+its end the blocks that Python holds, the objects that the garbage collector tracks, and the memory of the process. A
 history or record that grows with the steps shows in each of the three; a step that grows slower shows in the first.
 
 Size: MLPs of 10⁴ to 10⁸ parameters, ours against the hand-written loop of ``overhead.py``, in paired rounds.

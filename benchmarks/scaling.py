@@ -226,7 +226,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def shares(whole: int, ranks: int, others: Sequence[int]) -> dict[str, int]:
-    """Returns the rows of a rank's micro-batch by what is looked at; one rank also has those of ``others``."""
+    """Returns the rows of a rank's micro-batch by name; one rank also has those of ``others``."""
     if ranks > 1:
         return {"weak": whole, "strong": max(1, whole // ranks)}
     return {"weak": whole} | {f"share of {other}": max(1, whole // other) for other in others}

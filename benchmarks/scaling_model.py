@@ -1,4 +1,4 @@
-"""Predicts milliseconds a step of scaling.py's decoders on 2, 4 and 8 ranks, beside what was measured.
+"""Predicts milliseconds a step of scaling.py's decoders on 2, 4 and 8 ranks, beside the measured ones.
 
     python benchmarks/scaling_model.py          # reads results/scaling.json and collectives.json; writes scaling_model
     python benchmarks/scaling_model.py --dry    # writes nothing
@@ -122,7 +122,7 @@ def table(times: Mapping[Key, float], cost: Cost, *, fitted: Key | None) -> list
 
 
 def errors_of(lines: Iterable[Mapping[str, Any]]) -> str:
-    """Says how far the most is from what was measured, in the rows that are checks."""
+    """Returns how far the upper bound is from the measured value, in the rows that are checks."""
     told = []
     for scaling in ("weak", "strong"):
         found = [

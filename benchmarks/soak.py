@@ -3,11 +3,12 @@
     python benchmarks/soak.py --kills 1000        # a night
     python benchmarks/soak.py --minutes 3         # what CI runs
 
-Each run is a forked child that trains in a folder of its own, evaluating in a hook now and then. It is killed at a
-random moment (SIGKILL, or SIGTERM, also inside those evaluations), or its disk is full for a while; between two starts
-the folder may be replaced by a copy without its links, whose write times are reversed. That goes on until one start
-reaches the end. Its final state is then compared with that of a run that nobody disturbed, tensors by torch.equal; no
-temporary file may be left, and the folder may be no larger than a few checkpoints more than the undisturbed one.
+Each run is a forked child that trains in its own folder, evaluating in a hook now and then; on ranks it is one
+child a rank. It is killed at a random moment (SIGKILL, or SIGTERM, also inside those evaluations; of ranks, one or
+all), or its disk is full for a while; between two starts the folder may be replaced by a copy without its links, whose
+write times are reversed. That continues until one start reaches the end. Its final state is then compared with that of
+a run that nobody disturbed, tensors by torch.equal; no temporary file may be left, and the folder may be no larger than
+a few checkpoints more than the undisturbed one.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -46,19 +49,22 @@ from treadle import (
     Engine,
     EpochTrainer,
     LoggingHook,
+    parallelize,
     set_seed,
 )
 from treadle.checkpoint import files, find_latest
 from treadle.checkpoint.find_step import states_in
 from treadle.checkpoint.order import is_aside
+from treadle.data import RankBatchSampler
 
-ENDED, FULL = 0, 3
+ENDED, FAILED, FULL = 0, 1, 3
 _LEFT = 128 + signal.SIGTERM
+_GRACE = 15.0  # seconds that the other ranks have once one has ended badly
 _ROOM = 3.0  # times the undisturbed folder: files of two steps more, and copies of the best
 
 
 class Looks(BaseHook):
-    """Evaluates every few steps, as users do, on what it trains on."""
+    """Evaluates every few steps, as users do, on its training data."""
 
     def __init__(self, every: int = 5):
         self.every = every
@@ -116,6 +122,34 @@ def background(folder: Path) -> None:
     epochs(folder, background=True)
 
 
+def on_ranks(folder: Path, kind: str, **settings: Any) -> None:
+    set_seed(0)
+    model = parallelize(small_model(), kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    hooks = [EmaHook(0.9, use_buffers=True), Looks(), saving(4, **settings)]
+    engine = Engine(model, optimizer, MeanSquare(), device="cpu", accumulation_steps=2, hooks=hooks, workspace=folder)
+    data, held_out = Augmented(40), Augmented(12)
+    loader = DataLoader(data, batch_sampler=RankBatchSampler(data, global_batch_size=4, shuffle=True))
+    evaluated = DataLoader(held_out, batch_sampler=RankBatchSampler(held_out, global_batch_size=6))
+    EpochTrainer(engine, best=BestRule("val_loss")).fit(loader, evaluated, 12)
+
+
+def replicas(folder: Path) -> None:
+    on_ranks(folder, "ddp")
+
+
+def replicas_background(folder: Path) -> None:
+    on_ranks(folder, "ddp", background=True)
+
+
+def shards_on_ranks(folder: Path) -> None:
+    on_ranks(folder, "fsdp")
+
+
+def shards_background(folder: Path) -> None:
+    on_ranks(folder, "fsdp", background=True)
+
+
 def functional(folder: Path) -> None:
     trainer = functional_kit.make(hooks=[Looks(), saving(7)])
     data = functional_kit.loader(shuffle=True), functional_kit.loader(seed=6)
@@ -142,6 +176,10 @@ FACES: dict[str, Callable[[Path], None]] = {
     "EpochTrainer, background": background, "Trainer": functional, "SpectraTrainer": spectra, "GraphTrainer": graphs,
     "AstroTrainer": astro,
 }  # fmt: skip
+ON_RANKS: dict[str, Callable[[Path], None]] = {
+    "2 ranks, replicas": replicas, "2 ranks, replicas, background": replicas_background,
+    "2 ranks, shards": shards_on_ranks, "2 ranks, shards, background": shards_background,
+}  # fmt: skip
 
 
 # -- one start of a run -------------------------------------------------------------------------------------------
@@ -161,36 +199,75 @@ def fill_the_disk(after: int) -> None:
     files.os.replace = replace  # type: ignore[assignment]
 
 
+def child(train: Callable[[Path], None], folder: Path, rank: int, ranks: int, full_after: int | None) -> int:
+    """Trains in this process; returns its exit status."""
+    try:
+        if ranks > 1:
+            dist.init_process_group("gloo", init_method=f"file://{folder}.ranks", rank=rank, world_size=ranks)
+        if full_after is not None:
+            fill_the_disk(full_after)
+        train(folder)
+        if ranks > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+        return ENDED
+    except SystemExit as left:
+        return int(left.code or 0)
+    except BaseException as error:  # noqa: BLE001  (a child reports by its status)
+        if full_after is None and ranks == 1:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        (folder.parent / f"error_{rank}.txt").write_text(traceback.format_exc())
+        return FAILED if full_after is None else FULL
+
+
 def start(
     train: Callable[[Path], None],
     folder: Path,
     *,
+    ranks: int = 1,
     kill_after: float | None = None,
     by: int = signal.SIGKILL,
+    hit: Collection[int] | None = None,
     full_after: int | None = None,
 ) -> int:
-    """Returns the exit status of a child: 0 at the end, -9 or 143 when it was killed in time, 3 with a full disk."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            if full_after is not None:
-                fill_the_disk(full_after)
-            train(folder)
-            os._exit(ENDED)
-        except SystemExit as left:
-            os._exit(int(left.code or 0))
-        except BaseException as error:  # noqa: BLE001  (a child reports by its status)
-            if full_after is None:
-                sys.stderr.write(f"{type(error).__name__}: {error}\n")
-            os._exit(1 if full_after is None else FULL)
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(pid, by)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    """Trains in one child a rank; ``hit`` are the ranks that are killed.
+
+    Returns:
+        The exit status: 0 at the end, -9 or 143 when killed in time, 3 with a full disk.
+    """
+    Path(f"{folder}.ranks").unlink(missing_ok=True)
+    children = {}
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(child(train, folder, rank, ranks, full_after))
+        children[pid] = rank
+    ended: dict[int, int] = {}
+    began, deadline = time.monotonic(), float("inf")
+    kill_at = float("inf") if kill_after is None else began + kill_after
+    while len(ended) < ranks:
+        for pid in [pid for pid in children if pid not in ended]:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                ended[pid] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > kill_at:
+            kill_at = float("inf")
+            for pid in [pid for pid, rank in children.items() if pid not in ended and (hit is None or rank in hit)]:
+                os.kill(pid, by)
+        if any(ended.values()) and deadline == float("inf"):
+            deadline = time.monotonic() + _GRACE
+        if time.monotonic() > deadline:  # as a launcher does
+            deadline = float("inf")
+            for pid in children.keys() - ended.keys():
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
+    # What befell the others follows from what befell one.
+    ranking = [-signal.SIGKILL, -signal.SIGTERM, FULL, FAILED, _LEFT, ENDED]
+    return min(ended.values(), key=lambda status: ranking.index(status) if status in ranking else -1)
 
 
 def replace_by_copy(folder: Path) -> None:
-    """Puts a copy in the place of a folder: without its links, and what was written last dated first."""
+    """Puts a copy in the place of a folder: without its links, and with reversed write times."""
     copy = folder.with_name(f"{folder.name}.copy")
     shutil.copytree(folder, copy, symlinks=True)
     states = sorted(copy.rglob("*.pt"), key=lambda path: path.lstat().st_mtime_ns, reverse=True)
@@ -225,11 +302,16 @@ def size_of(paths: Iterable[Path]) -> int:
 
 
 def soak(name: str, root: Path, *, kills: int, until: float, chance: random.Random) -> dict[str, Any]:
-    train = FACES[name]
+    train, ranks = (FACES[name], 1) if name in FACES else (ON_RANKS[name], 2)
     straight = root / name / "straight"
-    train(root / name / "warm")  # what is imported here, no child has to import
+    straight.parent.mkdir()
+    if ranks == 1:
+        train(root / name / "warm")  # what is imported here, no child has to import
+    else:
+        import torch.distributed.checkpoint
+        import torch.distributed.fsdp  # noqa: F401
     began = time.perf_counter()
-    assert start(train, straight) == ENDED
+    assert start(train, straight, ranks=ranks) == ENDED
     duration = time.perf_counter() - began
     expected, room = end_of(straight), _ROOM * size_of(straight.rglob("*"))
     row = {"face": name, "kills": 0, "terms": 0, "full": 0, "copies": 0, "runs": 0}
@@ -241,17 +323,15 @@ def soak(name: str, root: Path, *, kills: int, until: float, chance: random.Rand
             by = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
             full = None if left_alone or chance.random() > 0.2 else chance.randrange(8)
             # Within the first half, so that most attempts are killed.
-            status = start(
-                train,
-                folder,
-                kill_after=None if left_alone else chance.uniform(0, duration / 2),
-                by=by,
-                full_after=full,
-            )
+            hit = None if chance.random() < 0.5 else [chance.randrange(ranks)]
+            kill_after = None if left_alone else chance.uniform(0, duration / 2)
+            status = start(train, folder, ranks=ranks, kill_after=kill_after, by=by, hit=hit, full_after=full)
             row["kills"] += status in (-signal.SIGKILL, -signal.SIGTERM)
             row["terms"] += status == _LEFT
             row["full"] += status == FULL
-            bad["unreadable"] += status == 1
+            if status == FAILED:
+                bad["unreadable"] += 1
+                print(*(path.read_text() for path in folder.parent.glob("error_*.txt")), sep="\n", file=sys.stderr)
             bad["too large"] += size_of(folder.rglob("*")) > room
             if status == ENDED:
                 break
@@ -270,7 +350,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--minutes", type=float, default=None, help="stop after so long, however many kills that is")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--faces", nargs="*", default=list(FACES), choices=list(FACES))
+    parser.add_argument("--faces", nargs="*", default=[*FACES, *ON_RANKS], choices=[*FACES, *ON_RANKS])
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # before any work: OpenMP threads do not survive a fork
     chance, rows = random.Random(arguments.seed), []

@@ -237,7 +237,7 @@ def once_more(model: str, batch_size: int, folder: Path, sizes: Sizes, *, epochs
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Mutes treadle's messages; a second trainer of the same kind says nothing new."""
+    """Mutes treadle's messages; a second trainer of the same kind logs nothing new."""
     logger = logging.getLogger("treadle")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,19 +1,19 @@
-"""Do the models of spectra beat what is simpler: filling in, few labels, uncertainty, anomalies, and meat?
+"""Do the models of spectra beat simpler methods: filling in, few labels, uncertainty, anomalies, and meat?
 
     python benchmarks/spectra_science.py --device cuda --jobs 6    # about three minutes of an H200
-    python benchmarks/spectra_science.py --budget-minutes 20       # in pieces: the same command goes on
+    python benchmarks/spectra_science.py --budget-minutes 20       # in pieces: the same command resumes
     python benchmarks/spectra_science.py --tiny                    # a trial, writes nothing
 
 SpeX dwarfs, split by object; everything is chosen on validation objects and reported of test objects.
 
     ResidualMAE    the linear conditional mean, and a network that predicts its residual and its uncertainty
     Gaussian       conditional mean and variance, covariance of the training spectra; shrinkage chosen
-    PCA            least squares of what is seen in the first components; their number chosen
-    nearest        mean of the nearest training spectra in what is seen; their number chosen
-    half and half  the mean of Gaussian and nearest
+    PCA            least squares of the visible channels in the first components; their number chosen
+    nearest        mean of the nearest training spectra in the visible channels; their number chosen
+    ... + nearest  a weighted mean of the model's or the Gaussian's answer and the nearest; the share chosen
     ChemoMAE       `treadle train spectra` as it is, for the question of few labels
 
-Each model is trained with each seed; the peers have none. Every run has a folder below --runs and goes on there.
+Each model is trained with each seed; the peers have none. Every run has a folder below --runs and resumes there.
 """
 
 from __future__ import annotations
@@ -62,13 +62,14 @@ BANDS: dict[str, tuple[list[tuple[float, float]], bool]] = {
     "K band": ([(2.0, 2.4)], False),
     "all but J": ([(1.10, 1.35)], True),
 }
+SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the nearest spectra
 QUANTILES = {0.5: 0.674490, 0.9: 1.644854, 0.99: 2.575829}
 
 Array = np.ndarray[Any, Any]
 
 
 def masks(data: SpectraData, rows: Array) -> dict[str, Array]:
-    """Returns what is visible of each row, by the name of what is hidden; the same in every run."""
+    """Returns the visible channels of each row, by the name of the hidden ones; the same in every run."""
     generator = torch.Generator().manual_seed(0)
     length = data.x.shape[1]
     found = {
@@ -130,7 +131,9 @@ def train_chemomae(seed: int, options: argparse.Namespace) -> Path | None:
             return None
         command = [sys.executable, "-m", "treadle", "train", "spectra", f"seed={seed}", "--out", str(folder)]
         command += ["--device", options.device, *options.chemomae]
-        subprocess.run(command, check=True, capture_output=True)
+        ended = subprocess.run(command, capture_output=True, text=True)
+        if ended.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)} returned {ended.returncode}:\n{ended.stderr[-4000:]}")
         print(f"ChemoMAE, seed {seed}", flush=True)
     return folder / "metrics.json"
 
@@ -160,26 +163,42 @@ def median_error(filled: Array, x: Array, visible: Array) -> float:
     return float(np.median(error))
 
 
+def share_of(mean: Array, nearest: Array, x: Array, visible: Array) -> float:
+    """Returns the share of the nearest spectra that has the least error of validation spectra."""
+    return min(SHARES, key=lambda share: masked_error(mean + share * (nearest - mean), x, visible))
+
+
 def filling(data: SpectraData, models: Mapping[int, ResidualMAE]) -> list[dict[str, Any]]:
     """Returns a row for each mask: errors of every method on test objects."""
     train, val, test = (data.x[rows] for rows in (data.train, data.val, data.test))
     seen_val, seen_test, rows = masks(data, data.val), masks(data, data.test), []
     for name, visible in seen_test.items():
-        fills = {key: chosen.fill(test, visible) for key, chosen in choose_fills(train, val, seen_val[name]).items()}
-        fills["half and half"] = (fills["gaussian"] + fills["nearest"]) / 2
+        chosen = choose_fills(train, val, seen_val[name])
+        fills = {key: each.fill(test, visible) for key, each in chosen.items()}
+        near = [chosen["nearest"].fill(val, seen_val[name]), fills["nearest"]]
+
+        def with_nearest(
+            on_val: Array, on_test: Array, near: Sequence[Array] = near, seen: Array = seen_val[name]
+        ) -> tuple[float, Array]:
+            share = share_of(on_val, near[0], val, seen)
+            return share, on_test + share * (near[1] - on_test)
+
+        fills["mixed"] = with_nearest(chosen["gaussian"].fill(val, seen_val[name]), fills["gaussian"])[1]
         fills["mean spectrum"] = np.broadcast_to(train.mean(axis=0), test.shape)
         ours = {seed: answers(model, test, visible)[0] for seed, model in models.items()}
+        mixed = [with_nearest(answers(model, val, seen_val[name])[0], ours[seed]) for seed, model in models.items()]
         fills["together"] = np.mean(list(ours.values()), axis=0)
-        row: dict[str, Any] = {"hidden": name}
+        row: dict[str, Any] = {"hidden": name, "shares": [share for share, _ in mixed]}
         for kind, score in (("mean", masked_error), ("median", median_error)):
             row[kind] = {key: score(filled, test, visible) for key, filled in fills.items()}
             row[kind]["seeds"] = [score(filled, test, visible) for filled in ours.values()]
+            row[kind]["seeds with nearest"] = [score(filled, test, visible) for _, filled in mixed]
         rows.append(row)
     return rows
 
 
 def coverage(data: SpectraData, models: Mapping[int, ResidualMAE]) -> list[dict[str, Any]]:
-    """Returns for each mask which share of the hidden test channels lies inside intervals, and the log likelihood.
+    """Returns for each mask which share of the hidden test channels is inside intervals, and the log likelihood.
 
     The variances of a method are multiplied by one factor, by which 90 % of the validation channels are covered.
     """
@@ -300,7 +319,7 @@ def gaussian_process(options: argparse.Namespace) -> dict[str, list[float]] | No
         errors[str(size)] = []
         for _ in range(options.process_draws):
             rows = rng.choice(pool, size, replace=False)
-            kernel = ConstantKernel(10.0) * RBF(10.0, (1.0, 1e3)) + WhiteKernel(0.1, (1e-3, 1e1))
+            kernel = ConstantKernel(10.0) * RBF(10.0, (1.0, 1e3)) + WhiteKernel(0.1, (1e-6, 1e1))
             process = GaussianProcessRegressor(kernel, normalize_y=True, random_state=0).fit(data.x[rows], y[rows])
             errors[str(size)].append(float(np.abs(process.predict(data.x[asked]) - y[asked]).mean()))
     options.runs.mkdir(parents=True, exist_ok=True)
@@ -397,14 +416,12 @@ def least_squares(x: Array, y: Array, train: Array, test: Array, *_: Any) -> tup
 
 def process(x: Array, y: Array, train: Array, test: Array, *_: Any) -> tuple[Array, Array]:
     from sklearn.gaussian_process import GaussianProcessRegressor
-    from sklearn.gaussian_process.kernels import RBF, ConstantKernel, DotProduct, WhiteKernel
+    from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
 
     means, deviations = [], []
     for column in range(y.shape[1]):
-        kernel = ConstantKernel(10.0, (1e-3, 1e6)) * RBF(30.0, (1.0, 1e4)) + DotProduct(1.0, (1e-3, 1e3))
-        model = GaussianProcessRegressor(
-            kernel + WhiteKernel(1e-2, (1e-6, 1.0)), n_restarts_optimizer=2, random_state=0
-        )
+        kernel = ConstantKernel(10.0, (1e-3, 1e8)) * RBF(30.0, (1.0, 1e5)) + WhiteKernel(1e-2, (1e-8, 1.0))
+        model = GaussianProcessRegressor(kernel, n_restarts_optimizer=2, random_state=0)
         mean, deviation = model.fit(x[train], y[train, column]).predict(x[test], return_std=True)
         means.append(mean)
         deviations.append(deviation)
@@ -428,7 +445,7 @@ def residual(
         epochs = options.meat_epochs
         scheduler = build_scheduler(optimizer, steps_per_epoch=6, epochs=epochs, warmup_epochs=1, min_lr_scale=0.01)
         with tempfile.TemporaryDirectory() as folder:
-            cfg = TrainerConfig(out_dir=folder, device="cpu", amp=False, ema_decay=0.98, early_stop_patience=None)
+            cfg = TrainerConfig(out_dir=folder, device="cpu", amp=False, ema_decay=0.98, selection="last")
             loader = DataLoader(TensorDataset(rows[train]), 32, shuffle=True)
             SpectraTrainer(model, optimizer, loader, scheduler=scheduler, cfg=cfg, progress=False).fit(epochs)
             model.load_state_dict(treadle.load_weights(Path(folder) / "ema_last_model.pt"))
@@ -456,21 +473,27 @@ def spread(values: Sequence[float], digits: int = 4) -> str:
     return f"{statistics.mean(values):.{digits}f}{deviation}"
 
 
-PEERS = {"gaussian": "Gaussian", "pca": "PCA", "nearest": "nearest", "half and half": "half and half"}
+PEERS = {"gaussian": "Gaussian", "pca": "PCA", "nearest": "nearest", "mixed": "Gaussian + nearest"}
+
+
+def won(ours: Sequence[float], best: float) -> str:
+    return "each seed" if max(ours) < best else "mean" if statistics.mean(ours) < best else "no"
 
 
 def filling_table(rows: Sequence[Mapping[str, Any]], kind: str) -> list[dict[str, str]]:
     table = []
     for row in rows:
         found = row[kind]
-        best = min(PEERS, key=lambda key: found[key])
-        every = max(found["seeds"]) < found[best]
-        won = "each seed" if every else "mean" if statistics.mean(found["seeds"]) < found[best] else "no"
+        best = min(found[key] for key in PEERS)
         table.append({
             "hidden": row["hidden"], "ResidualMAE": spread(found["seeds"], 5),
+            "ResidualMAE + nearest": spread(found["seeds with nearest"], 5),
+            "share": ", ".join(f"{share:g}" for share in row["shares"]),
             "its seeds together": f"{found['together']:.5f}",
             **{name: f"{found[key]:.5f}" for key, name in PEERS.items()},
-            "mean spectrum": f"{found['mean spectrum']:.3f}", "below the best peer": won,
+            "mean spectrum": f"{found['mean spectrum']:.3f}",
+            "below the best peer": won(found["seeds"], best),
+            "with nearest": won(found["seeds with nearest"], best),
         })  # fmt: skip
     return table
 
@@ -531,7 +554,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--budget-minutes", type=float, default=float("inf"))
     parser.add_argument("--runs", type=Path, default=Path("runs/spectra_science"))
-    parser.add_argument("--finish", action="store_true", help="train nothing more: a table of what is there")
+    parser.add_argument("--finish", action="store_true", help="train nothing more: a table of the results so far")
+    parser.add_argument("--trained-on", help="the machine of runs that were brought here, for the notes")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     options.repeats, options.max_rows, options.model, options.chemomae = REPEATS, None, {}, ["trainer.amp=false"]
@@ -555,7 +579,7 @@ def main() -> None:
         "ResidualMAE": weights, "ChemoMAE": stored, "the Gaussian process": [labels], "meat": tested,
     }.items() if None in each]  # fmt: skip
     if (unfinished and not options.finish) or weights[0] is None:
-        print("not finished: the same command goes on")
+        print("not finished: the same command resumes")
         return
     data = prepare_data(DataConfig(max_rows=options.max_rows))
     models = {}
@@ -567,6 +591,7 @@ def main() -> None:
     tables = tables_of(data, models, [path for path in stored if path], labels, [each for each in tested if each])
     notes = [f"{len(models)} seeds of ResidualMAE, {len([p for p in stored if p])} of ChemoMAE. " + _epochs(options)]
     notes += [f"Not finished: {', '.join(unfinished)}."] if unfinished else []
+    notes += [f"Trained on {options.trained_on}."] if options.trained_on else []
     title, first = next(tables)
     for following, rows in tables:
         if not options.tiny:  # the next table may take long, and this one is worth keeping

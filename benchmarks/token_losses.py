@@ -6,7 +6,7 @@
 
 N = 16,384 positions of width 768 in bfloat16 and vocabularies of 13,317 and 68,613 ids (1 and 55 scalar columns). Each
 row is one forward and backward pass from hidden states and head to their gradients: the median time, and the peak of
-the memory beyond what was there before, gradients included. Errors are relative to full logits in float32. The measured
+the memory beyond that used before, gradients included. Errors are relative to full logits in float32. The measured
 passes take a quarter of a minute on an H200.
 """
 

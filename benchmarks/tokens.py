@@ -62,7 +62,7 @@ class Size:
     """A model and its batches.
 
     Attributes:
-        title: as it stands in the table.
+        title: as in the table.
         vocab_size: tokens; 0: those of the astronomy pack.
         length: tokens that are predicted in a sequence; of *astro* a bit fewer or more.
         steps: of each way in each round.

@@ -2,7 +2,7 @@
 
     python examples/functional_tecator.py --out runs/fat --epochs 100
 
-Kill it at any moment and run the same command again: it goes on from its newest checkpoint.
+Kill it at any moment and run the same command again: it resumes from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from treadle.datasets import load_tecator
 
 
 class FatTrainer(treadle.Trainer):
-    """Also says how much of the variance of the fat is explained."""
+    """Also reports how much of the variance of the fat is explained."""
 
     def evaluate(self, dataloader):
         fat = torch.cat([targets for _, targets in dataloader])

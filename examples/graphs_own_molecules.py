@@ -58,7 +58,7 @@ def main() -> None:
     )
     trainer.fit(
         DataLoader(train, 16, shuffle=True), DataLoader(val, 64), options.epochs,
-        resume_from="auto",  # stopped by anything, the same command goes on and ends with the same weights
+        resume_from="auto",  # stopped by anything, the same command resumes and ends with the same weights
     )  # fmt: skip
 
     model.load_state_dict(load_weights(options.out / "best.pt"))

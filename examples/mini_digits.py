@@ -1,4 +1,4 @@
-"""Recognise handwritten digits with the step face: subclass BaseTrainer, stop it, start it again, it goes on.
+"""Recognise handwritten digits with the step face: subclass BaseTrainer, stop it, start it again, it resumes.
 
     python examples/mini_digits.py --workspace runs/digits --max-steps 600
 

@@ -2,7 +2,7 @@
 
     python examples/spectra_tecator.py --out runs/tecator --epochs 60
 
-Kill it at any moment and run the same command again: it goes on from checkpoints/last.pt.
+Kill it at any moment and run the same command again: it resumes from checkpoints/last.pt.
 """
 
 from __future__ import annotations

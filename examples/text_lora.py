@@ -3,7 +3,7 @@
     python examples/text_lora.py --out runs/text_lora --epochs 8
 
 Everything is made here: text (a module of the standard library), tokenizer and weights; nothing is downloaded. Kill it
-at any moment and run the same command again: it goes on from the last epoch and ends with the same weights to the bit.
+at any moment and run the same command again: it resumes from the last epoch and ends with the same weights to the bit.
 ``treadle train text`` is the whole of this, with settings, baselines and pictures.
 """
 
@@ -64,7 +64,7 @@ def main() -> None:
     fit(build_gpt2(512, n_positions=CONTEXT, n_embd=64, n_layer=2), 3e-3, (train, val), args.epochs, args.out)
 
     set_seed(1)  # so that the fine-tuning is the same whether or not the first training ran in this process
-    base = AutoModelForCausalLM.from_pretrained(args.out / "pretrained")  # what the best epoch left
+    base = AutoModelForCausalLM.from_pretrained(args.out / "pretrained")  # the weights of the best epoch
     parts = split_topics(statements, val_fraction=0.25, seed=0)
     before = Trainer(base, None, None, device="cpu").evaluate(loader(parts[1], batch_size=64))["loss"]
     tuned = fit(add_lora(base, r=8), 2e-3, parts, args.lora_epochs, args.out / "lora")

@@ -2,7 +2,7 @@
 
     python examples/train_with_meaningful_loss.py --out runs/astro --epochs 5
 
-Kill it at any moment and run the same command again: it goes on from the newest checkpoint.
+Kill it at any moment and run the same command again: it resumes from the newest checkpoint.
 """
 
 from __future__ import annotations

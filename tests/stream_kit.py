@@ -222,4 +222,19 @@ def _of_others(kind: str, folder: Path, shared: dict[str, Any]) -> Any:
         files = [str(path) for path in sorted(tar_files(folder).iterdir())]
         stream = webdataset.WebDataset(files, shardshuffle=False, nodesplitter=webdataset.split_by_node)
         return DataLoader(stream.map(decoded), **shared)
+    if kind == "litdata":
+        return DataLoader(_litdata(folder), **shared)
     raise AssertionError(kind)
+
+
+def _litdata(folder: Path) -> Any:
+    import litdata
+
+    class Noisy(litdata.StreamingDataset):
+        def __getitem__(self, index: Any) -> Any:
+            return row(super().__getitem__(index))
+
+    if not (folder / "index.json").exists():
+        numbers = [float(number) for number in range(FILES * ROWS)]
+        litdata.optimize(float, numbers, str(folder), num_workers=1, chunk_size=ROWS)
+    return Noisy(str(folder), shuffle=True, seed=3)

@@ -41,7 +41,7 @@ MODULES = (
 NAMES = (
     "treadle.engine.Engine",
     "treadle.hooks.base.BaseHook", "treadle.hooks.base.EVENTS", "treadle.hooks.base.STEP_EVENTS",
-    "treadle.hooks.base.listeners", "treadle.hooks.base.looks_only",
+    "treadle.hooks.base.listeners", "treadle.hooks.base.looks_only", "treadle.hooks.base.read_only",
     "treadle.hooks.base.reaches_hooks",
     "treadle.functional.settings.TrainingSettings", "treadle.functional.settings.read_settings",
     "treadle.functional.losses.loss_weight",

@@ -63,7 +63,7 @@ class _Sum:
     log: list[tuple[float | Tensor, float]] = field(default_factory=list)
 
     def add(self, value: float | Tensor, weight: float | Tensor) -> None:
-        self.take_in()
+        self.flush()
         if not isinstance(weight, Tensor):
             if weight == 0:
                 return  # the NaN of a mean over nothing must not reach the sum
@@ -82,7 +82,7 @@ class _Sum:
 
     def add_column(self, values: Tensor, weight: float) -> None:
         """Does with values (N,) of one weight what :meth:`add` does, one by one."""
-        self.take_in()
+        self.flush()
         if weight == 0:
             return
         for _ in range(len(values)):  # their product would round in another way
@@ -94,7 +94,7 @@ class _Sum:
             if self.num_pending == _BLOCK:
                 self._fold()
 
-    def take_in(self) -> None:
+    def flush(self) -> None:
         """Does with all that waits in ``log`` what :meth:`add` does, one by one."""
         if not self.log:
             return
@@ -154,15 +154,15 @@ class _Sum:
 
     def include(self, other: _Sum) -> None:
         """Adds the sums of another one."""
-        self.take_in()
-        other.take_in()
+        self.flush()
+        other.flush()
         value, weight = other._folded()
         self.value, self.weight = self.value + other.value, self.weight + other.weight
         self.device_value, self.device_weight = _plus(self.device_value, value), _plus(self.device_weight, weight)
 
     def parts(self) -> list[float | Tensor]:
         """Returns [value, device value, weight, device weight]; reading them changes nothing."""
-        self.take_in()
+        self.flush()
         value, weight = self._folded()
         return [self.value, 0.0 if value is None else value, self.weight, 0.0 if weight is None else weight]
 
@@ -223,7 +223,7 @@ class RunningMeans:
             log = entry.log
             log.append((value, weight))  # type: ignore[arg-type]
             if len(log) + entry.num_pending >= _BLOCK:
-                entry.take_in()
+                entry.flush()
         elif isinstance(value, Total):
             self.add_total(path, value.value)
         elif isinstance(value, Weighted):
@@ -256,7 +256,7 @@ class RunningMeans:
             log = entry.log
             log.append((value, 1.0))
             if len(log) + entry.num_pending >= _BLOCK:
-                entry.take_in()
+                entry.flush()
         else:
             self._entry(path, is_total=True).add(as_number(path, value), 1.0)
 
@@ -309,7 +309,7 @@ class RunningMeans:
         """Returns the paths of the records, and of each whether it is a total."""
         return [(path, entry.is_total) for path, entry in self._sums.items()]
 
-    def align(self, names: Iterable[Iterable[tuple[tuple[str, ...], bool]]]) -> None:
+    def align_keys(self, names: Iterable[Iterable[tuple[tuple[str, ...], bool]]]) -> None:
         """Takes over the names of every rank, in the order of the ranks; what was not added here counts nothing."""
         every = dict.fromkeys(name for of_rank in names for name in of_rank)
         self._sums = {path: self._entry(path, is_total=is_total) for path, is_total in every}
@@ -321,7 +321,7 @@ class RunningMeans:
     def state_dict(self) -> dict[str, Any]:
         """Returns the sums as plain values; restoring them continues to the bit."""
         for entry in self._sums.values():
-            entry.take_in()
+            entry.flush()
         return {
             "entries": [
                 {

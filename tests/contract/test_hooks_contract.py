@@ -47,7 +47,9 @@ MAKE = {
     ),
 }
 # These need services or packages of others, or a workspace of their own, and are tested elsewhere.
-ELSEWHERE = {"MlflowHook", "OptunaPruningHook", "RemoteWorkspaceHook", "TrackioHook", "WandbHook"}
+ELSEWHERE = {
+    "MlflowHook", "OptunaPruningHook", "RemoteShardsHook", "RemoteWorkspaceHook", "TrackioHook", "WandbHook",
+}  # fmt: skip
 NAMES = sorted(MAKE)
 
 

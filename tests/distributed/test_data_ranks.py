@@ -494,4 +494,4 @@ def test_without_a_global_order_the_share_of_the_epoch_is_kept_and_the_loss_is_s
     assert position == 4
     position, _, lines = without_an_order(state, 1)
     assert position == 8 + 4, "4 of 10 batches on two ranks are 8 of 20 on one"
-    assert any("written by 2 ranks" in line and "RankBatchSampler goes on" in line for line in lines)
+    assert any("written by 2 ranks" in line and "RankBatchSampler continues" in line for line in lines)

@@ -185,7 +185,7 @@ def test_torchrun_goes_on_where_one_process_stopped_and_one_rank_prints_and_repo
     command = map(str, ("-m", "treadle", "train", "--rank-timeout", "60", "spectra", *arguments))
     done = torchrun(*command, options=["--max-restarts=0"], timeout=300)
     assert done.returncode == 0, done.stderr
-    for line in ("ranks     2, replicas (ddp)", "trained 1 epochs in", "goes on from", "epochs was 1 and is now 2"):
+    for line in ("ranks     2, replicas (ddp)", "trained 1 epochs in", "resumes from", "epochs was 1 and is now 2"):
         assert done.stderr.count(line) == 1, line
     assert done.stdout.count("Masked reconstruction") == 1
     assert read(tmp_path / "run" / "metrics.json")["epochs"] == 2

@@ -104,13 +104,13 @@ def test_an_installed_pack_has_every_command(command, tmp_path):
     going.send_signal(signal.SIGINT)
     _, said = going.communicate(timeout=120)
     assert going.returncode == 130, said
-    assert "the same command goes on from here" in said
+    assert "the same command resumes from here" in said
     assert "steps was" not in said
     assert not (run / "metrics.json").exists()
     assert "stopped" in command("runs", "runs")
 
     said = command("train", "waves", *settings)
-    assert "start     goes on from runs/waves/checkpoints/checkpoint_step_" in said
+    assert "start     resumes from runs/waves/checkpoints/checkpoint_step_" in said
     assert "Mean squared error" in said
     assert "is finished" in command("train", "waves", *settings)
     assert json.loads((run / "run.json").read_text())["face"] == "waves"

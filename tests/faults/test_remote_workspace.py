@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 
 import pytest
@@ -191,6 +192,11 @@ def test_a_kill_while_the_folder_is_filled_is_made_good(tmp_path, url):
         assert contents(again.staging) == contents(tmp_path / "a")
 
 
-def test_a_url_that_nothing_reads_is_refused_by_name():
+def test_a_url_that_nothing_reads_is_refused_by_name(monkeypatch):
     with pytest.raises(ConfigError, match="url='nosuch://a'"):
         ObjectStore("nosuch://a")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    for name in ("gs", "gcs"):
+        monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, name, raising=False)
+    with pytest.raises(ConfigError, match=r"url='gs://bucket/run'.*treadle\[gs\]"):
+        ObjectStore("gs://bucket/run")

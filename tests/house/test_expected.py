@@ -37,12 +37,12 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 OURS = {
     "resume in the middle of an epoch, tested equal to the bit": "tests/resume/test_every_step.py",
     "random state of data workers in checkpoints": "tests/resume/test_matrix.py",
-    "a check that your script is exact; one step run again": "tests/unit/cli/test_verify.py",
-    "non-finite gradients never reach the weights, retried with fresh data": "tests/unit/test_engine_step.py",
-    "the whole step as one CUDA graph by one argument": "tests/unit/test_capture_on_a_gpu.py",
+    "a check that your script resumes exactly; replay of one step": "tests/unit/cli/test_verify.py",
+    "non-finite gradients never reach the weights; retried with fresh data": "tests/unit/test_engine_step.py",
+    "the whole step as one CUDA graph, with one argument": "tests/unit/test_capture_on_a_gpu.py",
     "live bar, best checkpoint, early stopping, trackers": "tests/unit/test_bar.py",
     "DDP and FSDP by a setting": "tests/distributed/test_step_parallelize.py",
-    "several optimizers with their own steps": "tests/unit/test_several_optimizers.py",
+    "several optimizers, each with its own step": "tests/unit/test_several_optimizers.py",
     "upload to a hub with a model card": "tests/unit/test_hub.py",
 }  # what holds each ✓ of ours in the README; numbers are of docs/guide/speed.md
 

@@ -32,7 +32,7 @@ class Taken(BaseHook):
 
 def needs(kind):
     package = {"hf": "datasets", "hf_buffer": "datasets", "hf_in_ours": "datasets", "parquet": "pyarrow"}.get(
-        kind, "webdataset" if kind == "webdataset" else None
+        kind, kind if kind in ("webdataset", "litdata", "streaming") else None
     )
     if package is not None and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
@@ -137,6 +137,48 @@ def test_a_state_that_leads_back_to_its_place_at_first_only_is_found_later(caplo
     cursor.take(2)
     assert cursor.state_dict()["loader"] is None
     assert "taken after 8 samples and loaded, it does not give the next one" in caplog.text
+
+
+@pytest.mark.slow  # packs the data in a process of its own
+@pytest.mark.filterwarnings("ignore")  # litdata's
+@pytest.mark.parametrize("workers", [0, 2])
+def test_litdata_under_torchs_loader_is_replayed_and_its_own_loader_is_refused(workers, tmp_path):
+    needs("litdata")
+    from litdata import StreamingDataLoader
+
+    for _ in check_every_stop("litdata", tmp_path / "data", workers, lambda steps: steps[1::6]):
+        pass
+    stream = make("litdata", tmp_path / "data", workers).dataset
+    with pytest.raises(ConfigError, match=r"use torch\.utils\.data\.DataLoader over the same Noisy"):
+        Cursor().open(StreamingDataLoader(stream, batch_size=4, num_workers=workers))
+
+
+class CountedByItsLoader(torch.utils.data.IterableDataset):
+    """A stream whose state needs numbers of its own loader, as those of litdata and mosaicml-streaming do."""
+
+    def __iter__(self):
+        return iter(torch.ones(8, 4))
+
+    def state_dict(self, num_samples, from_beginning):
+        return {"num_samples": num_samples}
+
+    def load_state_dict(self, state): ...
+
+
+class ItsLoader(torch.utils.data.DataLoader):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state): ...
+
+
+def test_loaders_that_count_for_their_streams_are_refused_before_step_1():
+    with pytest.raises(ConfigError, match=r"use torch\.utils\.data\.DataLoader over the same CountedByItsLoader"):
+        Cursor().open(ItsLoader(CountedByItsLoader()))
+    shared = CountedByItsLoader()
+    shared.next_epoch = 0
+    with pytest.raises(ConfigError, match=r"counts its epochs in memory that processes share"):
+        Cursor().open(torch.utils.data.DataLoader(shared))
 
 
 def test_another_number_of_workers_is_refused_in_words(tmp_path):

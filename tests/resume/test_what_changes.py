@@ -53,7 +53,7 @@ def test_another_setting_of_the_optimizer_is_said_since_the_checkpoints_goes_on(
     assert engine.optimizer.param_groups[0]["lr"] == 0.01
     caplog.clear()
     resumed(state, loader)
-    assert "goes on with the checkpoint's" not in caplog.text
+    assert "continues with the checkpoint's" not in caplog.text
 
 
 def test_a_schedule_that_has_moved_the_rate_is_no_other_setting(caplog):
@@ -66,7 +66,7 @@ def test_a_schedule_that_has_moved_the_rate_is_no_other_setting(caplog):
     engine, snapshots = scheduled(0.01)
     engine.run(DataLoader(Augmented(), batch_size=4), max_steps=2)
     scheduled(0.01)[0].load_state_dict(snapshots.states[2])
-    assert "goes on with the checkpoint's" not in caplog.text
+    assert "continues with the checkpoint's" not in caplog.text
     scheduled(0.02)[0].load_state_dict(snapshots.states[2])
     assert "checkpoint's initial_lr=0.01 (built as 0.02);" in caplog.text
 
@@ -172,10 +172,10 @@ def moved(make, optimizer=torch.optim.AdamW):
 def test_another_setting_of_the_schedule_is_said_since_the_checkpoints_goes_on(caplog, old, new, said):
     state = moved(old)
     scheduled(new).load_state_dict(state)
-    assert f"the schedule goes on with the checkpoint's {said}" in caplog.text
+    assert f"the schedule continues with the checkpoint's {said}" in caplog.text
     caplog.clear()
     scheduled(old).load_state_dict(through_a_file(state))
-    assert "goes on with the checkpoint's" not in caplog.text
+    assert "continues with the checkpoint's" not in caplog.text
 
 
 @pytest.mark.parametrize("make", [

@@ -11,6 +11,14 @@ set -eu
 action=$1 folder=$(realpath -m "$2")
 
 stop() {
+    export SLURM_CONF=$folder/slurm.conf
+    scancel --full --user="$(id -un)" 2>/dev/null || true
+    for _ in $(seq 200); do # jobs end before the daemons that hold them
+        if [ -z "$(squeue --noheader 2>/dev/null)" ]; then
+            break
+        fi
+        sleep 0.2
+    done
     for daemon in slurmd slurmctld munged; do
         if [ -s "$folder/$daemon.pid" ]; then
             kill "$(cat "$folder/$daemon.pid")" 2>/dev/null || true
@@ -35,7 +43,7 @@ SlurmctldPort=$port
 SlurmdPort=$((port + 1))
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket=$folder/munge.socket
+AuthInfo=socket=$folder/munge.socket,cred_expire=15  # a job that is queued again waits so long
 CredType=cred/munge
 StateSaveLocation=$folder/state
 SlurmdSpoolDir=$folder/spool

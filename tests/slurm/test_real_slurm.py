@@ -5,8 +5,10 @@ Needs root, slurm-wlm and munge; everything else a job needs is made here. Each 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -32,7 +34,7 @@ STEPS, PATIENCE = 240, 600.0
 def slurm(tmp_path_factory):
     folder = tmp_path_factory.mktemp("slurm")
     subprocess.run(["bash", str(HERE / "one_node.sh"), "start", str(folder)], check=True, timeout=60)
-    paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    paths = [str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin", "/sbin"]
     yield {
         **os.environ, "SLURM_CONF": f"{folder}/slurm.conf", "PATH": os.pathsep.join(paths), "RANKS_PER_NODE": "2",
         "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
@@ -125,11 +127,24 @@ def test_at_its_time_limit_it_queues_itself_again(slurm, straight, tmp_path):
     assert int(job.about("Restarts")) >= 1
 
 
-def test_a_node_that_dies_is_replaced(slurm, straight, tmp_path):
-    job = Job(slurm, tmp_path / "job", pause=0.05)
-    job.trains(1)
+def lose_the_node(job):
+    """Kills the daemon of the node and all that the job runs there, tells the controller, and starts the node again."""
+    folder = Path(job.slurm["SLURM_CONF"]).parent
+    os.kill(int((folder / "slurmd.pid").read_text()), signal.SIGKILL)
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            steps = (process / "cmdline").read_bytes().startswith(f"slurmstepd: [{job.number}.".encode())
+            mine = f"SLURM_CONF={folder}/".encode() in (process / "environ").read_bytes()
+            if (steps and mine) or f"\0SLURM_JOB_ID={job.number}\0".encode() in (process / "environ").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)
     job.asked("scontrol", "update", "nodename=ALL", "state=down", "reason=dead")
-    job.asked("scontrol", "update", "nodename=ALL", "state=resume")
+    job.asked("slurmd", "-f", job.slurm["SLURM_CONF"], "-c")
+
+
+def test_a_node_that_dies_is_replaced(slurm, straight, tmp_path):
+    job = Job(slurm, tmp_path / "job", pause=0.25)
+    job.trains(1)
+    lose_the_node(job)
     assert differences(straight, job.end()) == []
     assert int(job.about("Restarts")) == 1
 
@@ -154,3 +169,4 @@ def test_a_population_is_an_array_and_each_run_goes_on_by_itself(slurm, tmp_path
     job.wait_for(lambda: all((end / last).exists() for end in ends), "the ends")
     one, other = map(weights, ends)
     assert differences(one["model"], other["model"]) != []
+    job.wait_for(lambda: not job.asked("squeue", "--noheader").strip(), "an empty queue")

@@ -203,7 +203,7 @@ def test_leaving_a_pass_ends_its_thread_and_so_does_close():
     next(running)
     loader.close()
     assert threads() == []
-    with pytest.raises(RuntimeError, match="this pass cannot go on"):
+    with pytest.raises(RuntimeError, match="this pass cannot continue"):
         next(running)
     assert rows(loader)[0][0] == 14, "two batches were given"
 

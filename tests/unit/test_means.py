@@ -193,7 +193,7 @@ def test_what_waits_to_be_added_gives_the_bits_of_what_is_added_at_once(pairs, r
         later.add({"a": value, "n": Total(value)}, weight)
         at_once.add({"a": Weighted(value, weight), "n": Total(value)})
         for entry in at_once._sums.values():
-            entry.take_in()
+            entry.flush()
         if number in looks:
             later.compute()
             assert differences(to_plain(later.state_dict()), to_plain(at_once.state_dict())) == []

@@ -23,7 +23,7 @@ from treadle.checkpoint.shard_manifest import MARKER
 from treadle.checkpoint.sharded import save_sharded
 from treadle.checkpoint.store import open_checkpoint
 from treadle.checkpoint.tensor_table import take_apart
-from treadle.distributed.shards import Part
+from treadle.distributed.shards import LocalShard
 from treadle.distributed.state_names import load_model_state
 from treadle.errors import CheckpointError, ConfigError
 from treadle.optim.optimizer import load_optimizer_state, optimizer_state
@@ -109,7 +109,7 @@ def test_an_opened_folder_is_read_while_it_is_loaded(folder):
 
 def test_parts_that_leave_a_gap_are_noticed_when_they_are_read(tmp_path):
     tree = state()
-    tree["model"]["0.weight"] = Part(torch.ones(2, 3), (1, 0), (4, 3))
+    tree["model"]["0.weight"] = LocalShard(torch.ones(2, 3), (1, 0), (4, 3))
     refused = "Failed to validate global plan"  # torch 2.7 does not even write it
     with pytest.raises(CheckpointError, match=rf"parts of 'model\.0\.weight' are in none of its files|{refused}"):
         load_checkpoint(save_sharded(tree, tmp_path / "gap"))

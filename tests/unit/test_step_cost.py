@@ -88,15 +88,9 @@ PROFILES = {
     #               files, functions, calls, moves, back
     "BaseTrainer": (14, 58, 63, 34, 20),
     "Trainer": (23, 93, 117, 67, 44),
-    "spectra": (
-        26,
-        96,
-        125,
-        58,
-        32,
-    ),  # in a folder, so with the step log and the session log; asks where the loss counts
+    "spectra": (25, 96, 125, 56, 31),  # in a folder, so with the step log and the session log
     "graphs": (34, 125, 177, 101, 67),  # masks of the field are looked for
-    "astro": (35, 157, 380, 147, 112),
+    "astro": (35, 156, 378, 146, 111),
 }
 
 

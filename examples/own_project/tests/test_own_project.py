@@ -1,4 +1,4 @@
-"""The project trains from its configuration, goes on after a stop to the bit, and predicts."""
+"""The project trains from its configuration, resumes after a stop to the bit, and predicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences of image, scalar and spectrum tokens of one object, trained on the values that the tokens stand for.
+"""Sequences of image, scalar and spectrum tokens of one object, trained on the values behind the tokens.
 
 Importing this needs torch and numpy only.
 """

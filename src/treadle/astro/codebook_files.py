@@ -37,7 +37,7 @@ def load_codebook(
             which is the codebook; or, with ``allow_pickle``, a ``.joblib``, ``.pkl`` or ``.pickle`` file of an array,
             of a mapping, or of a fitted k-means.
         key_candidates: keys, or attributes of a pickled object; the first that is there is read.
-        allow_pickle: unpickle. That **runs code** that stands in the file: only for files that you trust.
+        allow_pickle: unpickle. That **runs code** from the file: only for files that you trust.
 
     Returns:
         (K, D) float32.
@@ -46,7 +46,7 @@ def load_codebook(
         FileNotFoundError: there is no such file.
         ConfigError: it needs unpickling, or is of another kind.
         KeyError: none of the keys is there; those that are get listed.
-        ValueError: what was read is not (K, D) or not finite.
+        ValueError: the array is not (K, D) or not finite.
         CheckpointError: the file is damaged.
         ImportError: the package that the file needs is not installed.
 
@@ -65,7 +65,7 @@ def load_codebook(
 
 
 def load_npz_key(path: str | os.PathLike[str], key_candidates: Sequence[str]) -> NDArray[Any]:
-    """Reads the first of several keys from an ``.npz`` or ``.safetensors`` file, as it stands there.
+    """Reads the first of several keys from an ``.npz`` or ``.safetensors`` file, unchanged.
 
     Raises:
         FileNotFoundError, ConfigError, KeyError, CheckpointError, ImportError: as :func:`load_codebook`.
@@ -170,7 +170,7 @@ def _read(file: Path) -> Any:
 def _unpickled(file: Path, allow_pickle: bool) -> Any:
     if not allow_pickle:
         raise ConfigError(
-            f"{file}: reading a {file.suffix} file means unpickling, which runs code that stands in it. If you trust "
+            f"{file}: reading a {file.suffix} file means unpickling, which runs code from it. If you trust "
             "the file, pass allow_pickle=True, or convert it once: "
             f"save_codebook({file.with_suffix('.npz').name!r}, load_codebook({file.name!r}, allow_pickle=True))"
         )

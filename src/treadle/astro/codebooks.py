@@ -102,7 +102,7 @@ def unmasked(values: Any) -> Any:
 
 
 def as_array(values: ArrayLike | Tensor, name: str) -> NDArray[Any]:
-    """Returns real numbers as a NumPy array; what is masked is NaN.
+    """Returns real numbers as a NumPy array; masked numbers become NaN.
 
     Raises:
         ConfigError: they are something else.

@@ -1,4 +1,4 @@
-"""What a trained model says of one modality when it is shown others.
+"""Distributions of one modality given others, by a trained model.
 
 A causal model gives each token from those before it. The distribution of a scalar given all the rest of its sequence is
 taken by Bayes' rule, from what the model gives as it is: p(bin | before, after) ∝ p(bin | before) · p(after | before,
@@ -38,8 +38,8 @@ def column_probabilities(
 ) -> Tensor:
     """Returns the model's distribution of a scalar given everything else in its sequence.
 
-    What stands at the column itself is not looked at. Known tokens after it count as evidence (one forward pass for
-    each bin), MISS after it does not: that something was not measured says nothing here.
+    The token at the column itself is ignored. Known tokens after it count as evidence (one forward pass for
+    each bin), MISS after it does not: that something was not measured is no evidence here.
 
     Args:
         model: with the call ``model(tokens, types, attn_mask)``; put into evaluation mode for the time.
@@ -84,7 +84,7 @@ def _posterior(model: nn.Module, sequences: Sequences, vocab: VocabSpec, at_N: T
     after_NL = torch.arange(tokens_NL.shape[1]) > at_N[:, None]
     evidence_NL = after_NL & (tokens_NL >= NUM_SPECIAL)
     bins = torch.arange(first_id, first_id + vocab.scalar_bins)
-    shown = bins if bool(evidence_NL.any()) else bins[:1]  # without evidence one row tells of all bins
+    shown = bins if bool(evidence_NL.any()) else bins[:1]  # without evidence one row holds for all bins
     tokens_NKL = tokens_NL[:, None].repeat(1, len(shown), 1)
     tokens_NKL[torch.arange(count), :, at_N] = shown
     tokens = tokens_NKL.flatten(0, 1)
@@ -103,7 +103,7 @@ def _posterior(model: nn.Module, sequences: Sequences, vocab: VocabSpec, at_N: T
 def expected_vectors(
     model: nn.Module, sequences: Sequences, base: int, codebook: Any, *, batch_size: int = 64
 ) -> Tensor:
-    """Returns the expected patches or segments, each given all that stands before it in its sequence.
+    """Returns the expected patches or segments, each given all tokens before it in its sequence.
 
     Args:
         model: with the call ``model(tokens, types, attn_mask)``; put into evaluation mode for the time.

@@ -19,7 +19,7 @@ from treadle.errors import ConfigError, refuse_unknown
 from treadle.faces.parallel import as_parallel
 
 DEFAULTS = "defaults.yaml"
-"""The packaged file with every setting and what it means; a test holds it equal to the defaults below."""
+"""The packaged file with every setting and its meaning; a test holds it equal to the defaults below."""
 
 
 @dataclass
@@ -171,7 +171,7 @@ class TrainingConfig:
 
 @dataclass
 class PathsConfig:
-    """Files of a project; ``{field}`` stands for the name of a field."""
+    """Files of a project; ``{field}`` is replaced by the name of a field."""
 
     datacube_template: str = "datacube_{field}.parquet"
     """Tables of objects."""

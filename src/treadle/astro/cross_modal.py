@@ -57,10 +57,10 @@ CROSS_PREDICTIONS = (
 
 @dataclass(frozen=True, eq=False)
 class CrossResult:
-    """True numbers of test objects with what each method said.
+    """True numbers of test objects with the predictions of each method.
 
     Attributes:
-        question: what was asked.
+        question: the one that was asked.
         true: (N,) in the unit of the column.
         predicted: ``model`` (expected value), ``mean`` and ``ridge``, ``boosted trees`` and ``extra trees`` where there
             are enough training objects, and ``bins``, the centre of the true bin, which no prediction from bins can
@@ -274,7 +274,7 @@ def _asked(
     scalars_last: bool,
     batch_size: int,
 ) -> Floats:
-    """Returns (N, K): the model is shown what the question gives, and MISS for all else."""
+    """Returns (N, K): the model is given the inputs of the question, and MISS for everything else."""
     shown = Survey(
         name=survey.name,
         columns=survey.columns,

@@ -1,4 +1,4 @@
-"""Spectra drawn from what stands before them in their sequences.
+"""Spectra drawn from the tokens before them in their sequences.
 
 Shapes: N = sequences, L = positions, R = draws of each, V = vocabulary.
 """
@@ -25,7 +25,7 @@ def draw_spectra(
     draws: int,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draws the spectrum tokens of sequences anew, one after the other, given all that stands before the first.
+    """Draws new spectrum tokens for sequences, one after the other, given all tokens before the first.
 
     How many tokens each group has stays as it is, and only ids of the group can be drawn.
 

@@ -19,8 +19,8 @@ def discover_fields_from_template(
 
     Args:
         tmpl: path with ``{field}`` in its last part.
-        prefix: what stands before the field in a file's name; None takes it from the template.
-        suffix: what stands behind it; None takes it from the template.
+        prefix: the part before the field in a file's name; None takes it from the template.
+        suffix: the part after it; None takes it from the template.
 
     Raises:
         ConfigError: there is no ``{field}`` in the last part of the path.
@@ -64,7 +64,7 @@ def norm_splus_id(x: Any) -> str:
 
 
 def norm_gaia_id(x: Any) -> int | None:
-    """Returns a Gaia source id as an int, None for what is no number.
+    """Returns a Gaia source id as an int, or None if it is no number.
 
     Example:
         >>> norm_gaia_id("5853498713190525696"), norm_gaia_id(float("nan")), norm_gaia_id("?")

@@ -14,7 +14,7 @@ from treadle.checkpoint.retention import Retention
 from treadle.checkpoint.store import copy_checkpoint, save_checkpoint
 from treadle.engine.hook import BaseHook
 from treadle.errors import CheckpointError, ConfigError
-from treadle.faces.folder import RunFolder, write_best_and_last
+from treadle.faces.folder import CheckpointFolder, write_best_and_last
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -23,7 +23,7 @@ _ANY = re.compile(r"(ckpt_step_\d+|ckpt_epoch_\d+|best)(\.nonfinite)?\.pt")
 
 
 def layout_of(vocab: VocabSpec) -> dict[str, Any]:
-    """Returns what a checkpoint says about its vocabulary.
+    """Returns the description of the vocabulary in a checkpoint.
 
     Example:
         >>> layout_of(VocabSpec(2, 4, 2, ("a",), 2))["base_spectrum"]
@@ -33,7 +33,7 @@ def layout_of(vocab: VocabSpec) -> dict[str, Any]:
     return {name: getattr(vocab, name) for name in names}
 
 
-class AstroFolder(RunFolder):
+class AstroFolder(CheckpointFolder):
     """The folder of ``ckpt_step_{step:08d}.pt``, ``ckpt_epoch_{epoch:03d}.pt`` and ``best.pt``.
 
     Args:
@@ -87,7 +87,7 @@ class AstroFolder(RunFolder):
         if is_original(tree):
             self.engine.logger.warning(
                 "%s is a checkpoint of astromodal: weights, optimizer and counters are taken over; it holds no random "
-                "state, so the order of the data starts anew", source,
+                "state, so the order of the data starts afresh", source,
             )  # fmt: skip
             tree = own_tree(tree, self.engine)
         saved = tree.get("config") or {}

@@ -31,7 +31,7 @@ def generate(
     generator: torch.Generator | None,
     legal_only: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Continues sequences; `CausalTransformerLM.generate` is the way to call this and says what it does."""
+    """Continues sequences; `CausalTransformerLM.generate` is the public way to call this and documents it."""
     _check(model, tokens, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k)
     _check_vocab(model, vocab, legal_only=legal_only)
     end = min(tokens.shape[1] + max_new_tokens, model.max_len)

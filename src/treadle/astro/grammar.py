@@ -16,10 +16,10 @@ _DEAD = 0  # the state after an id that was not legal
 
 
 class SequenceGrammar:
-    """Follows sequences in the order of `encode_sequence` and says which ids are legal next.
+    """Follows sequences in the order of `encode_sequence` and returns the ids that are legal next.
 
     That order is BOS; image ids or MISS, SEP; a bin or MISS for each scalar column, or one MISS for all, SEP; for
-    each spectrum group its ids or MISS, SEP; EOS; then PAD for ever. How many image and spectrum ids stand there is
+    each spectrum group its ids or MISS, SEP; EOS; then PAD forever. The number of image and spectrum ids is
     free.
 
     Args:
@@ -54,7 +54,7 @@ class SequenceGrammar:
         """Returns the states (B,) after the given beginnings of sequences.
 
         Raises:
-            ConfigError: an id is not legal where it stands.
+            ConfigError: an id is not legal at its place.
         """
         states_B = torch.full((len(tokens_BL),), self._start, device=tokens_BL.device)
         passed = [states_B]

@@ -56,7 +56,7 @@ def combined_loss_from_hidden(
     Equal to it up to rounding, in value and in the gradients of ``hidden`` and the head.
 
     Args:
-        hidden: (B, L, E) or (N, E), what the head is applied to.
+        hidden: (B, L, E) or (N, E), the input of the head.
         head: a linear layer without bias, or its weight (V, E).
         targets: and everything after them as in `combined_loss`.
 
@@ -96,7 +96,7 @@ def loss_of_hidden(
     *,
     totals: Mapping[str, float] | None = None,
 ) -> LossValues:
-    """The loss at chosen positions, with its terms and counts; what a training step calls.
+    """The loss at chosen positions, with its terms and counts, as a training step calls it.
 
     Args:
         hidden: (B, L, E) or (N, E).
@@ -144,7 +144,7 @@ def _product_type(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 class _HeadLogits:
-    """Logits made from hidden states where they are asked for; their gradients go on to hidden states and head."""
+    """Logits made from hidden states on demand; their gradients flow on to hidden states and head."""
 
     def __init__(self, hidden: Tensor, weight_VE: Tensor, dtype: torch.dtype, *, wanted: tuple[bool, bool]) -> None:
         hidden_NE = hidden.reshape(-1, hidden.shape[-1])

@@ -1,4 +1,4 @@
-"""Where the ids of a model start: beside those that stand for similar values.
+"""Initial embeddings of ids: close to those of similar values.
 
 Shapes: G = groups of one modality, K = ids of one group, F = features of an id, D = model width.
 """
@@ -31,7 +31,7 @@ def initialise_from_codebooks(
 
     Otherwise a model must learn from examples alone that two patches look alike or that two bins are neighbours. The
     values of each codebook are projected at random, as are cosines along the bins of a column; embedding, head, groups
-    and columns have projections of their own. Special ids, and ids of a codebook that is not given, stay as they are.
+    and columns have their own projections. Special ids, and ids of a codebook that is not given, stay as they are.
 
     Args:
         model: not trained yet.
@@ -72,7 +72,7 @@ def initialise_from_codebooks(
 
 
 def _cosines(n_bins: int) -> Tensor:
-    """Returns (K, F): low frequencies weigh most, so the nearer two bins are, the more alike are their rows."""
+    """Returns (K, F): low frequencies weigh most, so the nearer two bins are, the more similar are their rows."""
     waves_F = torch.arange(1, _WAVES + 1)
     places_K = (torch.arange(n_bins) + 0.5) / n_bins
     return torch.cos(math.pi * places_K[:, None] * waves_F) / waves_F.sqrt()

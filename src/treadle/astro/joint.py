@@ -1,6 +1,6 @@
 """JointRegressor: distributions of numbers of objects from their pictures, spectra and other numbers, read as they are.
 
-`CausalTransformerLM` reads tokens; what a codebook rounds away is lost to it. This model reads pixels, fluxes and
+`CausalTransformerLM` reads tokens and loses what a codebook rounds away. This model reads pixels, fluxes and
 numbers, and answers with a distribution of each number that is hidden, and with the picture or spectrum where that is.
 
 Shapes: B = objects, C = columns of a survey, K = parts of a mixture, H, W = height and width of a picture,
@@ -62,11 +62,11 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model says of the objects of a survey.
+    """Predictions of the model for the objects of a survey.
 
     Attributes:
         numbers: a mixture for each column, in deviations of the training objects from their mean.
-        latent: (B, C, D) what the mixtures are made of.
+        latent: (B, C, D) input of the mixtures.
         picture: (B, channels, H, W) expected pixels from 0 to 1, where the survey has pictures.
         spectrum: (B, L) expected arcsinh fluxes in deviations, where it has spectra.
     """
@@ -147,7 +147,7 @@ class SurveyInputs(nn.Module):
         return ((torch.asinh(spectra / 0.5) - self.flux_mean) / self.flux_deviation).clamp(-5, 5)
 
     def tokens(self, scalars: Tensor, seen: Tensor, data: Tensor | None, hide_data: Tensor | None) -> Tensor:
-        """Returns the tokens (B, C and others, D), columns first; what is not ``seen`` (B, C) is not read."""
+        """Returns the tokens (B, C and others, D), columns first; columns that are not ``seen`` (B, C) are not read."""
         plain = self.standardised(scalars).clamp(-6, 6)
         rank = (scalars.nan_to_num()[..., None] >= self.quantiles).float().mean(-1)
         both = torch.stack([plain, torch.special.ndtri(rank.clamp(0.004, 0.996))], dim=-1)
@@ -187,7 +187,7 @@ class SurveyInputs(nn.Module):
 
 
 class JointRegressor(nn.Module):
-    """One transformer for all surveys: from what is known of an object to a distribution of what is not.
+    """One transformer for all surveys: from the known values of an object to a distribution of the others.
 
     Args:
         surveys: by name, for the sizes of columns, pictures and spectra.
@@ -284,7 +284,7 @@ class JointRegressor(nn.Module):
 def joint_loss(
     answer: Answer, target: Tensor, counted: Tensor, *, likelihood: float = 1.0, squared: float = 1.0
 ) -> Tensor:
-    """Returns minus the log likelihood and the squared error of the expected value, a mean over what is counted.
+    """Returns minus the log likelihood and the squared error of the expected value, a mean over the counted numbers.
 
     Args:
         answer: with mixtures (B, C).

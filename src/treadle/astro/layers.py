@@ -108,7 +108,7 @@ class CausalLayer(nn.Module):
             values,
             dropout_p=self.dropout.p if self.training else 0.0,
             is_causal=self.causal
-            and queries.shape[2] > 1,  # a single query is the last position and sees all that is cached
+            and queries.shape[2] > 1,  # a single query is the last position and sees the whole cache
         )
         out_BLD: Tensor = self.out_proj(mixed_BHLE.transpose(1, 2).flatten(2))
         return out_BLD

@@ -28,7 +28,7 @@ class LossConfig:
     """How the reconstruction terms are weighted and sampled.
 
     Attributes:
-        enabled: whether there are reconstruction terms at all.
+        enabled: whether there are reconstruction terms.
         sample_k: positions of a modality that a term is taken over at most; a spectrum group has its share.
         weight_image: weight of the image term; a term of weight 0 is not computed.
         weight_scalar: weight of the scalar term.
@@ -254,7 +254,7 @@ _told: weakref.WeakValueDictionary[int, VocabSpec] = weakref.WeakValueDictionary
 
 
 def _was_told(vocab: VocabSpec) -> bool:
-    """Whether this was asked before of the same object; an equal one is likely to be of somebody else."""
+    """Whether the same object was checked before; an equal one may belong to another caller."""
     before = _told.get(id(vocab))
     _told[id(vocab)] = vocab
     return before is vocab

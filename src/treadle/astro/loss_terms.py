@@ -61,7 +61,7 @@ class LossValues:
 def term_scales(
     counts: Mapping[str, int], weights: Mapping[str, float], totals: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """Returns what the sum of each term counts in the loss: its weight over its total.
+    """Returns the factor of each term's sum in the loss: its weight over its total.
 
     The spectrum term is the mean over the groups that occur, each a mean over its own positions.
 

@@ -1,6 +1,6 @@
-"""Losses of token logits: cross-entropy, and the squared error of the expected values that tokens stand for.
+"""Losses of token logits: cross-entropy, and the squared error of the expected values behind the tokens.
 
-With p the softmax over a modality's ids (a scalar: over the bins of its own column) and C their codebook, a
+With p the softmax over a modality's ids (a scalar: over the bins of its column) and C their codebook, a
 reconstruction term is the mean over positions and dimensions of (p·C - C[target])²; the spectrum term is the mean of
 that over the groups that occur. The cross-entropy is the mean over all targets but padding.
 
@@ -205,7 +205,7 @@ def loss_of_logits(
     *,
     totals: Mapping[str, float] | None = None,
 ) -> LossValues:
-    """The loss at chosen positions, with its terms and counts; what a training step calls.
+    """The loss at chosen positions, with its terms and counts, as a training step calls it.
 
     Args:
         logits: (B, L, V) or (N, V), contiguous.

@@ -3,7 +3,7 @@
 Shapes: B = sequences, L = positions, D = model width, V = vocabulary.
 
 Attention takes no mask. A position must see the valid positions up to itself and no other, which is what plain causal
-attention does once the padding of each row stands at its end; so the ids are put in that order before the first layer
+attention does once the padding of each row is at its end; so the ids are put in that order before the first layer
 and the hidden states back after the last one. That holds for padding anywhere in a row, never makes the host wait for
 the device, keeps the fast attention kernels, which take no mask, and leaves no row without a key that would be NaN.
 """
@@ -105,7 +105,7 @@ class CausalTransformerLM(nn.Module):
         Args:
             tokens: (B, L) integer ids.
             types: (B, L) integer type ids.
-            attn_mask: (B, L) bool, True = valid; padding may stand anywhere. None: there is no padding.
+            attn_mask: (B, L) bool, True = valid; padding may be anywhere. None: there is no padding.
 
         Returns:
             (B, L, V). A valid position depends on the valid positions up to itself and on nothing else: its position
@@ -119,7 +119,7 @@ class CausalTransformerLM(nn.Module):
         return logits_BLV
 
     def hidden_states(self, tokens: Tensor, types: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """Returns what the head makes logits of, (B, L, D); everything else is as in :meth:`forward`."""
+        """Returns the input of the head, (B, L, D); everything else is as in :meth:`forward`."""
         self._check_input(tokens, types, attn_mask)
         if attn_mask is None:
             return self._transform(tokens, types)
@@ -184,7 +184,7 @@ class CausalTransformerLM(nn.Module):
         self._checkpointing = True
 
     def gradient_checkpointing_disable(self) -> None:
-        """From now on keeps all that the backward pass needs."""
+        """Keeps everything that the backward pass needs, from now on."""
         self._checkpointing = False
 
     def generate(
@@ -215,7 +215,7 @@ class CausalTransformerLM(nn.Module):
                 `encode_sequence`. A row that has its EOS gets PAD, and all rows having it ends the generation.
 
         Returns:
-            ``tokens`` and ``types``, each the prompt and what was added, (B, at most L + max_new_tokens).
+            ``tokens`` and ``types``, each the prompt and the added ids, (B, at most L + max_new_tokens).
 
         Raises:
             ConfigError: an argument is out of its range, or with ``legal_only`` a prompt is not legal.

@@ -20,7 +20,7 @@ def negative_log_likelihoods(logits_RV: Tensor, targets_R: Tensor, *, with_gradi
     """Returns -log softmax(logits)[target] of each row, and writes softmax - 1[target] over the logits.
 
     Args:
-        logits_RV: (R, V) on a GPU, rows contiguous; -inf stands for no logit.
+        logits_RV: (R, V) on a GPU, rows contiguous; -inf means no logit.
         targets_R: (R,) int64, each below V.
         with_gradient: False leaves the logits as they are.
 

@@ -47,11 +47,11 @@ def draw(data: AstroData, trainer: AstroTrainer, results: Sequence[CrossResult],
         Picture(
             scalars, "Scalars from another modality",
             "Each dot is a test object. The lines join the medians of groups of as many objects each, in the order of "
-            "the true value: a flat line knows nothing. The bars are the table above.",
+            "the true value: a flat line carries no information. The bars are the table above.",
         ),
         Picture(
             spectra, "Spectra from scalars",
-            "Spectra of test dwarfs, evenly spaced in the order of types. Blue: what is left of a spectrum after it "
+            "Spectra of test dwarfs, evenly spaced in the order of types. Blue: the part of a spectrum left after it "
             "was replaced by its tokens. Orange: spectra that the model drew from the type and the colours alone.",
         ),
         Picture(

@@ -45,7 +45,7 @@ class ShownSpectra:
     Attributes:
         wavelengths: (L,) in µm.
         true: (P, L) fluxes.
-        codebook: (P, L) of their own tokens.
+        codebook: (P, L) of their tokens.
         drawn: (P, R, L) given the scalars alone.
         titles: P texts.
     """
@@ -58,7 +58,7 @@ class ShownSpectra:
 
 
 def plot_spectra(shown: ShownSpectra, path: Path) -> Path:
-    """Draws each spectrum with what its tokens keep of it, and what the model draws from the scalars alone.
+    """Draws each spectrum, its reconstruction from tokens, and the model's draws from the scalars alone.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -96,7 +96,7 @@ def plot_images(rows: Mapping[str, Numbers], titles: Sequence[str], path: Path) 
     """Draws pictures of galaxies, a row for each way they were made, a column for each galaxy.
 
     Args:
-        rows: name -> (P, 3, H, W) in 0 to 255; the first one is what the others are compared with.
+        rows: name -> (P, 3, H, W) in 0 to 255; the others are compared with the first.
         titles: P texts.
         path: ends in ``.png``.
 
@@ -146,7 +146,7 @@ def plot_scalars(results: Sequence[CrossResult], path: Path) -> Path:
 
 
 def question_name(target: str, given: str | Sequence[str]) -> str:
-    """Says what is predicted from what.
+    """Returns the title of a question: what is predicted from what.
 
     Example:
         >>> question_name("sdss.redshift", ("sdss.r", "sdss.u-g"))

@@ -22,7 +22,7 @@ from treadle.runs.start_block import precision_line
 
 
 def decisions(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer) -> dict[str, str]:
-    """Returns what was decided and why, as name -> text."""
+    """Returns the decisions and their reasons, as name -> text."""
     training, model, vocab = config.training, config.model, data.tokenizers.vocab()
     steps = steps_per_epoch(trainer.train_loader, training.grad_accum_steps)
     weights = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -46,7 +46,7 @@ def decisions(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer) ->
 
 
 def finish_run(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer, out: Path) -> Results:
-    """Tests the weights that the trainer's model has, asks it for one modality from others, and draws.
+    """Tests the weights that the trainer's model has, predicts one modality from others, and draws.
 
     Args:
         config: the settings of the run.

@@ -59,7 +59,7 @@ class RepeatsConfig:
     """How often an epoch passes over the training objects of each survey."""
 
     xdf: int = 4
-    """Pictures of galaxies, of which there are few."""
+    """Pictures of galaxies; there are few."""
     spex: int = 3
     """Spectra of dwarfs."""
     sdss: int = 1
@@ -133,9 +133,9 @@ class AstroRunConfig:
     hidden_scalars: float = 0.5
     """Mean share of the scalars hidden behind MISS in training, other ones each time; at most 0.5."""
     start_from_codebooks: bool = True
-    """Whether ids that stand for similar values start with similar embeddings (``initialise_from_codebooks``)."""
+    """Whether ids of similar values start with similar embeddings (``initialise_from_codebooks``)."""
     scalars_last: float = 0.5
-    """Share of the sequences, others each time, whose scalars stand behind the spectra and not before them."""
+    """Share of the sequences, drawn each time, whose scalars come after the spectra and not before them."""
     data: DataConfig = field(default_factory=_data_config)
     """The split of each of the three surveys."""
     repeats: RepeatsConfig = field(default_factory=RepeatsConfig)

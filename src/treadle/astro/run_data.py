@@ -15,10 +15,10 @@ from treadle.astro.sequences import move_scalars_last
 from treadle.astro.survey_tokens import ScalarDropout, Sequences, SurveyTokenizers, fit_tokenizers
 from treadle.astro.surveys import Survey, load_surveys
 from treadle.astro.tokenizer_files import load_tokenizers
+from treadle.config.sections import as_settings
 from treadle.datasets.splits import split_by_group
 from treadle.errors import CheckpointError
 from treadle.runs.ranks import by_rank_0, shared_batches
-from treadle.runs.setting_names import as_settings
 from treadle.runs.split import DataConfig
 
 _log = logging.getLogger("treadle.cli")
@@ -52,7 +52,7 @@ class AstroData:
         return 4 + height * width // size**2 + vocab.n_columns + segments + len(vocab.spectrum_groups)
 
     def train_loader(self, config: AstroRunConfig) -> DataLoader[Any]:
-        """Returns the loader of the training part: some scalars hidden, and in both orders, drawn anew each time."""
+        """Returns the loader of the training part: some scalars hidden, and in both orders, drawn again each time."""
         dataset = ScalarDropout(
             self.sequences["train"], self.tokenizers.vocab(), share=config.hidden_scalars,
             scalars_last=config.scalars_last,

@@ -19,13 +19,13 @@ from treadle.astro.run_data import TOKENIZERS, AstroData, prepare_data
 from treadle.astro.tokenizer_files import save_tokenizers
 from treadle.astro.trainer import AstroTrainer
 from treadle.checkpoint.store import load_weights
+from treadle.config.sections import as_settings
 from treadle.distributed.state_names import load_model_state
 from treadle.hooks.files import to_json
 from treadle.runs.folder import part_of, stored_json
 from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run
 from treadle.runs.packs import SUMMARIES
 from treadle.runs.report import Report
-from treadle.runs.setting_names import as_settings
 from treadle.seed import set_seed
 
 _BATCH = 256
@@ -40,8 +40,8 @@ class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
     help = """
     Train a transformer on tokens of galaxy pictures, spectra and catalogues, and ask it for one from the others.
 
-    The data come with the package. A run that was stopped, at any moment and by anything, goes on when the same
-    command is given again; one that is finished shows its results. Ctrl-C saves before it leaves.
+    The data come with the package. A run that was stopped, at any moment and by anything, resumes when the same
+    command is run again; one that is finished shows its results. Ctrl-C saves before it leaves.
 
     The run folder holds config.json, tokenizers.safetensors, steps.jsonl, checkpoints/ with best.pt, ckpt_epoch_….pt
     and training_history.json, metrics.json, page.html and pictures/.
@@ -110,7 +110,7 @@ class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
 
     def resume(self, run: Run[AstroRunConfig], trainer: AstroTrainer) -> str:
         """Leaves the loading to :meth:`fit`."""
-        return f"goes on from the newest checkpoint in {run.checkpoints}"
+        return f"resumes from the newest checkpoint in {run.checkpoints}"
 
     def fit(self, run: Run[AstroRunConfig], data: AstroData, trainer: AstroTrainer) -> None:
         """Trains to the number of epochs, from the newest checkpoint if there is one."""
@@ -122,11 +122,11 @@ class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
         save_tokenizers(run.out / TOKENIZERS, data.tokenizers)
 
     def describe(self, run: Run[AstroRunConfig], data: AstroData, trainer: AstroTrainer) -> dict[str, str]:
-        """Returns what was decided about precision, data, tokens, model, loss and schedule."""
+        """Returns the decisions about precision, data, tokens, model, loss and schedule."""
         return report.decisions(run.config, data, trainer)
 
     def finish(self, run: Run[AstroRunConfig], data: AstroData, trainer: AstroTrainer) -> Results:
-        """Tests the best weights, asks for one modality from others, and draws."""
+        """Tests the best weights, predicts one modality from others, and draws."""
         load_model_state(trainer.model, load_weights(run.checkpoints / "best.pt"))
         return report.finish_run(run.config, data, trainer, run.out)
 

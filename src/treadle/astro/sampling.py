@@ -1,6 +1,6 @@
 """At which positions each term of the loss is taken, decided on the host so that no step waits for the device.
 
-How many positions a modality has depends on the data. The targets of a training batch lie on the CPU before they are
+How many positions a modality has depends on the data. The targets of a training batch are on the CPU before they are
 moved, so positions are chosen there, laid out for the device, and sent along.
 
 Shapes: N = positions of a batch (B·L), G = neighbouring groups of one modality (spectrum groups, scalar columns),

@@ -1,4 +1,4 @@
-"""Tokenizer of tables: every column in quantile bins of its own.
+"""Tokenizer of tables: every column in its own quantile bins.
 
 Shapes: N = objects, C = columns, K = bins of a column.
 """
@@ -49,7 +49,7 @@ class ScalarTokenizer:
         """Fits bins to the finite numbers of each column of a table (N, C); those that are masked are missing.
 
         Raises:
-            ConfigError: the table is not (N, columns), a name stands twice, or a column has no two different numbers.
+            ConfigError: the table is not (N, columns), a name occurs twice, or a column has no two different numbers.
         """
         values, names = np.asarray(unmasked(table), dtype=np.float64), tuple(columns)
         if values.ndim != 2 or values.shape[1] != len(names) or len(set(names)) != len(names):

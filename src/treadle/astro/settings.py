@@ -21,7 +21,7 @@ from treadle.optim.precision import PrecisionName
 
 
 def training_settings(config: Any) -> TrainingConfig:
-    """Returns the settings as a dataclass of their own.
+    """Returns a copy of the settings as a dataclass.
 
     Args:
         config: a mapping or a dataclass, and so are the loss settings in it, whose ``sample_k`` is
@@ -107,7 +107,7 @@ def codebooks_of(
 
 
 def check_model(model: nn.Module, vocab: VocabSpec) -> None:
-    """Raises ConfigError if the model says that it is for another number of ids.
+    """Raises ConfigError if the model has another number of ids.
 
     Example:
         >>> check_model(nn.Linear(1, 1), VocabSpec(2, 4, 2, ("a",), 2))

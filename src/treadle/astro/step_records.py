@@ -59,7 +59,7 @@ def numbers_of(means: Mapping[str, Any], weights: Mapping[str, float] | None) ->
         weights: of ``img``, ``sca`` and ``spec``; None: the statistics are those of another loss.
 
     Returns:
-        A mean over nothing is NaN and counts as 0 in ``loss_total``, which is NaN where nothing was counted at all.
+        A mean over nothing is NaN and counts as 0 in ``loss_total``, which is NaN where nothing was counted.
         With the statistics of another loss, ``loss_total`` is the mean of that loss.
 
     Example:
@@ -74,7 +74,7 @@ def numbers_of(means: Mapping[str, Any], weights: Mapping[str, float] | None) ->
     if weights is None:
         counts = {name: int(value) for name, value in records.items() if name.startswith("n_")}
         return {"loss_total": means.get("loss", math.nan), **records, **counts}
-    # A vocabulary without groups has no means of them, and an epoch that was cut short may have none at all.
+    # A vocabulary without groups has no means of them, and an epoch that was cut short may have none.
     records = {"loss_ce": math.nan, "loss_img": math.nan, "loss_sca": math.nan, "loss_spec": {}, **records}
     records = {"n_ce": 0, "n_img": 0, "n_sca": 0, "n_spec": {}, **records}
     groups = [mean for group, mean in records["loss_spec"].items() if records["n_spec"][group]]

@@ -136,7 +136,7 @@ def read_survey(
         name: of the survey; its scalars become ``<name>.<column>``.
         scalars: columns of numbers.
         image: column of pictures.
-        image_shape: (channels, height, width), where the pictures lie flat in the file; None takes them as they are.
+        image_shape: (channels, height, width), where pictures are flattened in the file; None takes them as they are.
         spectrum: column of spectra.
         object_id: column of text or whole numbers; rows with the same are one object. None: each row is one.
         max_rows: the first rows only.

@@ -48,7 +48,7 @@ class SurveyTokenizers:
         )
 
     def encode(self, survey: Survey, *, max_len: int | None = None) -> Sequences:
-        """Returns a sequence of every object, MISS for what it does not have.
+        """Returns a sequence of every object, with MISS for what it lacks.
 
         Raises:
             ConfigError: a column of the survey has no bins, or a sequence is longer than ``max_len``.
@@ -72,7 +72,7 @@ class SurveyTokenizers:
         return self.scalar.encode(_wide(survey, self.scalar.columns))
 
     def quality(self, surveys: Iterable[Survey]) -> dict[str, dict[str, float | int]]:
-        """Measures what the tokens lose and how the codes are used, for each codebook.
+        """Measures the error of the tokens and the use of the codes, for each codebook.
 
         Args:
             surveys: objects that were not fitted to, if the figures are to mean something.
@@ -206,7 +206,7 @@ class ScalarDropout(Dataset[dict[str, Tensor]]):
         sequences: as `SurveyTokenizers.encode` gives them.
         vocab: the vocabulary.
         share: of the scalars of a sequence is drawn evenly from [0, 2 share], so that some show all and some few.
-        scalars_last: probability that the scalars stand behind the spectra (`move_scalars_last`). Between 0 and 1 the
+        scalars_last: probability that the scalars come after the spectra (`move_scalars_last`). Between 0 and 1 the
             model learns scalars from spectra as well as spectra from scalars.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Surveys: tables of objects of which some have pictures, some spectra, some scalars alone.
+"""Surveys: tables of objects; some have pictures, some spectra, some only scalars.
 
 Shapes: N = objects, C = scalar columns, L = points of a spectrum, H, W = height and width of a picture.
 """
@@ -21,7 +21,7 @@ _TILES = 4  # along each side of the XDF picture
 
 @dataclass(frozen=True, eq=False)
 class Survey:
-    """The objects of one survey, a row each; what the survey does not have is None.
+    """The objects of one survey, a row each; parts that the survey lacks are None.
 
     Raises:
         ConfigError: the parts have different numbers of rows, or the table other columns.
@@ -86,7 +86,8 @@ def load_surveys() -> dict[str, Survey]:
     Returns:
         ``xdf``: galaxies with picture and scalars; ``spex``: cool dwarfs with spectrum and scalars (``spex.type`` is M0
         = 0, L0 = 10, T0 = 20); ``sdss``: galaxies with scalars alone, their redshift last, since a causal model
-        predicts what is last from all before. An object is a galaxy of SDSS, all spectra of one dwarf, or a tile of the
+        predicts the last part from all before. An object is a galaxy of SDSS, all spectra of one dwarf, or a tile of
+        the
         XDF picture: its cut-outs overlap, so those that cross the border of a tile are left out, and then no pixel is
         in two tiles.
 

@@ -76,7 +76,7 @@ class AstroTask:
         return self._counts(_targets_in(_parts_of(batch)[0]))
 
     def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
-        """Counts what a loss of the user's own is weighted by, where the batch lies on the host."""
+        """Counts the weight of a loss of the user's, if the batch is on the host."""
         if self._own_loss is None:
             return batch, None
         count = self._num_targets(_targets_in(_parts_of(batch)[0]))
@@ -177,7 +177,7 @@ def offers_hidden_states(model: nn.Module) -> bool:
 
 
 def _targets_in(tokens: Tensor) -> Tensor:
-    """Returns what is predicted; on the host where it is known there."""
+    """Returns the targets; on the host where they are there."""
     return host_of(tokens)[:, 1:]
 
 

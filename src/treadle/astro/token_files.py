@@ -265,7 +265,7 @@ class MultiFieldTokenDataset(Dataset[dict[str, Tensor]]):
         vocab = self.vocab
         parts = [(found["image_tokens"], vocab.base_image, IMAGE_TYPE, self._limits[0], vocab.v_image)]
         scalars = found["scalar_tokens"]
-        if scalars is not None:  # each column has bins of its own
+        if scalars is not None:  # each column has its own bins
             scalars = np.asarray(scalars, dtype=np.int64) + found["scalar_n_bins"] * np.arange(len(scalars))
         parts.append((scalars, vocab.base_scalar, _SCALAR_TYPE, self._limits[1], vocab.v_scalar))
         for group, tokens in found["spectrum_tokens"].items():

@@ -24,7 +24,7 @@ _SCALAR_PARTS = ("edges", "centers", "mean", "scale")
 def save_tokenizers(path: str | os.PathLike[str], tokenizers: SurveyTokenizers) -> Path:
     """Writes tokenizers to one file, which is replaced as a whole or not at all.
 
-    The codebooks stand there as ``image``, ``spectrum.<group>`` and ``scalar.codebook`` (columns, bins), in the units
+    The codebooks are stored as ``image``, ``spectrum.<group>`` and ``scalar.codebook`` (columns, bins), in the units
     of the losses.
 
     Args:

@@ -32,7 +32,7 @@ class Standardised:
 
     Attributes:
         codebook: (K, D) float32.
-        mean: what was taken off the numbers.
+        mean: subtracted from the numbers.
         scale: what they were then divided by.
     """
 

@@ -35,25 +35,20 @@ from treadle.astro.vocab import VocabSpec
 from treadle.capture.compile import Compile, check_compile
 from treadle.checkpoint.store import load_checkpoint
 from treadle.device import get_device
-from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
-from treadle.faces.build import place
-from treadle.faces.default_hooks import with_default_hooks
+from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.epochs import numbers_of
 from treadle.faces.loaders import EvalLoaders, check_eval_loaders, check_loader, results_by_name, selected_by
 from treadle.faces.parallel import ParallelConfig
-from treadle.hooks.bar import ProgressBarHook
 from treadle.hooks.history import HistoryHook
-from treadle.hooks.progress import ProgressHook
-from treadle.hooks.trackers import TrackerChoice, with_trackers
+from treadle.hooks.trackers import TrackerChoice
 from treadle.means import read_scalars
-from treadle.optim.precision import PrecisionName
 from treadle.seed import mix_seed
 
 _log = logging.getLogger("treadle.astro")
@@ -91,14 +86,14 @@ class AstroTrainer(EpochFace):
         limits: of time and batches, and short trials: a :class:`treadle.Limits` or a mapping of its names.
         save_total_limit: checkpoints of epochs, and of steps, that stay, the newest ones; None keeps all.
         eval_seed: seeds evaluations, and with the number of a batch its positions.
-        capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
+        capture: whether the step is replayed as one CUDA graph; ``"auto"`` warns where it cannot be, True raises.
             The terms of the pack's own loss are counted on the host in each step, so only a ``compute_loss`` of one's
             own can be replayed.
         parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started; wins
             over ``config.parallel``.
 
     Attributes:
-        model, optimizer, scheduler, device, config: what the trainer works with.
+        model, optimizer, scheduler, device, config: as the trainer uses them.
 
     Raises:
         ConfigError: a setting or codebook is wrong or missing, nothing would be trained, the loader has no length and
@@ -170,52 +165,18 @@ class AstroTrainer(EpochFace):
             self.device, vocab, codebooks=codebooks, config=loss_config, use_ce=use_ce, draw_seed=self._draw_seed,
             own_loss=self.compute_loss if overridden else None, compiled=compiled is True,
         )  # fmt: skip
-        described = {
-            **layout_of(vocab), "loss_config": dataclasses.asdict(loss_config),
-            "training": dataclasses.asdict(self.config), "use_ce": use_ce, "precision": precision,
-            "compile_model": compiled, "scheduler_interval": scheduler_interval, "eval_seed": eval_seed,
+        arguments: EngineArguments = {
+            "scheduler": self.scheduler, "scheduler_interval": scheduler_interval, "device": device,
+            "precision": precision, "eval_seed": eval_seed, "capture": capture, "limits": limits,
+            **_engine_arguments(self.config),
         }  # fmt: skip
-        self._engine = self._build_engine(
-            device, precision, interval=scheduler_interval, eval_seed=eval_seed, capture=capture, config=described,
-            hooks=self._all_hooks(output_dir, with_trackers(hooks, trackers), progress), progress=progress,
-            limits=limits,
+        arguments["config"] = self._described(arguments, loss_config, use_ce=use_ce, compile_model=compiled)
+        self._engine = build_engine(
+            "astro", self.model, self.optimizer, self._task, arguments, own_hooks=self._own_hooks(output_dir),
+            hooks=hooks, trackers=trackers, progress=progress, log_every=self.config.log_every,
         )  # fmt: skip
         self._epochs = AstroEpochs(self._engine, None if overridden else self._task.term_weights)
         self._folder = AstroFolder(self._engine, vocab, path=output_dir, save_total_limit=save_total_limit)
-
-    def _build_engine(
-        self,
-        device: torch.device | str | int | None,
-        precision: PrecisionName | None,
-        *,
-        interval: Literal["step", "epoch"],
-        hooks: Sequence[BaseHook],
-        eval_seed: int,
-        capture: Capture,
-        config: dict[str, Any],
-        progress: bool,
-        limits: Limits | Mapping[str, Any] | None,
-    ) -> Engine:
-        return Engine(
-            self.model,
-            self.optimizer,
-            self._task,
-            scheduler=self.scheduler,
-            scheduler_interval=interval,
-            device=device,
-            precision=precision,
-            grad_clip=self.config.grad_clip,
-            accumulation_steps=self.config.grad_accum_steps,
-            max_non_finite_grad_retries=self.config.max_non_finite_grad_retries,
-            hooks=hooks,
-            eval_seed=eval_seed,
-            capture=capture,
-            logger=_log,
-            face="astro",
-            config=config,
-            progress=progress,
-            limits=limits,
-        )
 
     def _scheduler(self, given: LRScheduler | None, interval: str) -> LRScheduler:
         if given is not None:
@@ -234,15 +195,23 @@ class AstroTrainer(EpochFace):
             min_lr_ratio=settings.min_lr_ratio,
         )
 
-    def _all_hooks(self, output_dir: str | Path | None, given: Sequence[BaseHook], progress: bool) -> list[BaseHook]:
-        own: list[BaseHook] = []
-        if output_dir is not None:
-            own.append(HistoryHook(Path(output_dir) / "training_history.json", lambda: self.history))
-            if self.config.save_every_steps:
-                own.append(StepCheckpoints(lambda: self._folder.write_step(), self.config.save_every_steps))
-        if self.config.log_every and not any(isinstance(hook, (ProgressHook, ProgressBarHook)) for hook in given):
-            own.append(ProgressHook(self.config.log_every))
-        return with_default_hooks([*own, *given], given=given, progress=progress)
+    def _described(
+        self, arguments: EngineArguments, loss_config: LossConfig, *, use_ce: bool, compile_model: Compile
+    ) -> dict[str, Any]:
+        return {
+            **layout_of(self.vocab), "loss_config": dataclasses.asdict(loss_config),
+            "training": dataclasses.asdict(self.config), "use_ce": use_ce, "precision": arguments["precision"],
+            "compile_model": compile_model, "scheduler_interval": arguments["scheduler_interval"],
+            "eval_seed": arguments["eval_seed"],
+        }  # fmt: skip
+
+    def _own_hooks(self, output_dir: str | Path | None) -> list[BaseHook]:
+        if output_dir is None:
+            return []
+        own: list[BaseHook] = [HistoryHook(Path(output_dir) / "training_history.json", lambda: self.history)]
+        if self.config.save_every_steps:
+            own.append(StepCheckpoints(lambda: self._folder.write_step(), self.config.save_every_steps))
+        return own
 
     def _draw_seed(self) -> int:
         """Returns the seed of the positions of the present micro-batch: the same in a resumed run."""
@@ -357,7 +326,7 @@ class AstroTrainer(EpochFace):
             _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record), extra={"topic": "epoch"})
 
     def train_step(self, batch: Any) -> dict[str, Any]:
-        """Runs one optimizer step on one micro-batch, with its hooks, and reads what it gave.
+        """Runs one optimizer step on one micro-batch, with its hooks, and reads its results.
 
         Returns:
             ``loss_total`` (NaN where no term has a position), the means and counts of `combined_loss` as numbers, and
@@ -402,10 +371,10 @@ class AstroTrainer(EpochFace):
     # -- files ----------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, filename: str | Path) -> Path:
-        """Writes everything that a run needs to go on exactly; all ranks take part.
+        """Writes everything that a run needs to resume exactly; all ranks take part.
 
         Args:
-            filename: a relative one lies in ``output_dir``.
+            filename: a relative one is inside ``output_dir``.
 
         Returns:
             The file.
@@ -413,7 +382,7 @@ class AstroTrainer(EpochFace):
         return self._folder.write(Path(filename) if self.output_dir is None else self.output_dir / filename)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Restores everything from a checkpoint, in place; :meth:`train` then goes on from its step.
+        """Restores everything from a checkpoint, in place; :meth:`train` then continues from its step.
 
         Args:
             path: as given; if there is no such file, inside ``output_dir``.
@@ -428,3 +397,11 @@ class AstroTrainer(EpochFace):
         tree = load_checkpoint(path)
         self._folder.restore(tree, path)
         return dict(tree)
+
+
+def _engine_arguments(settings: TrainingConfig) -> EngineArguments:
+    return {
+        "grad_clip": settings.grad_clip,
+        "accumulation_steps": settings.grad_accum_steps,
+        "max_non_finite_grad_retries": settings.max_non_finite_grad_retries,
+    }

@@ -75,7 +75,7 @@ def log_gradient_stats(model: nn.Module) -> dict[str, float]:
 def configure_cuda_performance() -> None:
     """Allows TF32 in matrix products and the flash and memory-efficient attention kernels, for the whole process.
 
-    The plain attention kernel stays on for what the others do not take. Nothing happens without CUDA.
+    The plain attention kernel stays on for inputs that the others do not support. Nothing happens without CUDA.
 
     Example:
         >>> configure_cuda_performance()

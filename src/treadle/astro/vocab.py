@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,12 @@ class VocabSpec:
         (5, 7, {'a': 11, 'b': 13}, 15)
     """
 
+    pad_id: ClassVar[int] = 0  # fills a batch up; never a target
+    bos_id: ClassVar[int] = 1  # begins a sequence
+    eos_id: ClassVar[int] = 2  # ends a sequence
+    sep_id: ClassVar[int] = 3  # ends a modality
+    miss_id: ClassVar[int] = 4  # in place of an absent modality, spectrum group or scalar column
+
     v_image: int
     v_scalar: int
     v_spectra: int
@@ -69,31 +75,6 @@ class VocabSpec:
             raise ConfigError(
                 f"={list(groups)}: {', '.join(twice)} occurs more than once; name each once", argument="spectrum_groups"
             )
-
-    @property
-    def pad_id(self) -> int:
-        """Fills a batch up; never a target."""
-        return 0
-
-    @property
-    def bos_id(self) -> int:
-        """Begins a sequence."""
-        return 1
-
-    @property
-    def eos_id(self) -> int:
-        """Ends a sequence."""
-        return 2
-
-    @property
-    def sep_id(self) -> int:
-        """Ends a modality."""
-        return 3
-
-    @property
-    def miss_id(self) -> int:
-        """Stands for an absent modality, spectrum group or scalar column."""
-        return 4
 
     @property
     def base_image(self) -> int:

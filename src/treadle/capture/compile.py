@@ -87,7 +87,7 @@ def compile_model(
     warn_of_sharded(inner)
     if backend == "inductor" and torch.cuda.is_available() and not _chooses_without_timing():
         _log.warning(
-            "compile: torch chooses GPU kernels by timing them and keeps its choice in its cache; a resume with another "
+            "compile: torch chooses GPU kernels by timing them and keeps its choice in a cache; a resume with another "
             "cache may round otherwise. Keep the folder TORCHINDUCTOR_CACHE_DIR, or set TORCHINDUCTOR_DETERMINISTIC=1 "
             "(from torch 2.10 on)"
         )

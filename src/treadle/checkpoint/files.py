@@ -55,7 +55,7 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def reported(target: Path) -> Iterator[None]:
+def reported(target: Path | str) -> Iterator[None]:
     """Turns whatever goes wrong while a file is written into a CheckpointError of one clear line."""
     try:
         yield

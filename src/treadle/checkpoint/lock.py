@@ -10,7 +10,7 @@ wrongly:
   looks again after locking.
 - A process that was just killed may still be on its way out: a refusal is tried again for a second.
 
-Within one process the lock is shared: a second trainer may go on where a first one failed.
+Within one process the lock is shared: a second trainer may resume where a first one failed.
 """
 
 from __future__ import annotations

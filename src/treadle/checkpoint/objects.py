@@ -44,11 +44,11 @@ class ObjectStore:
             from fsspec.core import url_to_fs
 
             settings = {"use_listings_cache": False, "skip_instance_cache": True, **(options or {})}
-            self._files, root = url_to_fs(url, **settings)
+            files, root = url_to_fs(url, **settings)
         except (ImportError, ValueError) as error:
             raise ConfigError(
-                f"cannot be reached: {error}. Install fsspec and what it names for such a URL (s3fs for s3://, gcsfs "
-                "for gs://)",
+                f"cannot be reached: {error}. Install what fsspec needs for such a URL: pip install 'treadle[s3]' for "
+                "s3://, 'treadle[gs]' for gs://",
                 argument="url",
                 value=url,
             ) from error
@@ -56,8 +56,18 @@ class ObjectStore:
         self.tries = tries
         self.pause = pause
         self._root = root.rstrip("/")
-        protocol = self._files.protocol
-        self._local = "file" in (protocol if isinstance(protocol, (tuple, list)) else (protocol,))
+        protocol = files.protocol
+        local = "file" in (protocol if isinstance(protocol, (tuple, list)) else (protocol,))
+        self._files: Any = _Folder(files) if local else files
+
+    @property
+    def files(self) -> Any:
+        """File system of fsspec, whose requests are tried once."""
+        return self._files
+
+    def path(self, key: str) -> str:
+        """Returns the path of an object in :attr:`files`."""
+        return f"{self._root}/{key}"
 
     def put(self, key: str, data: bytes) -> None:
         """Writes an object, whole or not at all."""
@@ -75,10 +85,7 @@ class ObjectStore:
         return True
 
     def _put(self, key: str, data: bytes, *, create: bool) -> None:
-        path = f"{self._root}/{key}"
-        if self._local:
-            _put_file(path, data, create=create)
-            return
+        path = self.path(key)
         try:
             self._files.pipe_file(path, data, mode="create" if create else "overwrite")
         except OSError as error:
@@ -92,7 +99,7 @@ class ObjectStore:
         Raises:
             FileNotFoundError: there is none.
         """
-        data: bytes = self._trying(lambda: self._files.cat_file(f"{self._root}/{key}"))
+        data: bytes = self._trying(lambda: self._files.cat_file(self.path(key)))
         return data
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
@@ -113,7 +120,7 @@ class ObjectStore:
         """Deletes objects; those that are gone already do not matter."""
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
-                self._trying(lambda key=key: self._files.rm_file(f"{self._root}/{key}"))  # type: ignore[misc]
+                self._trying(lambda key=key: self._files.rm_file(self.path(key)))  # type: ignore[misc]
 
     def _trying(self, request: Callable[[], Result]) -> Result:
         for attempt in range(self.tries):
@@ -130,19 +137,28 @@ class ObjectStore:
         raise AssertionError
 
 
-def _put_file(path: str, data: bytes, *, create: bool) -> None:
-    """Writes a file as an object store writes an object; what a kill leaves of it has a name of its own."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    temporary = f"{path}.{uuid.uuid4().hex}.part"
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if create:
-            os.link(temporary, path)
-        else:
-            os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+class _Folder:
+    """Local file system of fsspec that writes a file as an object store writes an object: whole, once if asked for."""
+
+    def __init__(self, files: Any):
+        self._files = files
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
+
+    def pipe_file(self, path: str, data: bytes, mode: str) -> None:
+        """Writes a file; what a kill leaves of it is called ``.part``."""
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        temporary = f"{path}.{uuid.uuid4().hex}.part"
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if mode == "create":
+                os.link(temporary, path)
+            else:
+                os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)

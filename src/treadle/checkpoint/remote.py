@@ -63,7 +63,7 @@ class Manifest:
         return {part["key"] for entry in self.files.values() for part in entry.get("parts", [])}
 
     def packed(self) -> bytes:
-        """Returns the bytes of the object: a CRC-32, and what it is of."""
+        """Returns the bytes of the object: a CRC-32, and the name of its content."""
         text = json.dumps({"claim": self.claim, "number": self.number, "reach": self.reach, "files": self.files})
         return f"{zlib.crc32(text.encode()):08x} {text}".encode()
 
@@ -117,13 +117,14 @@ class RemoteWorkspace:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def latest(self) -> tuple[Manifest, list[str]] | tuple[None, list[str]]:
-        """Returns the latest manifest that can be read, and what is wrong with later ones.
+        """Returns the latest manifest that can be read, and the errors of later ones.
 
         Raises:
             CheckpointError: there are manifests, and none can be read.
         """
         problems: list[str] = []
-        for key in sorted(self.store.sizes(_MANIFESTS), reverse=True):
+        whole = [key for key in self.store.sizes(_MANIFESTS) if key.endswith(".json")]  # no file of a put cut short
+        for key in sorted(whole, reverse=True):
             try:
                 return Manifest.unpacked(self.store.get(key)), problems
             except (CheckpointError, ValueError, KeyError, TypeError, FileNotFoundError) as error:
@@ -217,7 +218,7 @@ class RemoteWorkspace:
         return _of_states(_stamps(self.staging)) != _of_states(self._stamps)
 
     def publish(self) -> None:
-        """Uploads what is new in the staging folder, then the manifest, and deletes what no manifest needs any more.
+        """Uploads new files of the staging folder, then the manifest, and deletes files that no manifest needs.
 
         Raises:
             CheckpointError: the store cannot be reached, or another process has claimed it. What was there before is
@@ -244,7 +245,7 @@ class RemoteWorkspace:
     def _seen_at_once(
         self, known: Mapping[str, Any], opened: contextlib.ExitStack
     ) -> tuple[dict[str, _Stamp], dict[str, str], dict[str, BinaryIO], Reach]:
-        """Opens the files that are to be uploaded, as they are at one moment: the run goes on, saves and prunes.
+        """Opens the files to upload as they are at one moment, since the run continues to save and prune.
 
         A file that is open can be read to its end after it was pruned. Where states or links changed meanwhile, all is
         looked at again.

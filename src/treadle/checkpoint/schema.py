@@ -19,7 +19,7 @@ from torch import Tensor
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.checkpoint.files import FORMAT_NAME
 from treadle.distributed import is_dtensor
-from treadle.distributed.shards import Part, gathered, own_block, without_pending_sums
+from treadle.distributed.shards import LocalShard, gathered, local_block, without_pending_sums
 from treadle.errors import CheckpointError
 from treadle.nested import elements
 
@@ -90,7 +90,8 @@ def to_plain(
         path: where the tree hangs, for error messages.
         copies: clones made so far; for the recursion.
         buffers: where the clones go; None takes fresh memory.
-        parts: of tensors that are spread over ranks, copy this rank's :class:`treadle.distributed.shards.Part` instead.
+        parts: of tensors that are spread over ranks, copy this rank's :class:`treadle.distributed.shards.LocalShard`
+            instead.
 
     Raises:
         CheckpointError: a value that ``weights_only=True`` could not load, naming its path.
@@ -119,7 +120,7 @@ def to_plain(
     raise _not_plain(path, tree, "checkpoints hold tensors, numbers, strings, bools, None, lists and dicts only")
 
 
-def _clone_part(tensor: Any, copies: dict[Any, Any], buffers: HostBuffers | None, parts: bool) -> Tensor | Part:
+def _clone_part(tensor: Any, copies: dict[Any, Any], buffers: HostBuffers | None, parts: bool) -> Tensor | LocalShard:
     """Copies a tensor that is spread over ranks: this rank's part, or the whole on rank 0."""
     tensor = tensor.detach()
     local = tensor.to_local()
@@ -131,8 +132,8 @@ def _clone_part(tensor: Any, copies: dict[Any, Any], buffers: HostBuffers | None
         source = local if parts else gathered(summed)
         if source.device.type != "meta":
             source = source.to("cpu", copy=True) if buffers is None else buffers.copy(source)
-        copies[identity] = Part(source, own_block(summed)[0], tuple(tensor.shape)) if parts else source
-    copied: Tensor | Part = copies[identity]
+        copies[identity] = LocalShard(source, local_block(summed)[0], tuple(tensor.shape)) if parts else source
+    copied: Tensor | LocalShard = copies[identity]
     return copied
 
 

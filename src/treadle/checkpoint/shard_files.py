@@ -34,12 +34,15 @@ from torch.futures import Future
 from treadle.checkpoint.files import first_line, reported
 from treadle.checkpoint.ranks import WriterLostError
 from treadle.checkpoint.shard_manifest import METADATA
-from treadle.distributed.shards import Part
+from treadle.distributed.shards import LocalShard
 from treadle.errors import CheckpointError
 
 
 def write_shard(
-    tensors: Mapping[str, Tensor | Part], folder: Path, group: dist.ProcessGroup | None
+    tensors: Mapping[str, Tensor | LocalShard],
+    folder: Path | str,
+    group: dist.ProcessGroup | None,
+    files: SummedStreams | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Writes tensors to an empty folder, of those that several ranks have one copy; all ranks of the group call it.
 
@@ -47,6 +50,7 @@ def write_shard(
         tensors: of this rank, by key.
         folder: is there already.
         group: of the ranks that write; None for one process.
+        files: file system that ``folder`` is in; None for the local one, where files are synchronised.
 
     Returns:
         Size and CRC-32 of each file of this rank, as they were handed to the system.
@@ -54,8 +58,9 @@ def write_shard(
     Raises:
         CheckpointError: it failed on some rank, which is named; the same on all.
     """
-    parts = {key: value if isinstance(value, Part) else _all_of(value) for key, value in tensors.items()}
-    writer = _Writer(folder)
+    parts = {key: value if isinstance(value, LocalShard) else _all_of(value) for key, value in tensors.items()}
+    summed = files or _SummedFiles()
+    writer = _Writer(folder, summed, sync=files is None)
     try:
         with warnings.catch_warnings() if group is None else contextlib.nullcontext():
             if group is None:
@@ -69,17 +74,17 @@ def write_shard(
         raise
     except Exception as error:
         raise WriterLostError(f"a rank was lost while a checkpoint was written: {first_line(error)}") from error
-    return writer.files.sums
+    return summed.sums
 
 
-def _all_of(tensor: Tensor) -> Part:
-    return Part(tensor.resolve_conj().resolve_neg(), (0,) * tensor.dim(), tuple(tensor.shape))
+def _all_of(tensor: Tensor) -> LocalShard:
+    return LocalShard(tensor.resolve_conj().resolve_neg(), (0,) * tensor.dim(), tuple(tensor.shape))
 
 
 class _Planner(DefaultSavePlanner):
     """Plans parts as they are, each at its place; what ``save`` is given would be logged key by key."""
 
-    def __init__(self, parts: Mapping[str, Part]):
+    def __init__(self, parts: Mapping[str, LocalShard]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._parts = parts
 
@@ -94,11 +99,11 @@ class _Planner(DefaultSavePlanner):
         return self._parts[write_item.index.fqn].local.detach()
 
 
-def _is_empty(part: Part) -> bool:
+def _is_empty(part: LocalShard) -> bool:
     return math.prod(part.shape) == 0
 
 
-def _item(key: str, part: Part) -> WriteItem:
+def _item(key: str, part: LocalShard) -> WriteItem:
     offsets = torch.Size(part.offsets)
     return WriteItem(
         index=MetadataIndex(key, offsets),
@@ -114,9 +119,10 @@ def _item(key: str, part: Part) -> WriteItem:
 class _Writer(FileSystemWriter):
     """Names the file in every error and leaves the folder's path out of the metadata: it may be moved."""
 
-    def __init__(self, folder: Path):
-        super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
-        self.fs = self.files = _SummedFiles()
+    def __init__(self, folder: Path | str, files: Any, *, sync: bool):
+        super().__init__(folder, single_file_per_rank=True, sync_files=sync, thread_count=1)
+        self.fs = files
+        self.path = folder
 
     def storage_meta(self) -> StorageMeta:
         """Returns what identifies this save."""
@@ -124,25 +130,30 @@ class _Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes the file of this rank."""
-        with reported(Path(self.path) / f"{plan.storage_data.prefix}0.distcp"):
+        with reported(f"{self.path}/{plan.storage_data.prefix}0.distcp"):
             return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the metadata, on rank 0."""
-        with reported(Path(self.path) / METADATA):
+        with reported(f"{self.path}/{METADATA}"):
             super().finish(metadata, results)
 
 
-class _SummedFiles(FileSystem):
-    """Notes the size and the CRC-32 of what is written."""
+class SummedStreams:
+    """Part of a file system that notes the size and the CRC-32 of what is written.
+
+    Attributes:
+        sums: of each file by its name.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self.sums: dict[str, dict[str, Any]] = {}
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         """Opens a file."""
-        with super().create_stream(path, mode) as stream:
+        with super().create_stream(path, mode) as stream:  # type: ignore[misc]
             if mode != "wb":
                 yield stream
                 return
@@ -150,6 +161,10 @@ class _SummedFiles(FileSystem):
             yield summed
             name = re.sub(r"\.tmp$", "", os.path.basename(path))  # the metadata is renamed afterwards
             self.sums[name] = {"size": summed.size, "crc32": f"{summed.crc:08x}"}
+
+
+class _SummedFiles(SummedStreams, FileSystem):
+    """Local files."""
 
 
 class _Summed(io.BufferedIOBase):

@@ -57,11 +57,16 @@ class Marker:
 
 def checksum(path: Path) -> dict[str, Any]:
     """Returns the size and the CRC-32 of a file, read once."""
-    size, crc = 0, 0
     with open(path, "rb") as file:
-        while block := file.read(_CHUNK):
-            size += len(block)
-            crc = zlib.crc32(block, crc)
+        return checksum_of(file)
+
+
+def checksum_of(file: Any) -> dict[str, Any]:
+    """Returns the size and the CRC-32 of the rest of an open file."""
+    size, crc = 0, 0
+    while block := file.read(_CHUNK):
+        size += len(block)
+        crc = zlib.crc32(block, crc)
     return {"size": size, "crc32": f"{crc:08x}"}
 
 
@@ -87,26 +92,39 @@ def publish(folder: Path, files: Mapping[str, Mapping[str, Any]], *, ranks: int)
         CheckpointError: it cannot be written; the folder is unfinished then.
     """
     sync_folder(folder)
-    described = {"format": {"name": _NAME, "version": _VERSION}, "ranks": ranks, "files": dict(sorted(files.items()))}
-    write_text(json.dumps(described, indent=1) + "\n", folder / MARKER)
+    write_text(marker_text(files, ranks=ranks), folder / MARKER)
     (folder / _BEGUN).unlink(missing_ok=True)
     sync_folder(folder.parent)
+
+
+def marker_text(files: Mapping[str, Mapping[str, Any]], *, ranks: int) -> str:
+    """Returns the content of a marker."""
+    described = {"format": {"name": _NAME, "version": _VERSION}, "ranks": ranks, "files": dict(sorted(files.items()))}
+    return json.dumps(described, indent=1) + "\n"
 
 
 def read_marker(folder: Path) -> tuple[Marker | None, list[str]]:
     """Returns the marker of a folder, or None and what is wrong with it."""
     try:
-        found = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        return parse_marker((folder / MARKER).read_bytes())
+    except FileNotFoundError:
+        lacks = f"it is unfinished: it has no {MARKER}, so some rank may not have written its part"
+        return None, [lacks if folder.is_dir() else "no such folder"]
+    except OSError as error:
+        return None, [f"{MARKER} cannot be read ({type(error).__name__})"]
+
+
+def parse_marker(data: bytes) -> tuple[Marker | None, list[str]]:
+    """Returns a marker from its bytes, or None and what is wrong with it."""
+    try:
+        found = json.loads(data)
         version, marker = int(found["format"]["version"]), Marker(int(found["ranks"]), dict(found["files"]))
         named = found["format"]["name"] == _NAME and {STATE, METADATA} <= marker.files.keys()
         plain = all(
             os.path.basename(name) == name and type(entry["size"]) is int and type(entry["crc32"]) is str
             for name, entry in marker.files.items()
         )
-    except FileNotFoundError:
-        lacks = f"it is unfinished: it has no {MARKER}, so some rank may not have written its part"
-        return None, [lacks if folder.is_dir() else "no such folder"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return None, [f"{MARKER} cannot be read ({type(error).__name__})"]
     if version > _VERSION:
         return None, [f"its format {version} is newer than this treadle reads ({_VERSION}); update treadle"]

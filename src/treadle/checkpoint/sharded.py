@@ -26,7 +26,7 @@ from treadle.checkpoint.shard_files import write_shard
 from treadle.checkpoint.shard_manifest import MARKER, STATE, checksum
 from treadle.checkpoint.store import put_aside, save_checkpoint
 from treadle.checkpoint.tensor_table import take_apart
-from treadle.distributed.shards import Part
+from treadle.distributed.shards import LocalShard
 from treadle.errors import CheckpointError
 
 
@@ -56,12 +56,9 @@ def save_sharded(
     """
     group, target = writers_group(), Path(path)
     rank = 0 if group is None else dist.get_rank(group)
-    tensors, rest = take_apart(tree)
-    if rank != 0:
-        tensors = {key: value for key, value in tensors.items() if isinstance(value, Part) or _is_equal(key, equal)}
-    bad = [name for names in together(group, lambda: _non_finite(tensors, rest)) for name in names]
+    tensors, rest, bad = own_part(tree, equal, group)
     if bad:
-        target = put_aside(target, sorted(set(bad)))
+        target = put_aside(target, bad)
     try:
         together(group, lambda: _begin(target) if rank == 0 else None)
         written = write_shard(tensors, target, group)
@@ -76,6 +73,19 @@ def save_sharded(
     return target
 
 
+def own_part(
+    tree: Mapping[str, Any], equal: Collection[str], group: dist.ProcessGroup | None
+) -> tuple[dict[str, Tensor | LocalShard], dict[str, Any], list[str]]:
+    """Returns the tensors that this rank writes, the rest of the tree, and names that are not finite on some rank."""
+    tensors, rest = take_apart(tree)
+    if group is not None and dist.get_rank(group) != 0:
+        tensors = {
+            key: value for key, value in tensors.items() if isinstance(value, LocalShard) or _is_equal(key, equal)
+        }
+    bad = {name for names in together(group, lambda: _non_finite(tensors, rest)) for name in names}
+    return tensors, rest, sorted(bad)
+
+
 def _is_equal(key: str, equal: Collection[str]) -> bool:
     if key.startswith("optimizer.state."):
         return True
@@ -83,9 +93,11 @@ def _is_equal(key: str, equal: Collection[str]) -> bool:
     return (name if part == "model" else name.partition(".shadow.")[2]) in equal
 
 
-def _non_finite(tensors: Mapping[str, Tensor | Part], rest: Mapping[str, Any]) -> list[str]:
+def _non_finite(tensors: Mapping[str, Tensor | LocalShard], rest: Mapping[str, Any]) -> list[str]:
     weights = {key: value for key, value in tensors.items() if not key.startswith("optimizer.")}
-    bad = [key for key, value in weights.items() if not is_finite(value.local if isinstance(value, Part) else value)]
+    bad = [
+        key for key, value in weights.items() if not is_finite(value.local if isinstance(value, LocalShard) else value)
+    ]
     return bad + non_finite_names(rest)
 
 

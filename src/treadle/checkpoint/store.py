@@ -158,7 +158,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, share: tuple[int, int] = (0
         raise CheckpointError(f"checkpoint {os.fspath(path)!r} cannot be used: {'; '.join(problems[:3])}")
     from treadle.checkpoint.stored import ShardFolder, with_stored
 
-    tree: dict[str, Any] = with_stored(load_checkpoint(folder / STATE), ShardFolder(folder, marker.files))
+    tree: dict[str, Any] = with_stored(load_checkpoint(folder / STATE), ShardFolder.on_disk(folder, marker.files))
     return tree
 
 

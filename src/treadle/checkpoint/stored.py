@@ -10,7 +10,7 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from treadle.checkpoint.safe.claims import shortened
 from treadle.checkpoint.shard_manifest import METADATA
 from treadle.errors import CheckpointError
 
+Stat = Callable[[], tuple[bytes, Mapping[str, int]]]
 _CLASSES: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__qualname__): kind
     for kind in (
@@ -76,19 +77,30 @@ class ShardFolder:
     """Index of the tensors of a folder.
 
     Args:
-        path: the folder.
-        files: the names that its marker gives.
+        path: the folder, for messages.
+        stat: returns the content of its ``.metadata``, and the size of each file that its marker names.
+        reader: of its files.
 
     Raises:
         CheckpointError: its metadata is damaged, holds foreign classes, or does not fit the files.
     """
 
-    def __init__(self, path: str | os.PathLike[str], files: Collection[str]):
-        self.path = Path(path)
-        metadata = _read_metadata(self.path, files)
+    def __init__(self, path: str | os.PathLike[str], stat: Stat, reader: FileSystemReader):
+        self.path = os.fspath(path)
+        metadata = _read_metadata(self.path, stat)
         self.tensors: Mapping[str, TensorStorageMetadata] = metadata.state_dict_metadata  # type: ignore[assignment]
-        self._reader = FileSystemReader(self.path)
+        self._reader = reader
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+
+    @classmethod
+    def on_disk(cls, path: str | os.PathLike[str], files: Collection[str]) -> ShardFolder:
+        """Opens a folder on this machine, with the files that its marker names."""
+        folder = Path(path)
+
+        def stat() -> tuple[bytes, Mapping[str, int]]:
+            return (folder / METADATA).read_bytes(), {name: os.stat(folder / name).st_size for name in files}
+
+        return cls(folder, stat, FileSystemReader(folder))
 
     def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Returns a block of one tensor."""
@@ -99,13 +111,11 @@ class ShardFolder:
             return target
         items = create_read_items_for_chunk_list(key, described, [block])
         if sum(math.prod(item.lengths) for item in items) != target.numel():
-            raise CheckpointError(f"checkpoint {str(self.path)!r}: parts of {key!r} are in none of its files")
+            raise CheckpointError(f"checkpoint {self.path!r}: parts of {key!r} are in none of its files")
         try:
             self._reader.read_data(LoadPlan(items), _Into(target)).wait()
         except Exception as error:
-            raise CheckpointError(
-                f"checkpoint {str(self.path)!r}: {key!r} cannot be read: {first_line(error)}"
-            ) from error
+            raise CheckpointError(f"checkpoint {self.path!r}: {key!r} cannot be read: {first_line(error)}") from error
         return target
 
 
@@ -148,7 +158,7 @@ def with_stored(tree: Any, folder: ShardFolder, made: dict[str, StoredTensor] | 
             return {key: with_stored(value, folder, made) for key, value in tree.items()}
         key = tree[STORED]
         if key not in folder.tensors:
-            raise CheckpointError(f"checkpoint {str(folder.path)!r} has no tensor {key!r}")
+            raise CheckpointError(f"checkpoint {folder.path!r} has no tensor {key!r}")
         return made.setdefault(key, StoredTensor(folder, key))
     if isinstance(tree, list):
         return [with_stored(value, folder, made) for value in tree]
@@ -192,16 +202,16 @@ def _encoding(kind: Any, name: str) -> Any:
     return kind[name]
 
 
-def _read_metadata(folder: Path, files: Collection[str]) -> Metadata:
+def _read_metadata(folder: str, stat: Stat) -> Metadata:
     try:
-        with open(folder / METADATA, "rb") as file:
-            metadata = _Restricted(file).load()
-        _check(metadata, {name: os.stat(folder / name).st_size for name in files})
+        data, sizes = stat()
+        metadata = _Restricted(io.BytesIO(data)).load()
+        _check(metadata, sizes)
     except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {str(folder)!r}: {METADATA} is refused: {error}") from None
+        raise CheckpointError(f"checkpoint {folder!r}: {METADATA} is refused: {error}") from None
     except Exception as error:
         raise CheckpointError(
-            f"checkpoint {str(folder)!r}: {METADATA} is damaged ({type(error).__name__}: {first_line(error)})"
+            f"checkpoint {folder!r}: {METADATA} is damaged ({type(error).__name__}: {first_line(error)})"
         ) from error
     found: Metadata = metadata
     return found

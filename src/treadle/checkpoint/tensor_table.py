@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from treadle.checkpoint.files import STORED
-from treadle.distributed.shards import Part
+from treadle.distributed.shards import LocalShard
 from treadle.errors import CheckpointError
 
 
-def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
+def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor | LocalShard], dict[str, Any]]:
     """Takes the tensors out of model, optimizer state and averages, and whatever is spread over ranks elsewhere.
 
     Args:
@@ -43,11 +43,11 @@ def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor | Part], dict[
 
 class _Taker:
     def __init__(self) -> None:
-        self.tensors: dict[str, Tensor | Part] = {}
+        self.tensors: dict[str, Tensor | LocalShard] = {}
         self._keys: dict[int, str] = {}  # by identity: tied weights are stored once
 
     def take(self, value: Any, path: str, *, whole: bool) -> Any:
-        if isinstance(value, Part) or (whole and isinstance(value, Tensor) and _is_plain(value)):
+        if isinstance(value, LocalShard) or (whole and isinstance(value, Tensor) and _is_plain(value)):
             key = self._keys.setdefault(id(value), path)
             self.tensors[key] = value
             return {STORED: key}

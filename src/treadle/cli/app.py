@@ -25,7 +25,7 @@ Exit codes:
   1      the run failed, or a file is damaged or not to be trusted
   2      a wrong setting, option or path; nothing was done
   3      replay or verify: not equal
-  128+n  stopped by signal n; a run that saves then goes on with the same command
+  128+n  stopped by signal n; a run that saved resumes with the same command
 """
 
 # Plain help and usage errors: no boxes, so that they read the same in a file and on a narrow terminal.
@@ -35,10 +35,10 @@ app = typer.Typer(
 train = typer.Typer(
     cls=TrainGroup, no_args_is_help=True, rich_markup_mode=None, subcommand_metavar="COMMAND | FILE [ARGS]...",
     help="Train a model: a command below with its own data, or what your configuration FILE (.yaml, .yml, .py) "
-    "describes. The same command again goes on.\n\n\b\nExamples:\n  treadle train spectra epochs=20\n"
+    "describes. The same command again resumes.\n\n\b\nExamples:\n  treadle train spectra epochs=20\n"
     "  treadle train run.yaml\n  torchrun --nproc_per_node 4 -m treadle train run.yaml",
 )  # fmt: skip
-app.add_typer(train, name="train", short_help="Train a model, or go on training it.")
+app.add_typer(train, name="train", short_help="Train a model, or resume its training.")
 train.callback()(on_ranks)
 train.command(NAME, cls=FileCommand, short_help="What your configuration file describes.")(config)
 app.command(short_help="Measure a split with the best weights of a run.")(evaluate)

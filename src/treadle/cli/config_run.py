@@ -26,7 +26,7 @@ from treadle.errors import ConfigError
 from treadle.runs.packs import find_pack
 from treadle.runs.record_hooks import RunRecordHook, SessionKeeper
 from treadle.runs.script import train_from
-from treadle.runs.setting_places import settings_placed
+from treadle.runs.setting_names import settings_placed
 from treadle.runs.settings import flat
 from treadle.runs.target import PackRun, read_target
 from treadle.runs.tracking import tracked
@@ -194,7 +194,7 @@ class _Keeper:
     def before_running(self, engine: Engine) -> None:
         """Adds the record behind the other hooks."""
         if all(type(hook).checkpoint_to_resume is BaseHook.checkpoint_to_resume for hook in engine.hooks):
-            _log.warning("no hook saves and resumes: once stopped, this run starts anew; add a CheckpointingHook")
+            _log.warning("no hook saves and resumes: once stopped, this run starts afresh; add a CheckpointingHook")
         engine.hooks = [*engine.hooks, self.record]
 
 

@@ -133,7 +133,7 @@ class PackMember:
         face: the pack.
         settings: that all have.
         device: None takes CUDA, then MPS, then the CPU.
-        resume: go on from the folder's checkpoint.
+        resume: load the folder's checkpoint and continue.
         trackers: what follows the runs.
     """
 

@@ -69,7 +69,7 @@ def _follow(targets: Sequence[Path], runs: list[RunRecords], path: Path, interva
     """Writes the page again and again until no run trains any more or Ctrl-C; returns what was read last.
 
     A process whose training is finished may write results and draw pictures; it is followed until it ends, or for a
-    while where it goes on with something else.
+    while where it turns to something else.
     """
     processes: set[int] = set()
     ended = time.monotonic()

@@ -104,7 +104,7 @@ def config(
     and `imports`, your own files or modules; or `face: spectra` (any pack) and settings of that command. A file can run
     code: give only those that you trust.
 
-    A run that was stopped goes on when the same command is given again, if its trainer has a CheckpointingHook. Its
+    A run that was stopped resumes when the same command is run again, if its trainer has a CheckpointingHook. Its
     workspace gets a run.json, from which `treadle replay` builds it again.
 
     \b

@@ -16,7 +16,7 @@ from treadle import distributed
 from treadle.data.agreement import Lengths, lengths_of_ranks
 from treadle.data.amount import Amount, batches_in
 from treadle.data.duplicates import fingerprint, repeated_by_ranks, repeated_by_workers
-from treadle.data.elastic import Place, find_place, mismatches, refuse_other_workers
+from treadle.data.elastic import ResumePoint, find_place, mismatches, refuse_other_workers
 from treadle.data.order import in_global_order
 from treadle.data.own_state import LoaderState, kept_generators, set_epoch
 from treadle.data.samplers import generators_of
@@ -106,7 +106,7 @@ class Cursor:
         self.position = 0
         self.ended = False
         self.lengths: Lengths | None = None
-        self._place = Place(0)  # where the running epoch was entered
+        self._place = ResumePoint(0)  # where the running epoch was entered
         self._passed = 0  # positions before that place that this loader never had
         self._source: Source | None = None
         self._loader: Any = None
@@ -398,7 +398,7 @@ class Cursor:
         self._iterator = None
         self._opening = None
         self._loaded = None
-        self._place, self._passed = Place(0), 0
+        self._place, self._passed = ResumePoint(0), 0
 
     def restart(self, *, epoch: int = 0) -> None:
         """Goes to the start of an epoch, keeping the loader and its persistent workers."""
@@ -478,7 +478,7 @@ class Cursor:
         self.epoch = int(state_dict["epoch"])
         self.position = int(state_dict["position"])
         self.ended = bool(state_dict["ended"])
-        self._place, self._passed = Place(self.position), 0
+        self._place, self._passed = ResumePoint(self.position), 0
         self._iterator = None
         self._opening = state_dict["opening"]
         self._loaded = {key: value for key, value in state_dict.items() if key != "ranks"}

@@ -11,7 +11,7 @@ from treadle.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Place:
+class ResumePoint:
     """A place in the running epoch.
 
     Attributes:
@@ -31,7 +31,7 @@ class Place:
 
 def find_place(
     saved: Mapping[str, Any], *, position: int, order: GlobalOrder | None, length: int | None, ranks: int, loader: str
-) -> Place:
+) -> ResumePoint:
     """Returns where a run continues.
 
     Args:
@@ -45,15 +45,15 @@ def find_place(
     before = saved.get("order")
     if order is not None and before is not None and order.same_samples(before):
         if order.same_batches(before):
-            return Place(position, start=int(before["start"]))
+            return ResumePoint(position, start=int(before["start"]))
         return _place_in_order(before, order)
     wrote = saved.get("num_ranks") or ranks
     if wrote == ranks:
         another_order = "order" in saved and (before is not None or order is not None)  # older states do not say
-        return _place_in_another_order(position, loader) if another_order else Place(position)
+        return _place_in_another_order(position, loader) if another_order else ResumePoint(position)
     old_length = saved.get("length")
     scaled = position if not old_length or length is None else position * length // old_length
-    return Place(
+    return ResumePoint(
         scaled,
         keeps_state=False,
         exact=False,
@@ -61,13 +61,13 @@ def find_place(
             f"the checkpoint was written by {wrote} ranks inside an epoch and this run has {ranks}: the position in a "
             f"{loader} cannot be carried over, and some samples of this epoch are read twice or not at all "
             f"(going on after {scaled} of {length if length is not None else 'an unknown number of'} micro-batches); "
-            "a treadle.data.RankBatchSampler goes on with the very samples that are left"
+            "a treadle.data.RankBatchSampler continues with the very samples that are left"
         ],
     )
 
 
-def _place_in_another_order(position: int, loader: str) -> Place:
-    return Place(
+def _place_in_another_order(position: int, loader: str) -> ResumePoint:
+    return ResumePoint(
         position,
         exact=False,
         warnings=[
@@ -77,12 +77,12 @@ def _place_in_another_order(position: int, loader: str) -> Place:
     )
 
 
-def _place_in_order(before: Mapping[str, Any], order: GlobalOrder) -> Place:
+def _place_in_order(before: Mapping[str, Any], order: GlobalOrder) -> ResumePoint:
     """The samples that are left are cut afresh; counted so that position and length tell what is left."""
     start = int(before["consumed"])
     left = order.num_batches(start)
     warnings = [
-        f"the epoch goes on after {start} of its {order.num_samples} samples, in the same order and none lost or "
+        f"the epoch continues after {start} of its {order.num_samples} samples, in the same order and none lost or "
         f"doubled, but in other batches: {before['global_batch_size']} samples on {before['num_replicas']} ranks "
         f"before, {order.global_batch_size} on {order.num_replicas} now. From here on the run is another"
     ]
@@ -92,7 +92,7 @@ def _place_in_order(before: Mapping[str, Any], order: GlobalOrder) -> Place:
             f"the last {unread} samples of the epoch are fewer than the {order.num_replicas} ranks: they are not read "
             "in this epoch"
         )
-    return Place(order.num_batches() - left, start=start, keeps_state=False, exact=False, warnings=warnings)
+    return ResumePoint(order.num_batches() - left, start=start, keeps_state=False, exact=False, warnings=warnings)
 
 
 def refuse_other_workers(saved: Mapping[str, Any], now: Mapping[str, Any], *, loader: str) -> None:
@@ -115,7 +115,7 @@ def refuse_other_workers(saved: Mapping[str, Any], now: Mapping[str, Any], *, lo
         )
 
 
-def mismatches(saved: Mapping[str, Any], now: Mapping[str, Any], place: Place) -> list[str]:
+def mismatches(saved: Mapping[str, Any], now: Mapping[str, Any], place: ResumePoint) -> list[str]:
     """Says in words what the loader has in common no more with the one of the checkpoint; arguments as above."""
     words = []
     if saved.get("kind") not in (None, now["kind"]):

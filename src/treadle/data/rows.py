@@ -176,7 +176,7 @@ class RowLoader:
 
     def _refuse_old_pass(self) -> NoReturn:
         raise RuntimeError(
-            f"{type(self).__name__}: this pass cannot go on, since it was closed or another one was begun over the "
+            f"{type(self).__name__}: this pass cannot continue, since it was closed or another one was begun over the "
             "same loader, which has one position; give training and evaluation a loader each"
         )
 

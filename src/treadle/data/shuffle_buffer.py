@@ -101,7 +101,7 @@ class ShuffleBuffer(EnteredStream):
 
 @contextlib.contextmanager
 def _drawing_from(seed: int) -> Iterator[None]:
-    """Lets the CPU's random generators draw from a seed inside the block, and go on after it as if nothing happened."""
+    """Draws from a seed with the CPU's generators inside the block, and restores them after it."""
     outside = Draws()
     seed_worker(seed)
     try:

@@ -178,7 +178,26 @@ class _Stateful:
         return []
 
 
-class _Streamed:
+class _FromStart:
+    """Part of a source that is entered at its start only: its length, and nothing by position."""
+
+    loader: Any
+    length: int | None
+
+    def measure(self) -> None:
+        self.length = _length(self.loader)
+
+    def finish(self, iterator: Iterator[Any]) -> None:
+        pass
+
+    def is_over_at(self, position: int) -> bool:
+        return True
+
+    def ids_at(self, position: int) -> Any:
+        return None
+
+
+class _Streamed(_FromStart):
     kind = "streamed"
     exact = False
 
@@ -193,18 +212,6 @@ class _Streamed:
         if skip and state is not None:
             return self.reader.open(seed=seed, state=state)
         return _passed_over(self.reader.open(seed=seed, state=None), skip)
-
-    def measure(self) -> None:
-        self.length = _length(self.loader)
-
-    def finish(self, iterator: Iterator[Any]) -> None:
-        pass
-
-    def is_over_at(self, position: int) -> bool:
-        return True
-
-    def ids_at(self, position: int) -> Any:
-        return None
 
     def warnings(self, *, resuming: bool) -> list[str]:
         sentences = hidden_generators(self.loader)
@@ -222,7 +229,7 @@ class _Streamed:
 _EXACT_REPLAY = "That is exact only if what it yields depends on the RNG at its opening alone"
 
 
-class _Replayed:
+class _Replayed(_FromStart):
     kind = "replayed"
     exact = False
 
@@ -235,18 +242,6 @@ class _Replayed:
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
         _draw_for_running_workers(self.loader)
         return _passed_over(self._workers.of(iter(self.loader)), skip)
-
-    def measure(self) -> None:
-        self.length = _length(self.loader)
-
-    def finish(self, iterator: Iterator[Any]) -> None:
-        pass
-
-    def is_over_at(self, position: int) -> bool:
-        return True
-
-    def ids_at(self, position: int) -> Any:
-        return None
 
     def state(self) -> Any:
         return None
@@ -402,6 +397,30 @@ def _is_torchs_own(loader: Any) -> bool:
     )
 
 
+def _refuse_counts(loader: Any) -> None:
+    """Raises ConfigError for a loader or a stream whose state is a count of samples and does not lead to their order.
+
+    Those of litdata and mosaicml-streaming: the ``state_dict`` of their data sets needs numbers from their own loaders.
+    """
+    dataset = getattr(loader, "dataset", None)
+    named = callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
+    if not named or not isinstance(dataset, IterableDataset) or keeps_its_place(dataset):
+        return
+    if hasattr(dataset, "next_epoch"):  # mosaicml-streaming
+        raise ConfigError(
+            f"{type(dataset).__name__} counts its epochs in memory that processes share, which no checkpoint holds: "
+            "after a resume the samples would come in another order. Read it by index, from a map-style data set "
+            "whose __getitem__ calls its own, or use treadle.data.ShardedStream",
+            argument="loader",
+        )
+    if hasattr(loader, "state_dict"):
+        raise ConfigError(
+            f"the state of a {type(loader).__name__} is a count of samples, which after a resume gives other batches; "
+            f"use torch.utils.data.DataLoader over the same {type(dataset).__name__}: its epoch is replayed exactly",
+            argument="loader",
+        )
+
+
 def open_source(loader: Any) -> Source:
     """Chooses how a loader is read.
 
@@ -419,6 +438,7 @@ def open_source(loader: Any) -> Source:
     if isinstance(loader, TransferLoader):
         return TransferredSource(open_source(loader.loader), loader)
     refuse_dataset(loader)
+    _refuse_counts(loader)
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return _Stateful(loader)
     map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)

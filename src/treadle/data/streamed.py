@@ -88,7 +88,7 @@ class SeededStream(IterableDataset[Any]):
         return 0 if info is None else (info.id + self.first) % info.num_workers
 
     def __iter__(self) -> Iterator[Any]:
-        """Begins the epoch, or goes on where the state of this worker says."""
+        """Begins the epoch, or continues where the state of this worker says."""
         worker = self.worker
         state = self.start[worker] if self.start else None
         self._reads, self._ended = (0, False) if state is None else (int(state["reads"]), bool(state["ended"]))
@@ -123,7 +123,7 @@ class SeededStream(IterableDataset[Any]):
             yield sample
 
     def enter(self, state: Mapping[str, Any]) -> None:
-        """Lets a pass that has just begun go on where a state says, by the iterator's own state."""
+        """Lets a pass that has just begun continue where a state says, by the iterator's own state."""
         if "reads" not in state:
             state = {"reads": 0, "ended": False, "iterator": state}
         self._reads, self._ended = int(state["reads"]), bool(state["ended"])

@@ -36,7 +36,7 @@ class TransferLoader:
     loaders are asked for a batch only when it is wanted, since reading ahead would draw from the random generators
     before the step does; their copies overlap with what the GPU has not finished.
 
-    The order, the position, and what a checkpoint holds are those of the wrapped loader: a run may go on with or
+    The order, the position, and what a checkpoint holds are those of the wrapped loader: a run may resume with or
     without the wrapper. Everything else that is asked of this loader is answered by the wrapped one, too.
 
     Without a GPU it passes batches through unchanged, with a warning.

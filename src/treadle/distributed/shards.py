@@ -17,7 +17,7 @@ from treadle.distributed.ranks import is_dtensor, rank
 
 
 @dataclass(frozen=True)
-class Part:
+class LocalShard:
     """What one rank holds of a tensor.
 
     Attributes:
@@ -53,7 +53,7 @@ def whole(saved: Tensor | Stored) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved.read([0] * len(saved.shape), saved.shape)
 
 
-def own_block(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def local_block(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns offsets and sizes of this rank's part of a DTensor."""
     (chunk,) = tensor.__create_chunk_list__()
     return tuple(chunk.offsets), tuple(chunk.sizes)
@@ -93,7 +93,7 @@ def placed_like(saved: Any, live: Any) -> Any:
         return whole(saved)
     from torch.distributed.tensor import DTensor
 
-    offsets, sizes = own_block(live)
+    offsets, sizes = local_block(live)
     if isinstance(saved, Tensor):
         local = saved[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))].clone()
     else:

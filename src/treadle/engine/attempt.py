@@ -221,7 +221,7 @@ def run_gradient_hooks(engine: Engine, grads: Sequence[Tensor]) -> tuple[Gradien
     hooks = engine.events.hooks_for(engine.hooks, "on_before_optimizer_step")
     engine.events.emit(engine, "on_before_optimizer_step")
     left = Gradients.of(engine.optimizer)
-    may_differ = not all(getattr(hook.on_before_optimizer_step, "looks_only", False) for hook in hooks)
+    may_differ = not all(getattr(hook.on_before_optimizer_step, "read_only", False) for hook in hooks)
     # The norm of gradients that are spread over ranks is a collective, and a hook that looks may be on one rank alone.
     if may_differ and (are_whole(left) or [(id(grad), grad._version) for grad in left] != before):
         engine.attempt.info["grad_norm"] = total_norm(left)

@@ -76,7 +76,7 @@ def evaluate(
         limit=limit,
     )  # fmt: skip
     if distributed.world_size() > 1:
-        means.align(distributed.gather_objects(means.names()))  # a rank may have had no batch, and so no names
+        means.align_keys(distributed.gather_objects(means.names()))  # a rank may have had no batch, and so no names
     values = means.compute(distributed.sum_over_ranks)
     result = {"loss": values.get("loss", math.nan), **values.get("records", {})}
     return {**result, **(_as_plain(metrics.compute()) if metrics is not None else {})}

@@ -79,17 +79,17 @@ Event = TypeVar("Event", bound=Callable[..., None])
 STEP_EVENTS = ("on_before_step", "on_before_optimizer_step", "on_after_step")
 
 
-def looks_only(method: Event) -> Event:
+def read_only(method: Event) -> Event:
     """Marks an ``on_before_optimizer_step`` that leaves the gradients alone, so that they are not measured again.
 
     Example:
         >>> class Counts(BaseHook):
         ...     steps = 0
-        ...     @looks_only
+        ...     @read_only
         ...     def on_before_optimizer_step(self, trainer):
         ...         self.steps += 1
     """
-    method.looks_only = True  # type: ignore[attr-defined]
+    method.read_only = True  # type: ignore[attr-defined]
     return method
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,13 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from treadle import distributed
 from treadle.checkpoint.buffers import HostBuffers
-from treadle.data.amount import Amount
-from treadle.data.cursor import Cursor, Group
-from treadle.device import get_device
-from treadle.distributed.gradients import GradientExchange, gradient_exchange
+from treadle.data.cursor import Group
+from treadle.distributed.gradients import gradient_exchange
 from treadle.engine import session
 from treadle.engine.attempt import (
-    Attempt,
     apply_step_effects,
     begin_step,
     finish_step,
@@ -35,34 +29,26 @@ from treadle.engine.attempt import (
     skip,
     start_attempt,
 )
+from treadle.engine.base import EngineBase
 from treadle.engine.block import run_ahead
 from treadle.engine.epoch_end import finish_epoch, fresh_group
 from treadle.engine.evaluation import evaluate
-from treadle.engine.events import Events
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook, reaches_hooks
 from treadle.engine.limits import Deadline, Limits
 from treadle.engine.observers import announce_running
-from treadle.engine.progress import Progress
 from treadle.engine.rehearsal import check_length_of_schedule, refuse_fsdp_1
-from treadle.engine.session import Declared, leave_on_signal, resume_from_hooks, training_session
-from treadle.engine.settings import Capture, EngineSettings, Outcome, Steps
-from treadle.engine.signals import ExitPlan, SignalListener
-from treadle.engine.state import Driver, RunState
-from treadle.engine.state_options import StateOptions
+from treadle.engine.session import leave_on_signal, resume_from_hooks, training_session
+from treadle.engine.settings import Capture, EngineSettings, Outcome
 from treadle.engine.stopping import Target
 from treadle.engine.voice import speaking
-from treadle.errors import ConfigError
-from treadle.means import RunningMeans
-from treadle.optim.ema import Ema
 from treadle.optim.evaluation_point import at_evaluation_point
 from treadle.optim.gradients import Gradients, clip_, clip_values_, divide_, total_norm
-from treadle.optim.nonfinite import FiniteGuard, StepLocation
-from treadle.optim.precision import Precision, PrecisionName
-from treadle.task import StepOutput, Task, as_step_output
+from treadle.optim.precision import PrecisionName
+from treadle.task import Task, as_step_output
 
 
-class Engine:
+class Engine(EngineBase):
     """Runs a model, an optimizer and a task over a loader, one optimizer step at a time.
 
     Args:
@@ -92,6 +78,7 @@ class Engine:
         ConfigError: a value is outside its range.
 
     Example:
+        >>> from treadle import StepOutput
         >>> class Square:
         ...     def step(self, model, batch, totals=None, generator=None):
         ...         return StepOutput(((model(batch) - 1) ** 2).mean())
@@ -101,39 +88,6 @@ class Engine:
         >>> engine.step
         3
     """
-
-    # -- parts, as the user gave them
-    model: nn.Module
-    optimizer: Optimizer
-    lr_scheduler: LRScheduler | None
-    task: Task
-    precision: Precision  # autocast and gradient scaling, and the device
-    settings: EngineSettings
-    logger: logging.Logger
-    config: Any  # plain values, written into checkpoints
-
-    # -- may be assigned at any time
-    hooks: list[BaseHook]
-    workspace: Path | None
-    should_stop: bool
-
-    # -- the run
-    target: Target
-    cursor: Cursor  # position in the training data
-    eval_cursor: Cursor
-    progress: Progress  # counters, means of the running epoch
-    attempt: Attempt  # the latest attempt at a step
-    state: RunState  # parts of a checkpoint, and where the present state came from
-    num_ranks: int
-
-    # -- machinery, made by prepare()
-    declared: Declared  # what hooks declare: averages, messages between ranks
-    events: Events
-    signals: SignalListener
-    exchange: GradientExchange
-    guard: FiniteGuard
-    steps: Steps  # train_step, or its captured form
-    stray_parameters: list[nn.Parameter]  # trainable and in no group of the optimizer
 
     def __init__(
         self,
@@ -180,37 +134,6 @@ class Engine:
         self.hooks = list(hooks)
         self.config = config
         self.workspace = None if workspace is None else Path(workspace)
-
-    def _configure(
-        self,
-        settings: EngineSettings,
-        precision: PrecisionName | None,
-        *,
-        logger: logging.Logger,
-        state_options: StateOptions | None = None,
-    ) -> None:
-        """Keeps the settings and sets every counter to 0; builds nothing."""
-        self.settings = settings
-        self.precision = Precision(precision, get_device(settings.device_asked))
-        self.logger = logger
-        self.config = None
-        self.hooks = []
-        self.workspace = None
-        self.should_stop = False
-        self.target = Target(max_steps=0)
-        limits = settings.limits
-        self.cursor = Cursor(ranks="together", limit=limits.train, only=limits.overfit_batches)
-        self.eval_cursor = Cursor()
-        self.progress = Progress()
-        self.attempt = Attempt()
-        self.state = RunState(state_options or StateOptions())
-        self.num_ranks = 1
-        self.declared = Declared()
-        self.events = Events()
-        self.signals = SignalListener()
-        self.guard = FiniteGuard()
-        self.steps = self.train_step
-        self.stray_parameters = []
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Makes an overridden ``log`` or ``log_images`` reach the hooks, with or without ``super()``."""
@@ -282,13 +205,9 @@ class Engine:
             self.emit("on_after_train")
             self.events.write_requested()
 
-    def refuse_training(self, reason: str) -> None:
-        """Makes every later call that would train an error; evaluations and saves stay possible."""
-        self.state.closed = reason
-
-    def _refuse_if_closed(self) -> None:
-        if self.state.closed is not None:
-            raise ConfigError(self.state.closed)
+    def _stops_here(self) -> bool:
+        """Returns whether the run stops after this step, alike on all ranks: a stop counts once they all know."""
+        return self.should_stop if self.num_ranks == 1 else any(sent[1] for sent in self.attempt.rank_messages)
 
     def _ahead(self) -> bool:
         """Runs captured steps ahead, as far as nobody must see one by itself; returns whether the run ends there."""
@@ -367,15 +286,6 @@ class Engine:
         finish_step(self, outcome)
         return outcome == "applied"
 
-    def location(self) -> StepLocation:
-        """Returns the location of the present step, for error messages."""
-        position, tries = self.cursor.position, self.progress.tries
-        return StepLocation(self.step, self.epoch, position, len(self.attempt.info["loss"]), tries)
-
-    def _stops_here(self) -> bool:
-        """Returns whether the run stops after this step, alike on all ranks: a stop counts once they all know."""
-        return self.should_stop if self.num_ranks == 1 else any(sent[1] for sent in self.attempt.rank_messages)
-
     # -- events and files -----------------------------------------------------------------------------------------
 
     def emit(self, event: str, *args: Any) -> None:
@@ -398,7 +308,7 @@ class Engine:
         """Writes the requested files."""
         self.events.write_requested()
 
-    # -- what hooks read ------------------------------------------------------------------------------------------
+    # -- where the run is -----------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -421,105 +331,19 @@ class Engine:
         return self.cursor.epoch
 
     @property
-    def last_lr(self) -> Sequence[Any]:
-        """Learning rates of the epoch's last applied step, by parameter group."""
-        return self.progress.last_lr
-
-    @property
-    def epoch_means(self) -> RunningMeans:
-        """Weighted means of the running epoch on this rank."""
-        return self.progress.epoch_means
-
-    @property
     def step_info(self) -> dict[str, Any]:
         """Record of the latest step: ``loss``, ``weight``, ``records`` by micro-batch, ``applied``, ``reason``, ..."""
         return self.attempt.info
 
     @property
-    def step_outputs(self) -> list[StepOutput]:
-        """Losses and records of the latest step's micro-batches, free of their graph."""
-        return self.attempt.outputs
+    def total_steps(self) -> int | None:
+        """The step at which the run ends, where that is known."""
+        return self.target.total_steps(self)
 
     @property
-    def group(self) -> Group:
-        """Micro-batches of the latest attempt."""
-        return self.attempt.group
-
-    @property
-    def averages(self) -> Mapping[str, Ema]:
-        """Averaged models that hooks keep, by name."""
-        return self.declared.averages
-
-    @property
-    def state_parts(self) -> list[Driver]:
-        """Objects around the engine that add keys to its checkpoints; append one to have it saved."""
-        return self.state.drivers
-
-    @property
-    def exit_plans(self) -> list[ExitPlan]:
-        """What hooks ask for at a signal; empty outside a run."""
-        return self.signals.plans
-
-    @property
-    def resume_source(self) -> str | None:
-        """The checkpoint that the run resumed from."""
-        return self.state.source
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes. May be assigned before anything is built."""
-        return self.precision.device
-
-    @device.setter
-    def device(self, value: torch.device | str) -> None:
-        self.precision = Precision(self.precision.name, get_device(value))
-
-    @property
-    def face(self) -> str:
-        """Name of the front end."""
-        return self.settings.face
-
-    @property
-    def accumulation_steps(self) -> int:
-        """Micro-batches per step."""
-        return self.settings.accumulation_steps
-
-    @property
-    def grad_clip(self) -> float | None:
-        """Total 2-norm to which gradients are clipped; None: they are not. May be assigned."""
-        return self.settings.grad_clip
-
-    @grad_clip.setter
-    def grad_clip(self, value: float | None) -> None:
-        self.settings = dataclasses.replace(self.settings, grad_clip=value)
-        if self.state.training:
-            self.progress.moved_settings["grad_clip"] = self.settings.grad_clip
-
-    @property
-    def scheduler_interval(self) -> Literal["step", "epoch"]:
-        """Whether the scheduler moves with steps or epochs."""
-        return self.settings.scheduler_interval
-
-    @property
-    def max_non_finite_grad_retries(self) -> int:
-        """Fresh groups to try before NonFiniteError."""
-        return self.settings.max_non_finite_grad_retries or 0
-
-    @property
-    def eval_seed(self) -> int:
-        """Seed of every evaluation."""
-        return self.settings.eval_seed
-
-    @property
-    def capture(self) -> Capture:
-        """Whether steps are captured."""
-        return self.settings.capture
-
-    # -- where the run is -----------------------------------------------------------------------------------------
-
-    def train_means(self) -> dict[str, Any]:
-        """Returns the running epoch's weighted mean ``loss`` and ``records`` over all ranks; reads the device."""
-        return self.progress.epoch_means.compute(distributed.sum_over_ranks)
+    def is_last_step(self) -> bool:
+        """Whether the present step is the last one before the target."""
+        return self._stops_here() or self.target.is_last_step(self)
 
     def raise_if_refused(self, *, wait: bool = True) -> None:
         """Raises NonFiniteError if the device refused a step and the host has not looked until now.
@@ -531,15 +355,11 @@ class Engine:
         if late is not None:
             raise_late_refusal(self, late)
 
-    @property
-    def total_steps(self) -> int | None:
-        """The step at which the run ends, where that is known."""
-        return self.target.total_steps(self)
+    def rank_notices(self, notice: Callable[[], float]) -> list[float]:
+        """Returns the number that each rank sent for a hook in the present step; see ``BaseHook.notice``."""
+        return session.messages_of_ranks(self, notice)
 
-    @property
-    def is_last_step(self) -> bool:
-        """Whether the present step is the last one before the target."""
-        return self._stops_here() or self.target.is_last_step(self)
+    heard_of = rank_notices  # former name
 
     def evaluate(self, loader: Iterable[Any], task: Task | None = None) -> dict[str, Any]:
         """Returns the weighted mean loss, records and epoch metrics of a task over a loader; training does not notice.
@@ -561,41 +381,6 @@ class Engine:
                 interrupted=session.interruption(self),
                 limit=self.settings.limits.evaluation,
             )
-
-    @contextlib.contextmanager
-    def evaluations_limited_to(self, limit: Amount | None) -> Iterator[None]:
-        """Evaluates so many batches inside the block, or the part of a loader; None evaluates all."""
-        limits = dataclasses.replace(
-            self.settings.limits, limit_eval_batches=limit, overfit_batches=None, fast_dev_run=False
-        )
-        with self.temporarily(settings=dataclasses.replace(self.settings, limits=limits)):
-            yield
-
-    def rank_notices(self, notice: Callable[[], float]) -> list[float]:
-        """Returns the number that each rank sent for a hook in the present step; see ``BaseHook.notice``."""
-        return session.messages_of_ranks(self, notice)
-
-    heard_of = rank_notices  # former name
-
-    @contextlib.contextmanager
-    def temporarily(self, **parts: Any) -> Iterator[None]:
-        """Replaces parts of the engine inside the block, such as ``optimizer=`` or ``guard=``."""
-        before = {name: getattr(self, name) for name in parts}
-        for name, part in parts.items():
-            setattr(self, name, part)
-        try:
-            yield
-        finally:
-            for name, part in before.items():
-                setattr(self, name, part)
-
-    def set_group(self, group: Group) -> None:
-        """Makes a group the present one before its attempt begins, for a task that asks where a batch comes from."""
-        self.attempt = Attempt(group)
-
-    def isolated_step(self, guard: FiniteGuard) -> AbstractContextManager[None]:
-        """Lets steps run inside the block of which the engine keeps no record."""
-        return self.temporarily(guard=guard, attempt=self.attempt, progress=copy.copy(self.progress))
 
     # -- state ----------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ def explaining_out_of_memory(engine: Engine) -> Iterator[None]:
     """Turns an error for want of memory into one that names batch, setting and fix, having saved what can be saved.
 
     The step that failed is undone: its data comes again. The saved state is that of the last finished step, except for
-    the random numbers that the failed step drew and the buffers that its forward pass changed: the run goes on from
+    the random numbers that the failed step drew and the buffers that its forward pass changed: the run continues from
     there, not to the bit. Once the gradients were there, or on several ranks, nothing is saved: the weights may be
     half updated, or the state cannot be gathered.
 

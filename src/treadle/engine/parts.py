@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from treadle import distributed
 from treadle.checkpoint.base_fingerprints import without
@@ -30,12 +27,12 @@ from treadle.optim.evaluation_point import NAME as POINT
 from treadle.optim.evaluation_point import at_evaluation_point, has_modes
 from treadle.optim.optimizer import (
     aligned_groups,
-    is_same_setting,
     load_optimizer_state,
     optimizer_state,
     overruled_settings,
 )
 from treadle.optim.optimizer_state import by_position
+from treadle.optim.saved_schedule import as_built, jump_of_the_rate, overruled_schedule, refuse_another_schedule
 from treadle.optim.schedules import scheduler_state
 from treadle.seed import RngState, mix_seed
 
@@ -43,11 +40,6 @@ if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
 _OWN_DATA = ("opening", "generators", "loader", "objects")
-# Of torch's schedulers: what moves with the steps, or belongs to the optimizer's groups. The rest are settings.
-_MOVING = {
-    "base_lrs", "max_lrs", "last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "mode_worse",
-    "total_size", "verbose",
-}  # fmt: skip
 
 
 class FormatPart(StatePart):
@@ -142,14 +134,15 @@ class SchedulerPart(StatePart):
 
     def check(self, engine: Engine, saved: Saved) -> None:
         if engine.lr_scheduler is not None and saved.get("scheduler") is not None:
-            _refuse_another_schedule(engine.lr_scheduler, saved.get("scheduler"))
+            refuse_another_schedule(engine.lr_scheduler, saved.get("scheduler"))
 
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
         scheduler, state = engine.lr_scheduler, saved.get("scheduler")
         if scheduler is not None and state is not None:
             yield from _checkpoint_wins("schedule", overruled_schedule(scheduler, state))
             if not any(path.startswith("scheduler.lr_lambdas") for path in saved.part("objects")):
-                yield from _jump_of_the_rate(scheduler, state)
+                jump = jump_of_the_rate(scheduler, state)
+                yield from [Notice(jump)] if jump is not None else []
         elif scheduler is not None and "progress" in saved.tree:
             yield Notice("no scheduler state is loaded: the scheduler starts fresh and the resume is not exact")
         elif state is not None:
@@ -159,7 +152,7 @@ class SchedulerPart(StatePart):
         state = saved.get("scheduler")
         if engine.lr_scheduler is None or state is None:
             return
-        engine.lr_scheduler.load_state_dict(_as_built(engine.lr_scheduler, state))
+        engine.lr_scheduler.load_state_dict(as_built(engine.lr_scheduler, state))
         if saved.part("progress").get("applied_steps"):
             # The optimizer did step, in another process; torch would warn of a wrong order at an epoch's end.
             engine.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -484,84 +477,6 @@ def _average_state(ema: Ema, base: Collection[str]) -> dict[str, Any]:
 def _checkpoint_wins(what: str, settings: list[str]) -> Iterator[Notice]:
     if settings:
         yield Notice(
-            f"the {what} goes on with the checkpoint's {', '.join(settings)}; to change a setting, set it in a hook's "
-            "on_before_train, or start a new run from load_weights(...)"
+            f"the {what} continues with the checkpoint's {', '.join(settings)}; to change a setting, set it in "
+            "on_before_train of a hook, or start a new run from load_weights(...)"
         )
-
-
-def _jump_of_the_rate(scheduler: Any, saved: Mapping[str, Any]) -> Iterator[Notice]:
-    """Yields a warning if a function of this run, which no checkpoint holds, is not that of the checkpoint."""
-    if type(scheduler) is not LambdaLR or any(saved.get("lr_lambdas") or ()):  # the state of callable objects is loaded
-        return
-    moves, bases, old = saved["last_epoch"], saved["base_lrs"], saved.get("_last_lr") or ()
-    rates = [float(base * factor(moves)) for base, factor in zip(bases, scheduler.lr_lambdas, strict=False)]
-    for rate, before in zip(rates, map(float, old), strict=False):
-        if not math.isclose(rate, before, rel_tol=1e-6):
-            yield Notice(
-                f"after {moves} moves the schedule of this run gives a learning rate of {rate:g}, the checkpoint's "
-                f"gave {before:g}: from here on the rate follows this run's; to go on along the old curve, build the "
-                "schedule as it was, with the same length"
-            )
-            return
-
-
-def overruled_schedule(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
-    """Returns the settings of a schedule that a checkpoint overrules: ``"T_max=10 (built as 20)"``.
-
-    Of torch's schedulers, and those that they are made of; state of others may move with the steps.
-
-    Example:
-        >>> import torch
-        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-        >>> old, new = (torch.optim.lr_scheduler.StepLR(optimizer, size) for size in (1, 2))
-        >>> overruled_schedule(new, old.state_dict())
-        ['step_size=1 (built as 2)']
-    """
-    return [
-        f"{key}={old!r} (built as {new[key]!r})"
-        for new, settings in _pairs(scheduler, saved)
-        for key, old in settings.items()
-        if key in new and not is_same_setting(old, new[key])
-    ]
-
-
-def _refuse_another_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
-    for new, old in _pairs(scheduler, saved):
-        missing, strange = sorted(new.keys() - old.keys()), sorted(old.keys() - new.keys())
-        if missing and strange:
-            raise CheckpointError(
-                f"scheduler: the checkpoint's is of another kind: it has {', '.join(strange)}, the "
-                f"{type(scheduler).__name__} of this run has {', '.join(missing)}. Build it as it was, or give "
-                "load_state_dict a state whose 'scheduler' is None, and this one starts fresh"
-            )
-
-
-def _pairs(scheduler: Any, saved: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yields the settings of a scheduler of torch and those saved, then of each scheduler that it is made of."""
-    if not type(scheduler).__module__.startswith("torch."):
-        return
-    own = {key: value for key, value in scheduler.state_dict().items() if _is_setting(key)}
-    yield own, {key: value for key, value in saved.items() if _is_setting(key)}
-    for part, state in zip(getattr(scheduler, "_schedulers", []), saved.get("_schedulers") or [], strict=False):
-        yield from _pairs(part, state)
-
-
-def _is_setting(key: str) -> bool:
-    return key == "_milestones" or not (key.startswith("_") or key in _MOVING)
-
-
-def _as_built(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a scheduler's saved state, and those of the schedulers that it is made of, in their own containers."""
-    before = vars(scheduler)
-    state = {key: _as_before(before.get(key), value) for key, value in saved.items()}
-    if state.get("_schedulers"):
-        state["_schedulers"] = [
-            _as_built(part, own) for part, own in zip(scheduler._schedulers, state["_schedulers"], strict=True)
-        ]
-    return state
-
-
-def _as_before(before: Any, value: Any) -> Any:
-    """Gives a plain value the container type that the scheduler made it with, such as MultiStepLR's Counter."""
-    container = type(before) in (tuple, Counter) and isinstance(value, (list, dict))
-    return type(before)(value) if container else value

@@ -148,7 +148,7 @@ class Progress:
         if distributed.rank() != 0:
             names = self.epoch_means.names()
             self.epoch_means.reset()
-            self.epoch_means.align([names])  # sums over ranks need the same names on all
+            self.epoch_means.align_keys([names])  # sums over ranks need the same names on all
 
 
 class LearningRates:

@@ -137,7 +137,7 @@ class SignalListener:
             yield
         finally:
             self._phase[0] = _OVER
-            self._restore()
+            _restore(self._previous)
 
     def note(self, number: int) -> None:
         """Notes a signal that a relay received for this run."""
@@ -154,7 +154,7 @@ class SignalListener:
             self.received = number
         if self._count >= 3:
             self._phase[0] = _OVER
-            self._restore()
+            _restore(self._previous)
             os.kill(os.getpid(), number)
 
     def _note_in_worker(self, number: int) -> None:
@@ -162,13 +162,8 @@ class SignalListener:
         while self._phase[0] == _LISTENING and time.monotonic() < patience:
             time.sleep(0.02)
         if self._phase[0] != _LEAVING:
-            self._restore()
+            _restore(self._previous)
             os.kill(os.getpid(), number)
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous = {}
 
 
 class SignalRelay:
@@ -205,7 +200,7 @@ class SignalRelay:
             yield
         finally:
             SignalRelay.active = before
-            self._restore()
+            _restore(self._previous)
 
     @contextlib.contextmanager
     def serving(self, listener: SignalListener, signals: Sequence[int]) -> Iterator[None]:
@@ -238,10 +233,12 @@ class SignalRelay:
                 if number in signals:
                     listener.note(number)
         if self._count >= 3:
-            self._restore()
+            _restore(self._previous)
             os.kill(os.getpid(), number)
 
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous = {}
+
+def _restore(previous: dict[int, Any]) -> None:
+    """Restores the handlers from before, and forgets them."""
+    for number, handler in previous.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    previous.clear()

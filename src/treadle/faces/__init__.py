@@ -1,3 +1,3 @@
-"""The front ends that the core offers: the step face and the epoch driver that the other faces stand on."""
+"""The front ends that the core offers: the step face, and the epoch driver that the other faces use."""
 
 from __future__ import annotations

@@ -1,20 +1,31 @@
-"""Placement of model and optimizer before a face builds its engine, and the counters of a face."""
+"""The engine of a face: its model on a device, its default hooks, its settings; and the counters of a face."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from treadle.capture.checkpointing import Checkpointing, checkpoint_model
 from treadle.capture.compile import Compile, compile_model
 from treadle.device import get_device
 from treadle.engine import Engine
+from treadle.engine.hook import BaseHook
+from treadle.engine.limits import Limits
+from treadle.engine.settings import Capture
+from treadle.faces.default_hooks import shows_progress, with_default_hooks
 from treadle.faces.parallel import ParallelConfig, spread
+from treadle.hooks.progress import ProgressHook
+from treadle.hooks.trackers import TrackerChoice, with_trackers
 from treadle.optim.optimizer import check_scheduler, move_optimizer_state
+from treadle.optim.precision import PrecisionName
+from treadle.task import Task
 
 
 class Placed(NamedTuple):
@@ -63,6 +74,63 @@ def place(
     move_optimizer_state(made)
     check_scheduler(scheduler, made)
     return Placed(ready, made, where)
+
+
+class EngineArguments(TypedDict, total=False):
+    """Arguments that a face passes on to :class:`Engine` as they are."""
+
+    scheduler: LRScheduler | None
+    scheduler_interval: Literal["step", "epoch"]
+    device: torch.device | str | int | None
+    precision: PrecisionName | None
+    grad_clip: float | None
+    grad_clip_value: float | None
+    accumulation_steps: int
+    max_non_finite_grad_retries: int | None
+    eval_seed: int
+    capture: Capture
+    limits: Limits | Mapping[str, Any] | None
+    config: Any
+    workspace: Path | str | None
+
+
+def build_engine(
+    face: str,
+    model: nn.Module,
+    optimizer: Optimizer,
+    task: Task,
+    arguments: EngineArguments,
+    *,
+    own_hooks: Sequence[BaseHook],
+    hooks: Sequence[BaseHook],
+    trackers: str | Sequence[TrackerChoice],
+    progress: bool,
+    log_every: int | None = None,
+    make: Callable[..., Engine] = Engine,
+) -> Engine:
+    """Build the engine of a face, with the hooks of the face, the user's, the trackers and the default ones, in order.
+
+    Args:
+        face: its name, also that of its logger: ``treadle.<face>``.
+        model: as :func:`place` returned it.
+        optimizer: the same.
+        task: turns a batch into a loss.
+        arguments: further ones of the engine.
+        own_hooks: hooks of the face.
+        hooks: the user's.
+        trackers: as :func:`treadle.with_trackers` takes them.
+        progress: False shows nothing of a run where no handler of the user's logs it.
+        log_every: steps between log lines, unless one of the user's hooks shows progress; None or 0 off.
+        make: the class of the engine.
+
+    Raises:
+        ConfigError: a value is outside its range, or there is no such tracker.
+    """
+    given = with_trackers(hooks, trackers)
+    lines = [ProgressHook(log_every)] if log_every and not shows_progress(given) else []
+    every = with_default_hooks([*own_hooks, *lines, *given], given=given, progress=progress)
+    logger = logging.getLogger(f"treadle.{face}")
+    return make(model, optimizer, task, hooks=every, progress=progress, logger=logger, face=face, **arguments)
 
 
 class EngineCounters:

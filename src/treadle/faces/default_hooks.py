@@ -25,7 +25,11 @@ def with_default_hooks(hooks: Sequence[BaseHook], *, given: Sequence[BaseHook], 
         ['ProgressHook', 'RunFilesHook']
     """
     own: list[BaseHook] = [RunFilesHook()]
-    kinds = (ProgressHook, ProgressBarHook)
-    if progress and not turned_off() and not any(isinstance(hook, kinds) for hook in given):
+    if progress and not turned_off() and not shows_progress(given):
         own.append(RunProgress())
     return [*hooks, *own]
+
+
+def shows_progress(hooks: Sequence[BaseHook]) -> bool:
+    """Return whether one of the hooks shows the progress of a run."""
+    return any(isinstance(hook, (ProgressHook, ProgressBarHook)) for hook in hooks)

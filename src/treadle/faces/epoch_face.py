@@ -1,4 +1,4 @@
-"""What every face of epochs does with a trained model: validate, test and save."""
+"""Methods of every face of epochs for a trained model: validate, test and save."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from treadle.checkpoint.store import save_checkpoint
 from treadle.engine import Engine
 from treadle.faces.build import EngineCounters
 from treadle.faces.epochs import EpochTrainer
-from treadle.faces.folder import RunFolder
+from treadle.faces.folder import CheckpointFolder
 
 
 class EpochFace(EngineCounters):
-    """A trainer of epochs that stands on an engine and an epoch driver."""
+    """Trainer of epochs, made of an engine and an epoch driver."""
 
     _epochs: EpochTrainer
-    _folder: RunFolder
+    _folder: CheckpointFolder
 
     def validate(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
         """Returns the results over a loader, as an epoch's validation has them; training does not notice.
@@ -54,10 +54,10 @@ class EpochFace(EngineCounters):
         return save_state(self._engine, path)
 
     def load_from(self, tree: Mapping[str, Any], source: Path, *, folder: Path | None) -> None:
-        """Restores a state and takes a folder for what is written from here on.
+        """Restores a state and sets the folder to write to.
 
         Args:
-            tree: what a checkpoint holds.
+            tree: of a checkpoint.
             source: its file.
             folder: the folder of the run; None writes nothing.
 
@@ -72,7 +72,7 @@ def save_state(engine: Engine, path: str | Path) -> Path:
     """Writes the whole state of a run to one file; all ranks take part.
 
     Args:
-        engine: whose state it is.
+        engine: to save.
         path: the file.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The epoch driver: train, evaluate, best rule, history. It sits on the engine and adds no loop of its own."""
+"""The epoch driver: train, evaluate, best rule, history. It runs on the engine and adds no loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EpochTrainer:
         history: list of records; each has ``epoch`` (1-based), ``train_loss``, the evaluation results and ``lr``.
         metrics: the last evaluation's results, without the prefix; None before.
         improved: whether the last epoch was an improvement.
-        loss_name: what records call the loss, after ``train_`` or the prefix; a face may have a name of its own.
+        loss_name: what records call the loss, after ``train_`` or the prefix; a face may choose another name.
 
     Example:
         >>> # trainer = EpochTrainer(engine, best=BestRule("val_loss"))
@@ -146,7 +146,7 @@ class EpochTrainer:
         return predicted(self.engine, loader, forward)
 
     def _try_before_step_1(self, val_loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> None:
-        """Evaluates as many batches as ``num_sanity_eval_steps`` says and logs the results, or tries one batch."""
+        """Evaluates ``num_sanity_eval_steps`` batches and logs the results, or tries one batch."""
         if not self.engine.settings.limits.num_sanity_eval_steps:
             for loader in val_loader.values() if isinstance(val_loader, Mapping) else [val_loader]:
                 self._try_evaluation(loader)
@@ -156,7 +156,7 @@ class EpochTrainer:
         self.engine.logger.info("evaluated before step 1: %s", results, extra={"topic": "sanity"})
 
     def _try_evaluation(self, val_loader: Iterable[Any]) -> None:
-        """Evaluates one batch before step 1, or only reads it where a subclass evaluates in a way of its own."""
+        """Evaluates one batch before step 1, or only reads it where a subclass evaluates in another way."""
         own = type(self).evaluate is not EpochTrainer.evaluate
         self._try_batch(val_loader, None if own else self.engine.task)
 
@@ -170,7 +170,7 @@ class EpochTrainer:
         return scored_weights(self.engine)
 
     def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what a record says about the training of its epoch: ``train_loss``; a face may say more."""
+        """Returns the training part of an epoch's record: ``train_loss``; a face may add to it."""
         return {"train_loss": means.get("loss", math.nan)}
 
     def _score(self, val_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None) -> float:

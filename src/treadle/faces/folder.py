@@ -20,7 +20,7 @@ _INNER = "checkpoints"
 
 
 def loss_name(loss_fn: Any) -> str:
-    """Returns what a loss is called in a checkpoint's config: the same in every process.
+    """Returns the name of a loss in a checkpoint's config, the same in every process.
 
     Example:
         >>> loss_name(loss_name), loss_name(None)
@@ -35,8 +35,8 @@ def say_if_other_loss(engine: Engine, tree: Mapping[str, Any], settings: Iterabl
 
     Args:
         engine: with the settings of this run in its ``config``.
-        tree: what was loaded.
-        settings: keys of the config that say what the loss is.
+        tree: of the checkpoint.
+        settings: keys of the config that describe the loss.
     """
     saved, own = tree.get("config") or {}, engine.config or {}
     both = [key for key in settings if key in saved and key in own]
@@ -49,7 +49,7 @@ def say_if_other_loss(engine: Engine, tree: Mapping[str, Any], settings: Iterabl
         )  # fmt: skip
 
 
-class RunFolder:
+class CheckpointFolder:
     """Finds and loads the checkpoints of a trainer; what they are called is for a subclass to say.
 
     Args:
@@ -58,10 +58,10 @@ class RunFolder:
 
     Attributes:
         path: the folder; None writes nothing.
-        loss_settings: keys of the engine's config that say what the loss is.
+        loss_settings: keys of the engine's config that describe the loss.
 
     Example:
-        >>> # folder = RunFolder(engine, "checkpoint_dir")
+        >>> # folder = CheckpointFolder(engine, "checkpoint_dir")
     """
 
     loss_settings: tuple[str, ...] = ()
@@ -175,7 +175,7 @@ class RunFolder:
             return found[0]
         if self.engine.step > 0:
             self.engine.logger.warning(
-                "resume_from=%s: this trainer stands at step %d already and goes on from there; make a new one for it",
+                "resume_from=%s: this trainer is at step %d already and continues from there; make a new one for it",
                 source, self.engine.step,
             )  # fmt: skip
         else:
@@ -184,7 +184,7 @@ class RunFolder:
         return None
 
     def complete(self, tree: Mapping[str, Any], source: Path) -> None:
-        """Writes what a kill after ``source`` left out, on rank 0; nothing here.
+        """Writes the files that a kill after ``source`` prevented, on rank 0; none by default.
 
         Args:
             tree: the state that the run resumes from.
@@ -218,7 +218,7 @@ class RunFolder:
 
 
 def write_best_and_last(tree: Mapping[str, Any], folder: Path, *, is_best: bool, last_name: str = "last.pt") -> None:
-    """Writes ``best.pt`` if it is the best, then the last: killed in between, the furthest file knows of the best."""
+    """Writes ``best.pt`` if it is the best, then the last, so that after a kill the furthest file records the best."""
     best, last = folder / "best.pt", folder / last_name
     if is_best and save_checkpoint(tree, best) == best:
         copy_checkpoint(best, last)

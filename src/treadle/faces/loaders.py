@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from torch.utils.data import DataLoader
 
 from treadle.data.sources import refuse_dataset
+from treadle.engine.best import Mode, resolve_mode
 from treadle.errors import ConfigError
 
 EvalLoaders: TypeAlias = Iterable[Any] | Mapping[str, Iterable[Any]]
@@ -18,7 +19,7 @@ def check_loader(loader: Any, argument: str) -> None:
     """Raises ConfigError for a data set, or several loaders in a list, where a loader belongs.
 
     Args:
-        loader: what was given.
+        loader: as the user gave it.
         argument: how it is called.
 
     Example:
@@ -37,7 +38,7 @@ def check_eval_loaders(loaders: EvalLoaders | None, argument: str) -> None:
     """Raises ConfigError for a loader, or one of a dict, that cannot be evaluated, and for a dict without names.
 
     Args:
-        loaders: what was given.
+        loaders: as the user gave them.
         argument: how it is called.
 
     Example:
@@ -68,7 +69,7 @@ def results_by_name(results: Iterable[str], loaders: EvalLoaders | None) -> list
 
     Args:
         results: names of the results over one loader.
-        loaders: what is evaluated; None has no results.
+        loaders: to evaluate; None has no results.
 
     Example:
         >>> results_by_name(["loss", "mae"], {"near": [], "far": []})
@@ -101,3 +102,20 @@ def without_loader(metric: str, loaders: EvalLoaders | None) -> str:
     """
     names = loaders if isinstance(loaders, Mapping) else ()
     return next((metric.removeprefix(f"{name}_") for name in names if metric.startswith(f"{name}_")), metric)
+
+
+def mode_over(metric: str, loaders: EvalLoaders | None) -> Mode | None:
+    """Return the direction of a metric by its name, without that of the loader it is measured over.
+
+    None where a dict of loaders is not evaluated, or the name does not tell: the rule decides by the whole name.
+
+    Example:
+        >>> mode_over("far_accuracy", {"near": [], "far": []}), mode_over("far_score", {"far": []})
+        ('max', None)
+    """
+    if not isinstance(loaders, Mapping):
+        return None
+    try:
+        return resolve_mode(without_loader(metric, loaders))
+    except ConfigError:
+        return None

@@ -23,12 +23,12 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How a model is spread over ranks; what a face takes as ``parallel=``.
+    """How a model is spread over ranks, as a face takes it by ``parallel=``.
 
     Attributes:
         kind: ``"ddp"``: every rank has the whole model. ``"fsdp"``: every rank has a part of each parameter.
-        blocks: what is compiled, and gathered one at a time when sharded: modules, their classes or their names. None
-            takes the items of the model's ModuleLists.
+        blocks: modules that are compiled, and gathered one at a time when sharded: modules, their classes or their
+            names. None takes the items of the model's ModuleLists.
         param_dtype: ``"fsdp"``: the type in which weights are gathered and computed with: a torch dtype, ``"bf16"``,
             ``"fp16"`` or ``"fp32"``; None keeps theirs.
         reduce_dtype: ``"fsdp"``: the type in which gradients are reduced; None takes ``param_dtype``.
@@ -108,7 +108,7 @@ def parallelize(
     Args:
         model: on its device, the same on every rank but for its values.
         kind: ``"ddp"``, ``"fsdp"`` or a whole :class:`ParallelConfig`.
-        optimizer: made before over the model's parameters; goes on with the sharded ones, in the same groups.
+        optimizer: made before over the model's parameters; continues with the sharded ones, in the same groups.
         settings: those of :class:`ParallelConfig`, with a ``kind`` in words.
 
     Raises:
@@ -144,7 +144,7 @@ def parallelize(
 def spread(
     model: nn.Module, parallel: ParallelConfig | Mapping[str, Any] | str | None, optimizer: Optimizer
 ) -> nn.Module:
-    """Returns the model as the ``parallel=`` of a face asks for it; None leaves it as it is.
+    """Returns the model spread by the ``parallel=`` of a face; None leaves it as it is.
 
     Example:
         >>> model = nn.Linear(1, 1)
@@ -158,8 +158,8 @@ def spread(
 def _replicas(model: nn.Module) -> nn.parallel.DistributedDataParallel:
     """Wraps a model without the buckets of torch's reducer, which has nothing to do in an engine's step.
 
-    They would be as large as the gradients. The wrapper makes them for what is trained at that moment, so all but the
-    smallest parameter are frozen meanwhile.
+    They would be as large as the gradients. The wrapper makes them for the parameters that are trainable at that
+    moment, so all but the smallest parameter are frozen meanwhile.
     """
     _check_alike(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -177,7 +177,7 @@ def _replicas(model: nn.Module) -> nn.parallel.DistributedDataParallel:
 
 def _check_alike(model: nn.Module) -> None:
     """Raises on every rank unless the parameters have the same names, shapes and types on all."""
-    # DistributedDataParallel looks at what it makes buckets for only.
+    # DistributedDataParallel only checks parameters that it makes buckets for.
     described = [(name, tuple(value.shape), str(value.dtype)) for name, value in model.named_parameters()]
     mark = zlib.crc32(repr(described).encode())
     device = distributed.collective_device(next(model.parameters()).device)
@@ -196,7 +196,7 @@ def _refuse_own_loop() -> torch.futures.Future[Tensor]:
     """Is called when torch's reducer is to exchange gradients, which no engine lets it do."""
     raise ConfigError(
         "='ddp': a backward pass was run outside an engine's step, so that nobody would exchange its "
-        "gradients; for a loop of your own, wrap the model in DistributedDataParallel yourself, or use the model's "
+        "gradients; for your own loop, wrap the model in DistributedDataParallel yourself, or use the model's "
         "no_sync() where no exchange is wanted",
         argument="parallel",
     )

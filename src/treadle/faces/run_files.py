@@ -88,7 +88,7 @@ class RunFilesHook(BaseHook):
             self._steps.flush(trainer)
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Writes what is left, and how the session ended."""
+        """Writes the remaining rows, and how the session ended."""
         for part in (self._steps, self._sessions):
             if part is not None:
                 part.on_close(trainer, error)

@@ -1,4 +1,4 @@
-"""An epoch driver whose best rule is chosen when training is asked for, and goes on from what is known."""
+"""An epoch driver whose best rule is chosen by each call that trains, and continues from the known best."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from treadle.faces.epochs import EpochTrainer
 
 
 class SelectingEpochs(EpochTrainer):
-    """Keeps what was selected from call to call, also through calls that select nothing.
+    """Epoch driver that keeps its selection from call to call, also through calls that select nothing.
 
     Args:
         engine: runs the steps.
@@ -28,7 +28,7 @@ class SelectingEpochs(EpochTrainer):
     def __init__(self, engine: Engine, *, prefix: str = "val_"):
         super().__init__(engine, prefix=prefix)
         self._make_rule: Callable[[], BestRule] | None = None
-        self._kept: dict[str, Any] | None = None  # what a rule knew that is not in force
+        self._kept: dict[str, Any] | None = None  # state of a rule that is not in force
 
     @property
     def selection(self) -> dict[str, Any] | None:
@@ -36,7 +36,7 @@ class SelectingEpochs(EpochTrainer):
         return self._kept if self.best is None else self.best.state_dict()
 
     def select_by(self, make_rule: Callable[[], BestRule] | None) -> None:
-        """Puts a rule in force that goes on from what is known, or none."""
+        """Puts a rule in force that continues from the known best, or none."""
         self._kept = self.selection
         self._make_rule = make_rule
         self.best = None if make_rule is None else self._informed(make_rule())
@@ -58,7 +58,7 @@ class SelectingEpochs(EpochTrainer):
             return rule
         if known is not None:
             self.engine.logger.warning(
-                "best metric %r (%s): the run selected by %r (%s) so far; the best epoch is looked for anew in its "
+                "best metric %r (%s): the run selected by %r (%s) so far; the best epoch is searched afresh in its "
                 "history", rule.metric, rule.mode, known["metric"], known["mode"],
             )  # fmt: skip
         for record in self.history:
@@ -77,7 +77,7 @@ class SelectingEpochs(EpochTrainer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores them from a checkpoint tree; a rule that is in force takes over what the tree's knew."""
+        """Restores them from a checkpoint tree; a rule that is in force takes over the tree's state."""
         self.best, self._kept = None, state_dict.get("selection")
         super().load_state_dict(state_dict)
         if self._make_rule is not None:

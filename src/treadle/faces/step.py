@@ -67,8 +67,8 @@ class BaseTrainer(Engine):
     ``load_state_dict()``.
 
     Args:
-        max_steps: absolute target, >= 0. An epoch that ends with the last step is completed only when the run goes on,
-            so that the checkpoint of the last step is the state that the run ends with.
+        max_steps: absolute target, >= 0. An epoch that ends with the last step is completed only when the run
+            continues, so that the checkpoint of the last step is the state that the run ends with.
         grad_clip: total 2-norm; None or 0 off.
         grad_clip_value: largest absolute value of a gradient's element; None or 0 off. Not together with ``grad_clip``.
         max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None or 0: none.
@@ -80,11 +80,11 @@ class BaseTrainer(Engine):
         no_sync_accumulate: exchange gradients between ranks with the last micro-batch of a step only.
         state_dict_options: torch's options, of any model: ``ignore_frozen_params`` leaves frozen weights out of states
             but for a fingerprint, ``strict=False`` loads what fits and warns about the rest, ``full_state_dict`` makes
-            checkpoints of a sharded model single files. Whole tensors lie on the CPU of rank 0 anyway.
+            checkpoints of a sharded model single files. Whole tensors are on the CPU of rank 0 anyway.
         logger: by default ``treadle.trainer``.
         scheduler_interval: ``"step"`` or ``"epoch"``.
         hooks: come after those of ``build_hooks``.
-        capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
+        capture: whether the step is replayed as one CUDA graph; ``"auto"`` warns where it cannot be, True raises.
         gradient_checkpointing: True computes activations of the model's blocks again in the backward pass, or names of
             modules; see :func:`treadle.checkpoint_model`.
         compile: True compiles what ``build_model`` returns, in place; ``"blocks"`` each of its repeated blocks.
@@ -169,7 +169,7 @@ class BaseTrainer(Engine):
         self.compile_setting = check_compile(compile)
         self.checkpointing_setting = check_checkpointing(gradient_checkpointing)
         self._given_hooks = check_hooks(hooks)
-        with_trackers([], trackers)  # a wrong name is told here
+        with_trackers([], trackers)  # refuses a wrong name
         # Absolute, so that a hook given `trainer.workspace / "checkpoints"` does not put it below itself once more.
         self.workspace, self._remote = local_workspace(workspace)
         self.state_dict_options = state_dict_options
@@ -224,7 +224,7 @@ class BaseTrainer(Engine):
         """Returns the results over a loader, of the averaged weights if there is an average; training does not notice.
 
         Args:
-            loader: batches, of which ``limit_eval_batches`` counts; of a dict each loader, with its name before those
+            loader: batches, limited by ``limit_eval_batches``; of a dict each loader, with its name before those
                 of its results.
 
         Raises:
@@ -262,7 +262,7 @@ class BaseTrainer(Engine):
         step = getattr(self, "predict_step", None)
         if step is None:
             raise ConfigError(
-                f"{type(self).__name__} has no predict_step(input), which says what is predicted for a batch; add it, "
+                f"{type(self).__name__} has no predict_step(input), which returns the predictions of a batch; add it, "
                 "such as: return self.model(input[0].to(self.device))",
                 argument="predict",
             )

@@ -1,4 +1,4 @@
-"""What is refused or warned about before any work is lost, and what is built in its place."""
+"""Checks of arguments before any work is lost, and defaults for those that are left out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
 from treadle.engine.names import overridden_on_instance, uncalled_methods
 from treadle.errors import ConfigError
-from treadle.faces.loaders import EvalLoaders, check_eval_loaders, check_loader, results_by_name
+from treadle.faces.loaders import (
+    EvalLoaders,
+    check_eval_loaders,
+    check_loader,
+    mode_over,
+    results_by_name,
+    selected_by,
+)
 from treadle.functional.driver import PREFIX, FaceEpochs, MetricRule
 from treadle.functional.settings import TrainingSettings
 from treadle.optim.optimizer import can_be_fused, decay_groups, move_optimizer_state
@@ -46,7 +53,7 @@ def in_argument_order(optimizer: Any, loss_fn: Any) -> tuple[Any, Any]:
 
 
 def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: TrainingSettings) -> Optimizer:
-    """Returns the optimizer as given, its state beside the parameters, or an AdamW over what is trainable.
+    """Returns the optimizer as given, its state beside the parameters, or an AdamW over the trainable parameters.
 
     The one that is built is fused if it can be, and decays matrices only: no biases and no normalisation layers.
 
@@ -75,7 +82,7 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
     move_optimizer_state(optimizer)
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
         wanted = getattr(settings, name)
-        # A scheduler has moved the learning rate already; what it started from is what was asked for.
+        # A scheduler has moved the learning rate already; compare the rate that it started from.
         own = {float(group.get(f"initial_{key}", group.get(key, 0.0))) for group in optimizer.param_groups}
         if wanted is not None and wanted not in own:
             _log.warning(
@@ -87,7 +94,7 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
 
 
 def warn_of_idle_interval(scheduler: Any, settings: TrainingSettings) -> None:
-    """Warns of a setting that says when the scheduler moves where nothing moves so.
+    """Warns about a setting of when the scheduler moves that has no effect.
 
     Example:
         >>> warn_of_idle_interval(None, TrainingSettings())
@@ -267,11 +274,25 @@ def eval_losses(loader: EvalLoaders | None) -> list[str]:
     return [f"{PREFIX}{name}" for name in results_by_name(["loss"], loader)]
 
 
+def selected_key(metric: str | None, loaders: EvalLoaders | None) -> str | None:
+    """Return the key of a record that a metric means, given what is evaluated.
+
+    Example:
+        >>> selected_key("loss", None), selected_key("accuracy", {"near": [], "far": []})
+        ('train_loss', 'near_accuracy')
+    """
+    if metric is None or metric == "lr" or metric.startswith("train_"):
+        return metric
+    if loaders is None:
+        return "train_loss" if metric.removeprefix(PREFIX) == "loss" else metric
+    return selected_by(metric.removeprefix(PREFIX), loaders)
+
+
 def known_keys(overrides: Callable[[str], bool], *, losses: Sequence[str], has_metrics: bool) -> list[str] | None:
-    """Returns the keys of a record that can be selected by; None where only an overridden method or a metric knows.
+    """Returns the keys of a record that can be selected by; None where they depend on an overridden method or a metric.
 
     Args:
-        overrides: whether a subclass has a method of its own, by name.
+        overrides: whether a subclass overrides a method, by name.
         losses: keys of the losses that are evaluated.
         has_metrics: whether evaluations have metrics.
 
@@ -292,24 +313,27 @@ def rule_for(
     *,
     patience: int | None,
     min_delta: float,
+    loaders: EvalLoaders | None,
     known: Sequence[str] | None,
 ) -> Callable[[], BestRule] | None:
-    """Returns what makes the best rule of a call, or None for no rule.
+    """Returns a function that makes the best rule of a call, or None for no rule.
 
     Args:
         metric: a key of the record, with the prefix of evaluations or without; None for no rule.
         mode: its direction, or None for that of its name.
         patience: epochs without improvement, or None.
         min_delta: smallest change that counts.
-        known: the keys that a record will have; None where only training tells.
+        loaders: to evaluate after each epoch.
+        known: the keys that a record will have; None where they are known only after training.
 
     Raises:
         ConfigError: the metric, its direction or the patience is wrong.
 
     Example:
-        >>> rule_for("accuracy", None, patience=2, min_delta=0.0, known=None)().metric
+        >>> rule_for("accuracy", None, patience=2, min_delta=0.0, loaders=[], known=None)().metric
         'eval_accuracy'
     """
+    metric = selected_key(metric, loaders)
     if metric is None:
         if patience is not None:
             raise ConfigError(
@@ -321,7 +345,7 @@ def rule_for(
         raise ConfigError(
             f"no epoch's record will have it; they have {', '.join(known)}", argument="best_model_metric", value=metric
         )
-    make = partial(MetricRule, name, mode, min_delta, patience)
+    make = partial(MetricRule, name, mode or mode_over(name.removeprefix(PREFIX), loaders), min_delta, patience)
     try:
         make()  # refuses bad values now
     except ConfigError as error:

@@ -10,6 +10,7 @@ from typing import Any
 from treadle import distributed
 from treadle.data.amount import FirstBatches
 from treadle.engine import Engine
+from treadle.engine.base import temporarily
 from treadle.engine.best import BestRule
 from treadle.engine.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules, refuse_no_batch
 from treadle.engine.own_loop import run_own_epochs
@@ -75,7 +76,7 @@ class FaceEpochs(SelectingEpochs):
         if not self._through:  # asked for by itself: nothing is selected, and nothing ends it early
             self.select_by(None)
         self.engine.prepare()
-        resume_from_hooks(self.engine)  # before the target is set, which is one epoch beyond what it loads
+        resume_from_hooks(self.engine)  # before the target is set to one epoch after the loaded one
         before = self.engine.epoch
         self.fit(train_loader, val_loader, before + 1)
         self._epochs_run += 1
@@ -85,7 +86,7 @@ class FaceEpochs(SelectingEpochs):
 
     @property
     def record_complete(self) -> bool:
-        """Whether the latest record has all that it will have; an overridden ``train_epoch`` adds to it later."""
+        """Whether the latest record is complete; an overridden ``train_epoch`` adds to it later."""
         return not self._incomplete
 
     def fit_through(
@@ -96,7 +97,7 @@ class FaceEpochs(SelectingEpochs):
     ) -> None:
         """Trains each epoch by ``train_epoch(epoch)``, which comes back through :meth:`one_epoch` exactly once.
 
-        To the hooks every epoch is a run of its own. What ``train_epoch`` returns beyond the record is added to it.
+        Hooks see every epoch as a separate run. Further values that ``train_epoch`` returns are added to the record.
 
         Raises:
             ConfigError: it did not come back exactly once.
@@ -120,7 +121,7 @@ class FaceEpochs(SelectingEpochs):
             self.deadline = None
 
     def _record_completed(self) -> None:
-        """Lets hooks save the end of an epoch, whose record had not all that it has now when its run ended."""
+        """Lets hooks save the end of an epoch again, whose record was not complete when its run ended."""
         self._incomplete = False
         for hook in self.engine.hooks:
             hook._save_end(self.engine)
@@ -149,7 +150,7 @@ class FaceEpochs(SelectingEpochs):
         epochs: int,
         after_epoch: Callable[[dict[str, Any]], None],
     ) -> None:
-        """Trains each epoch by ``train_epoch(batches, epoch)``, a loop that somebody else wrote.
+        """Trains each epoch by ``train_epoch(batches, epoch)``, a loop of the user's.
 
         The batches come from the cursor, so that the position is saved and restored as in a loop of the engine's.
 
@@ -224,14 +225,14 @@ class FaceEpochs(SelectingEpochs):
         if own_evaluate is None:
             return self.measure(loader)
         limit = self.engine.settings.limits.evaluation
-        with self.scored_weights(), self._inside_the_rules(loader), self._busy():
+        with self.scored_weights(), self._inside_the_rules(loader), temporarily(self, _evaluating=True):
             first = loader if limit is None else FirstBatches(loader, limit, "limit_eval_batches")
             values = numbers_from("evaluate", own_evaluate(first))
         return _as_record(values)
 
     def _try_evaluation(self, val_loader: Iterable[Any]) -> None:
         """Evaluates one batch before step 1 by the task; an overridden ``evaluate`` has a loop that is not entered."""
-        with self._busy():
+        with temporarily(self, _evaluating=True):
             self._try_batch(val_loader, self._task if self._find_evaluate() is None else None)
 
     def measure(self, loader: Iterable[Any]) -> dict[str, Any]:
@@ -240,7 +241,7 @@ class FaceEpochs(SelectingEpochs):
         Raises:
             ConfigError: the loader is empty.
         """
-        with self.scored_weights(), self._busy():
+        with self.scored_weights(), temporarily(self, _evaluating=True):
             values = self.engine.evaluate(loader, self._task)
             if not self._task.gives_loss:
                 values.pop("loss")
@@ -260,20 +261,12 @@ class FaceEpochs(SelectingEpochs):
         return math.nan if loss is None else float(loss)
 
     @contextlib.contextmanager
-    def _busy(self) -> Iterator[None]:
-        before, self._evaluating = self._evaluating, True
-        try:
-            yield
-        finally:
-            self._evaluating = before
-
-    @contextlib.contextmanager
     def _inside_the_rules(self, loader: Iterable[Any]) -> Iterator[None]:
-        """The rules of an evaluation around a loop that somebody else wrote."""
+        """The rules of an evaluation around a loop of the user's."""
         engine = self.engine
 
         def leave_on_signal(*_: Any) -> None:
-            # Where several ranks evaluate in a loop of their own, no common moment is known: the signal waits.
+            # Ranks that evaluate in the user's loop have no common moment to stop at: the signal waits.
             if engine.exit_plans and engine.signals.received and distributed.world_size() == 1:
                 raise EvaluationAbandoned
 

@@ -60,13 +60,13 @@ def as_columns(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def log_epoch(epoch: int, record: Mapping[str, Any]) -> None:
-    """Logs the numbers of an epoch in one line, on rank 0; ``epoch`` counts from 0, as callbacks are told it."""
+    """Logs the numbers of an epoch in one line, on rank 0; ``epoch`` counts from 0, as in callbacks."""
     if distributed.rank() == 0:
         _log.info("Epoch %d: %s", epoch + 1, numbers_of(in_order(record)), extra={"topic": "epoch"})
 
 
 class HistoryFile(HistoryHook):
-    """Writes ``history.json``, the history as a dict of lists, where the trainer was told to write.
+    """Writes ``history.json``, the history as a dict of lists, where the trainer has a folder.
 
     Args:
         history: returns the records.

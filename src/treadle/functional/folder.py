@@ -17,14 +17,14 @@ from treadle.checkpoint.store import copy_checkpoint, save_checkpoint
 from treadle.engine import Engine
 from treadle.engine.start_log import short_path
 from treadle.exchange.pretrained import has_save_pretrained, write_pretrained
-from treadle.faces.folder import RunFolder
+from treadle.faces.folder import CheckpointFolder
 from treadle.functional.files import BEST, LAST, HistoryFile, checkpoints_in, epoch_file
 
 _NUMBERED = r"checkpoint_epoch_(\d+)\.pt"
 Save = Callable[[Path, int, float | None], None]
 
 
-class NumberedFolder(RunFolder):
+class NumberedFolder(CheckpointFolder):
     """Names, reads and writes the checkpoints of a trainer.
 
     Args:
@@ -62,7 +62,7 @@ class NumberedFolder(RunFolder):
         self._written: list[Path] | None = None  # at the end of the present epoch, while it is written
 
     def use(self, path: str | Path | None, save_freq: int | None = None) -> None:
-        """Names the folder of a call, and how many epochs lie between two numbered checkpoints; 0 or None: none."""
+        """Sets the folder of a call, and the epochs between two numbered checkpoints; 0 or None: none."""
         super().use(path)
         self._history.folder = self.path
         self._save_freq = save_freq or 0
@@ -80,7 +80,7 @@ class NumberedFolder(RunFolder):
         return checkpoints_in(folder)
 
     def resume(self, source: str | Path | None) -> Path | None:
-        """Loads what ``resume_from`` names into a run that has not started, and repairs what a kill left undone."""
+        """Loads ``resume_from`` into a run that has not started, and finishes what a kill interrupted."""
         found = super().resume(source)
         if found is not None:
             self._complete(found)

@@ -58,12 +58,12 @@ def loss_weight(
     Args:
         model: names the kind of language model.
         loss_fn: the loss, or None.
-        inputs: what the model got.
-        outputs: what it returned; None leaves out the first rule.
-        targets: what the loss got, or None.
+        inputs: of the model.
+        outputs: of the model; None leaves out the first rule.
+        targets: of the loss, or None.
 
     Returns:
-        A number; a 0-d tensor where the count lies on a device that the host would have to wait for.
+        A number; a 0-d tensor where the count is on a device that the host would have to wait for.
     """
     counts = counted_labels(model, loss_fn, inputs=inputs, outputs=outputs, targets=targets)
     if counts is not None:
@@ -82,12 +82,7 @@ def counted_labels(
 ) -> Tensor | None:
     """Returns which labels the loss of a batch is a mean over; None where :func:`loss_weight` goes by something else.
 
-    Args:
-        model: names the kind of language model.
-        loss_fn: the loss, or None.
-        inputs: what the model got.
-        outputs: what it returned; None leaves its own loss out.
-        targets: what the loss got, or None.
+    The arguments are those of :func:`loss_weight`; None for ``outputs`` leaves the model's own loss out.
 
     Returns:
         Bool, samples first; True where a label counts. On the host where the labels are known there.
@@ -137,7 +132,7 @@ def _is_causal(model: nn.Module) -> bool:
 def _labelled(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss, targets: Tensor) -> float | Tensor:
     if targets.is_floating_point():  # probabilities (C), (B, C) or (B, C, ...): a mean over all but the classes
         return targets.numel() / targets.shape[min(1, targets.dim() - 1)]
-    assert loss_fn.weight is not None, "counted_labels() knows what a loss without class weights counts"
+    assert loss_fn.weight is not None, "counted_labels() handles a loss without class weights"
     targets = targets.to(loss_fn.weight.device, non_blocking=True)
     counted = targets != loss_fn.ignore_index
     classes = torch.where(counted, targets, torch.zeros_like(targets))

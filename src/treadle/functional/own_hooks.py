@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from treadle.engine.hook import BaseHook
 from treadle.engine.signals import ExitPlan
 from treadle.functional.settings import TrainingSettings
-from treadle.hooks.bar import ProgressBarHook
 from treadle.hooks.ema import EmaHook
-from treadle.hooks.progress import ProgressHook
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -23,7 +21,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class SaveAtSignals(BaseHook):
     """Saves and leaves at Ctrl-C and SIGTERM, by default, where a run has a folder.
 
-    It stands back for a hook of the user's that waits for signals, for handlers of the user's, and outside of the main
+    It does nothing if a hook or handler of the user's waits for signals, nor outside of the main
     thread, where Python handles none.
 
     Args:
@@ -57,20 +55,20 @@ def _is_free(handler: Any, trainer: Engine) -> bool:
     return handler in _DEFAULT or getattr(handler, "__self__", None) is trainer.signals
 
 
-def own_hooks(settings: TrainingSettings, history: BaseHook, *, given: Sequence[BaseHook]) -> list[BaseHook]:
-    """Returns the average, the history and the log lines; no lines where a hook of the user's shows progress.
+def own_hooks(settings: TrainingSettings, history: BaseHook, write: Callable[[], Any]) -> list[BaseHook]:
+    """Returns the average, the history and the save at signals, as the settings ask for them.
 
     Args:
         settings: say which.
         history: writes the history.
-        given: the user's hooks.
+        write: saves the state at a signal.
 
     Example:
-        >>> [hook.state_key for hook in own_hooks(TrainingSettings(ema_decay=0.9), BaseHook(), given=[])]
-        ['EmaHook', 'BaseHook', 'ProgressHook']
+        >>> [hook.state_key for hook in own_hooks(TrainingSettings(ema_decay=0.9), BaseHook(), lambda: None)]
+        ['EmaHook', 'BaseHook', 'SaveAtSignals']
     """
     own: list[BaseHook] = [] if settings.ema_decay is None else [EmaHook(settings.ema_decay)]
     own.append(history)
-    if settings.log_interval and not any(isinstance(hook, (ProgressHook, ProgressBarHook)) for hook in given):
-        own.append(ProgressHook(settings.log_interval))
+    if settings.save_on_signal:
+        own.append(SaveAtSignals(write))
     return own

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from treadle import distributed
@@ -53,7 +52,7 @@ class OwnStepEngine(Engine):
         """Trains as the engine does.
 
         Raises:
-            ConfigError: a step is to be made of several micro-batches, of which an override sees only one.
+            ConfigError: a step has several micro-batches, but an override gets only one.
         """
         if self.accumulation_steps > 1:
             raise ConfigError(
@@ -113,17 +112,9 @@ class OwnStepEngine(Engine):
         return True
 
     def step_group(self, batches: Sequence[Any]) -> bool:
-        """Runs one step straight, since it is the override that asks for it."""
-        with self._straight():
+        """Runs one step directly, for the override that calls it."""
+        with self.temporarily(_own_step=None):
             return super().step_group(batches)
-
-    @contextlib.contextmanager
-    def _straight(self) -> Iterator[None]:
-        own, self._own_step = self._own_step, None
-        try:
-            yield
-        finally:
-            self._own_step = own
 
     def _note_added(self, result: Any) -> None:
         if not isinstance(result, Mapping):
@@ -138,7 +129,7 @@ class OwnStepEngine(Engine):
 
 
 def numbers_of(info: Mapping[str, Any]) -> dict[str, float]:
-    """Returns what a step of one micro-batch gave, read from the device: ``loss``, ``lr``, and ``grad_norm`` if known.
+    """Returns results of a step of one micro-batch, read from the device: ``loss``, ``lr``, and ``grad_norm`` if known.
 
     Example:
         >>> numbers_of({"loss": [None], "lr": [0.1]})

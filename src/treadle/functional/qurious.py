@@ -150,11 +150,11 @@ class Trainer(ours.Trainer):
         best_mode: Mode | None = None,
         resume_from: str | Path | None = None,
     ) -> Result:
-        """Trains ``num_epochs`` more epochs; the best epoch and the patience go on from call to call.
+        """Trains ``num_epochs`` more epochs; the best epoch and the patience carry over from call to call.
 
         Args:
             train_dataloader: micro-batches.
-            num_epochs: more epochs; with ``resume_from`` the target of the whole run, so that the same call goes on
+            num_epochs: more epochs; with ``resume_from`` the target of the whole run, so that the same call resumes
                 after a kill.
             eval_dataloader: evaluated after each epoch.
             best_model_metric: as in :meth:`treadle.Trainer.train`.
@@ -232,7 +232,7 @@ def _prefixed(name: str, prefix: str) -> str:
 
 
 def _names_of_the_package(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the package reads of a checkpoint, by its names."""
+    """Returns the parts of a checkpoint that the package reads, by its names."""
     found = {"model_state_dict": tree["model"], "optimizer_state_dict": tree["optimizer"], "step": tree["global_step"]}
     if tree["scheduler"] is not None:
         found["scheduler_state_dict"] = tree["scheduler"]

@@ -1,4 +1,4 @@
-"""Steps and epochs that a subclass writes itself, in place of the trainer's: what is seen of them, and what is not."""
+"""Steps and epochs that a subclass writes itself, in place of the trainer's, as far as they can be observed."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ReplacedStep:
         self._moves = Moves(engine.optimizer, engine.lr_scheduler)
 
     def run(self, group: Group) -> Outcome:
-        """Lets the override run, and records what it returned and moved.
+        """Runs the override and records its results and the steps that it made.
 
         Returns:
             ``"applied"`` where it stepped the optimizer, else ``"skipped"``.
@@ -183,7 +183,7 @@ class OwnSteps:
         engine: its counters.
 
     Attributes:
-        moves: what the optimizer and the scheduler did in the epoch.
+        moves: steps of the optimizer and the scheduler in the epoch.
 
     Example:
         >>> # steps = OwnSteps(engine)
@@ -220,7 +220,7 @@ class OwnSteps:
 
 
 def warn_of_replaced_step(settings: TrainingSettings) -> None:
-    """Warns once of what a step of the subclass's own does not have, and refuses settings that cannot act in it.
+    """Warns once of the features that a replaced step lacks, and refuses settings that have no effect in it.
 
     Raises:
         ConfigError: mixed precision is asked for, which the override has to do itself.

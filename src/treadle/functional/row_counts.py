@@ -18,7 +18,7 @@ from treadle.functional.losses import model_loss
 class RowCounts:
     """Counts the labels of every row of a loader once, and then adds up those of each batch on the host.
 
-    Where the labels lie on a device, a count of a batch's would have to be waited for in every step.
+    Labels on a device would have to be counted, and waited for, in every step.
 
     Args:
         mask_of: gets inputs, outputs and targets and returns which labels count, samples first, or None.
@@ -44,9 +44,9 @@ class RowCounts:
         Args:
             batch: of the loader.
             loader: it.
-            ids: what the loader says the batch was read with.
-            outputs: of the model, or what stands for them.
-            rule: what else the labels that count depend on; another one counts anew.
+            ids: of the samples of the batch, from the loader.
+            outputs: of the model, or a stand-in for them.
+            rule: whatever else decides which labels count; another one counts again.
         """
         if type(loader) is not TensorLoader or not isinstance(ids, LastRows):
             return None

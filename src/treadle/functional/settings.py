@@ -18,6 +18,7 @@ from treadle.checkpoint.retention import Retention
 from treadle.data.amount import Amount
 from treadle.engine.limits import Duration, Limits
 from treadle.errors import ConfigError, nearest, refuse_unknown
+from treadle.faces.build import EngineArguments
 from treadle.optim.precision import PrecisionName
 from treadle.optim.schedules import ScheduleShape
 
@@ -69,7 +70,7 @@ class RunDefaults:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """What :class:`treadle.Trainer` reads from ``config.training``; None stands for the default everywhere.
+    """Settings of :class:`treadle.Trainer`, read from ``config.training``; None means the default everywhere.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -193,8 +194,8 @@ class TrainingSettings:
         alone = self.save_total_limit is None and self.save_top_k is not None
         return Retention(1 if alone else self.save_total_limit)
 
-    def engine_arguments(self) -> dict[str, Any]:
-        """Returns what the engine takes of them, by its own names."""
+    def engine_arguments(self) -> EngineArguments:
+        """Returns the arguments of the engine among them, by its names."""
         return {
             "scheduler_interval": "step" if self.scheduler_step_per_batch or self.lr_scheduler else "epoch",
             "precision": self.precision,
@@ -228,7 +229,7 @@ def read_settings(config: Any, keywords: Mapping[str, Any] | None = None) -> Tra
         keywords: settings by their own names, which win over those of the config.
 
     Raises:
-        ConfigError: a key is unknown, naming the nearest known one, a setting lies beside the part ``training`` of a
+        ConfigError: a key is unknown, naming the nearest known one, a setting is beside the part ``training`` of a
             config that has none, or a value is outside its range.
 
     Example:
@@ -255,14 +256,14 @@ def read_settings(config: Any, keywords: Mapping[str, Any] | None = None) -> Tra
         )
     if misplaced:
         _log.warning(
-            "config: only its 'training' part is read, and %r lies outside: write {'training': {%r: ...}}",
+            "config: only its 'training' part is read, and %r is outside of it: write {'training': {%r: ...}}",
             misplaced[0], misplaced[0],
         )  # fmt: skip
     refuse_unknown(_WHERE, values, [*known, *_UNUSED, *_OF_FILES, *_NOWHERE])
     for name in values.keys() & _NOWHERE.keys():
         _log.warning("config.training.%s=%s is not read: %s", name, values[name], _NOWHERE[name])
     given = {name: value for name, value in values.items() if name in known}
-    # Where None means off it is kept; elsewhere it stands for the default.
+    # Where None means off it is kept; elsewhere it means the default.
     kept = {name: value for name, value in given.items() if value is not None or name == "log_interval"}
     return TrainingSettings(**{**kept, **_checked_keywords(keywords or {}, known)})
 
@@ -317,7 +318,7 @@ def _fields_of(part: Any, *, closed: bool = False) -> dict[str, Any]:
         closed: whether it may show none.
 
     Raises:
-        ConfigError: it shows no fields at all.
+        ConfigError: it has no fields.
     """
     if isinstance(part, Mapping):
         return dict(part)

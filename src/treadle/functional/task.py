@@ -1,4 +1,4 @@
-"""What the engine asks for a batch, answered by the trainer's own methods, so that overriding one takes effect."""
+"""Tasks that forward to the trainer's own methods, so that overriding one takes effect."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class TrainerTask:
         return {name: value if name == "loss" else one(value) for name, value in numbers.items()}
 
     def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
-        """Counts what the loss of a batch is a mean over, where the host can do so before the model runs.
+        """Counts the elements that the loss of a batch is a mean over, if the host can do so before the model runs.
 
         Whether it is the model's own loss is known from an earlier batch of the kind.
         """
@@ -202,7 +202,7 @@ def numbers_from(method: str, result: Any) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def _watched(trainer: Trainer) -> Iterator[dict[str, Any]]:
-    """Notes what passes through the trainer's methods in the block, whoever wrote them and whoever calls them."""
+    """Records what passes through the trainer's methods inside the block, overridden or not."""
     seen: dict[str, Any] = {}
     prepare, forward, compute = trainer._prepare_batch, trainer._forward_pass, trainer._compute_loss
 
@@ -230,7 +230,7 @@ def _watched(trainer: Trainer) -> Iterator[dict[str, Any]]:
 
 
 def _kind(inputs: Any, targets: Any) -> tuple[bool, bool]:
-    """Returns what a model that computes its loss for some batches and not for others goes by."""
+    """Returns the kind of a batch: a model may compute its loss only without targets, or only with labels."""
     return targets is None, isinstance(inputs, Mapping) and "labels" in inputs
 
 

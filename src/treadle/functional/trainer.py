@@ -23,8 +23,7 @@ from treadle.engine.metrics import EpochMetrics
 from treadle.engine.names import replaces
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
-from treadle.faces.build import place
-from treadle.faces.default_hooks import with_default_hooks
+from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.folder import loss_name
 from treadle.faces.parallel import ParallelConfig
@@ -48,12 +47,12 @@ from treadle.functional.driver import FaceEpochs
 from treadle.functional.files import HistoryFile, as_columns, in_order, log_epoch
 from treadle.functional.folder import NumberedFolder
 from treadle.functional.losses import loss_weight, missing_loss, model_loss
-from treadle.functional.own_hooks import SaveAtSignals, own_hooks
+from treadle.functional.own_hooks import own_hooks
 from treadle.functional.own_step import OwnStepEngine, numbers_of
 from treadle.functional.replaced import warn_of_replaced_epoch, warn_of_replaced_step
 from treadle.functional.settings import EVERY_EPOCH, read_run_defaults, read_settings
 from treadle.functional.task import EvalTask, OverriddenEvalTask, TrainerTask
-from treadle.hooks.trackers import TrackerChoice, with_trackers
+from treadle.hooks.trackers import TrackerChoice
 from treadle.optim.precision import in_full_precision
 
 _log = logging.getLogger("treadle.functional")
@@ -80,7 +79,7 @@ class Trainer(EpochFace):
         metrics: names such as ``["accuracy", "f1"]``, functions ``fn(outputs, targets)`` of the whole set, torchmetrics
             objects, or a dict of these by name; reported as ``eval_<name>``.
         parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
-        capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
+        capture: whether the step is replayed as one CUDA graph; ``"auto"`` warns where it cannot be, True raises.
         compile: True compiles the model in place, ``"blocks"`` each of its repeated blocks; see ``compile_model``.
 
     Raises:
@@ -136,7 +135,17 @@ class Trainer(EpochFace):
         own_eval = OverriddenEvalTask if self._overrides("eval_step") else EvalTask
         self._eval_task = own_eval(self, EpochMetrics(metrics, self.device, loss_fn=loss_fn))
         self._history_file = HistoryFile(lambda: self._epochs.history)
-        self._engine = self._build_engine(device, with_trackers(hooks, trackers), eval_seed, capture, progress)
+        task = TrainerTask(self)
+        arguments: EngineArguments = {
+            "scheduler": self.scheduler, "device": device, "eval_seed": eval_seed, "capture": capture,
+            "config": {**self.settings.described(), "loss": loss_name(self.loss_fn)},
+            **self.settings.engine_arguments(),
+        }  # fmt: skip
+        self._engine = build_engine(
+            "functional", self.model, self.optimizer, task, arguments, hooks=hooks, trackers=trackers,
+            own_hooks=own_hooks(self.settings, self._history_file, lambda: self._folder.save_and_log()),
+            progress=progress, log_every=self.settings.log_interval, make=self._engine_class(task),
+        )  # fmt: skip
         self._folder = NumberedFolder(
             self._engine, self._save_checkpoint, self._history_file,
             retention=self.settings.retention(), best_epochs=self._best_epochs,
@@ -146,33 +155,12 @@ class Trainer(EpochFace):
         )
         self._warn_of_replaced_methods()
 
-    def _build_engine(
-        self, device: Any, hooks: Sequence[BaseHook], eval_seed: int, capture: Capture, progress: bool
-    ) -> Engine:
-        settings = self.settings
-        make: Callable[..., Engine] = Engine
-        task = TrainerTask(self)
-        every = [*own_hooks(settings, self._history_file, given=hooks), *hooks]
-        if settings.save_on_signal:
-            every.append(SaveAtSignals(lambda: self._folder.save_and_log()))
-        if self._overrides("train_step"):
-            replaced = self._replaces("train_step")
-            make = partial(OwnStepEngine, own_step=self.train_step, weighted=task.weighted, replaced=replaced)
-        return make(
-            self.model,
-            self.optimizer,
-            task,
-            scheduler=self.scheduler,
-            device=device,
-            hooks=with_default_hooks(every, given=hooks, progress=progress),
-            eval_seed=eval_seed,
-            capture=capture,
-            logger=_log,
-            progress=progress,
-            face="functional",
-            config={**settings.described(), "loss": loss_name(self.loss_fn)},
-            **settings.engine_arguments(),
-        )
+    def _engine_class(self, task: TrainerTask) -> Callable[..., Engine]:
+        """Returns Engine, or one that steps by the subclass's ``train_step``."""
+        if not self._overrides("train_step"):
+            return Engine
+        replaced = self._replaces("train_step")
+        return partial(OwnStepEngine, own_step=self.train_step, weighted=task.weighted, replaced=replaced)
 
     def _overrides(self, method: str) -> bool:
         return getattr(type(self), method) is not getattr(self._face, method)
@@ -254,7 +242,7 @@ class Trainer(EpochFace):
     # -- training -------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Any) -> dict[str, float]:
-        """Runs one optimizer step on one micro-batch, with its hooks, and reads what it gave.
+        """Runs one optimizer step on one micro-batch, with its hooks, and reads its results.
 
         An override may add to ``super().train_step(batch)``, or replace the step: then it runs forward, backward and
         the optimizer itself and returns a dict with ``loss``, as a warning explains when the trainer is made.
@@ -279,7 +267,7 @@ class Trainer(EpochFace):
 
         Called by itself it selects no best epoch and writes no file. A subclass may override it to do something
         around ``super().train_epoch(...)`` and to add numbers to what that returns; ``train`` then goes through it,
-        and each epoch is a run of its own to the hooks. An override that does not call it replaces the loop: it gets
+        and hooks see each epoch as a separate run. An override that does not call it replaces the loop: it gets
         the loader, the evaluation's loader and the epoch, and returns a dict with ``train_loss``.
 
         Args:
@@ -315,7 +303,7 @@ class Trainer(EpochFace):
             train_dataloader: micro-batches; re-iterated for each epoch.
             num_epochs: absolute target; a run that has reached it returns its history at once.
             eval_dataloader: evaluated after each epoch; of a dict each loader, as ``eval_<name>_loss`` and so on, and
-                ``"eval_loss"`` then means the loss of the first.
+                a metric without a loader's name then means that of the first.
             save_dir: folder of ``checkpoint_epoch_{n}.pt``, ``best_model.pt``, ``history.json``, and ``pretrained``
                 with the best weights of a model with ``save_pretrained``; None takes the config's ``checkpoint_dir``.
             save_freq: epochs between numbered checkpoints, else the config's ``save_interval``; None or 0 writes none.
@@ -339,12 +327,12 @@ class Trainer(EpochFace):
         for warning in unused_names(self, self._face):
             _log.warning("%s", warning)
         check_call(num_epochs, save_freq, callbacks=callbacks, loaders=(train_dataloader, eval_dataloader))
-        losses = eval_losses(eval_dataloader)
-        if best_model_metric in ("eval_loss", "loss"):
-            best_model_metric = losses[0] if losses else "train_loss"
         make_rule = rule_for(
             best_model_metric, best_mode, patience=early_stopping_patience, min_delta=self.settings.min_delta,
-            known=known_keys(self._is_own, losses=losses, has_metrics=bool(self._eval_task.metrics)),
+            loaders=eval_dataloader,
+            known=known_keys(
+                self._is_own, losses=eval_losses(eval_dataloader), has_metrics=bool(self._eval_task.metrics)
+            ),
         )  # fmt: skip
         set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
         self._folder.use(*self._run_defaults.files(save_dir, save_freq))
@@ -451,7 +439,7 @@ class Trainer(EpochFace):
 
         Args:
             path: the file.
-            epoch: epochs completed; the state's own count is what is stored.
+            epoch: epochs completed; the count in the state is stored.
             metric_value: stored as ``best_metric``; None stores the best value so far.
         """
         if epoch != self.epoch:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
@@ -11,9 +10,9 @@ import torch
 from torch import nn
 
 from treadle.distributed import unwrap
-from treadle.engine.best import BestRule, Mode, resolve_mode
+from treadle.engine.best import BestRule, Mode
 from treadle.errors import ConfigError
-from treadle.faces.loaders import EvalLoaders, results_by_name, selected_by, without_loader
+from treadle.faces.loaders import EvalLoaders, mode_over, results_by_name, selected_by
 from treadle.graphs.epoch_records import TRAIN, VAL, GraphRule, missing_key
 from treadle.graphs.losses import get_loss_fn
 from treadle.graphs.metrics import GraphMetrics, get_metrics
@@ -149,9 +148,6 @@ def best_rule(
         if key not in known:
             raise missing_key(metric, known, prefix)
     mode: Mode | None = None if minimize is None else "min" if minimize else "max"
-    if mode is None and isinstance(loaders, Mapping):
-        with contextlib.suppress(ConfigError):  # refused below, by the whole name
-            mode = resolve_mode(without_loader(key, loaders))
-    make = partial(GraphRule, f"{prefix}{key}", mode, min_delta, patience)
+    make = partial(GraphRule, f"{prefix}{key}", mode or mode_over(key, loaders), min_delta, patience)
     make()  # refuses bad values now
     return make

@@ -27,7 +27,7 @@ _ELEMENTS = sum(name.startswith("element ") for name in ATOM_COLUMNS)
 
 
 def decisions(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer) -> dict[str, str]:
-    """Returns what was decided and why, as name -> text."""
+    """Returns the decisions and their reasons, as name -> text."""
     precision = f"{config.training.mixed_precision} autocast" if config.training.mixed_precision else "fp32"
     return {"precision": precision, **_decisions(config, data, trainer), **_speed_line(config)}
 

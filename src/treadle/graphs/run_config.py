@@ -25,7 +25,7 @@ FLAGS = {
     "resume": "--resume or --no-resume",
     "log_dir": "--out",
     "experiment_name": "--out",
-    "checkpoint": "--out, the folder of the run to go on with",
+    "checkpoint": "--out, the folder of the run to resume",
 }  # fmt: skip
 """Settings of scripts/train.py that the command takes as options."""
 

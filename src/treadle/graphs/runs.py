@@ -47,7 +47,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
     Train a graph transformer with positional encodings on 4,990 real molecules and show what it learned.
 
     The molecules come with rdkit; nothing is downloaded unless dataset names a benchmark. A run that was stopped, at
-    any moment and by anything, goes on when the same command is given again; one that is finished shows its results.
+    any moment and by anything, resumes when the same command is run again; one that is finished shows its results.
     Ctrl-C saves before it leaves.
 
     A setting without a dot chooses from a group: dataset, model, pe (encodings) or train; the others set one value.
@@ -164,7 +164,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         write_changed(OmegaConf.to_yaml(OmegaConf.create(run.config.to_dict())), run.out / "config.yaml")
 
     def describe(self, run: Run[GraphsConfig], data: GraphDataset, trainer: GraphTrainer) -> dict[str, str]:
-        """Returns what was decided about precision, data, encodings, model, loss and schedule."""
+        """Returns the decisions about precision, data, encodings, model, loss and schedule."""
         from treadle.graphs import report
 
         return report.decisions(run.config, data, trainer)

@@ -1,4 +1,4 @@
-"""Runs over many settings: grids, random draws and seeds, which go on where they were stopped."""
+"""Runs over many settings: grids, random draws and seeds, which resume where they were stopped."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def run_sweep(
     *,
     keep_going: bool = False,
 ) -> list[dict[str, Any]]:
-    """Runs every entry of a sweep that has no result yet; the same call after a kill goes on with the next.
+    """Runs every entry of a sweep that has no result yet; the same call after a kill continues with the next.
 
     One process at a time works in the folder. What a run was stopped in is its own affair: give it ``resume=True``.
 

@@ -18,15 +18,13 @@ from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import copy_checkpoint, load_checkpoint, save_checkpoint
 from treadle.distributed import unwrap
-from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
-from treadle.faces.build import place
-from treadle.faces.default_hooks import with_default_hooks
+from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
-from treadle.faces.folder import RunFolder, loss_name, write_best_and_last
+from treadle.faces.folder import CheckpointFolder, loss_name, write_best_and_last
 from treadle.faces.loaders import EvalLoaders, check_eval_loaders, check_loader
 from treadle.faces.parallel import ParallelConfig
 from treadle.graphs.checks import (
@@ -51,9 +49,7 @@ from treadle.graphs.masks import MaskName, check_mask_name
 from treadle.graphs.padding import Padding, PaddingHook, PadTo
 from treadle.graphs.task import EpochMetrics, GraphTask, LossFn, raw_outputs
 from treadle.graphs.train_outputs import TrainOutputsHook
-from treadle.hooks.bar import ProgressBarHook
-from treadle.hooks.progress import ProgressHook
-from treadle.hooks.trackers import TrackerChoice, with_trackers
+from treadle.hooks.trackers import TrackerChoice
 
 _log = logging.getLogger("treadle.graphs")
 _epoch_log = logging.getLogger("treadle.graphs.epochs")  # of its own, for those who show epochs in another way
@@ -85,7 +81,7 @@ class GraphTrainer(EpochFace):
         limits: of time and batches, and short trials: a :class:`treadle.Limits` or a mapping of its names.
         eval_seed: seeds the random numbers of every evaluation.
         parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
-        capture: whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses.
+        capture: whether the step is replayed as one CUDA graph; ``"auto"`` warns where it cannot be, True raises.
         pad_to: how many buckets to choose from the training data, or the buckets themselves: each batch that is
             trained on is padded into the smallest that holds it. Training only; None: as the loader makes them.
         compile: True compiles the model in place, ``"blocks"`` each of its repeated blocks; see
@@ -162,26 +158,24 @@ class GraphTrainer(EpochFace):
             "loss": loss_name(self.loss_fn), "grad_clip": grad_clip, "mixed_precision": mixed_precision,
             "accumulation_steps": accumulation_steps, "scheduler_interval": scheduler_interval, "eval_seed": eval_seed,
         }  # fmt: skip
-        every = [*self._own_hooks(checkpoint_dir, log_every, hooks), *with_trackers(hooks, trackers)]
-        self._engine = Engine(
-            self.model, optimizer, task, scheduler=scheduler, scheduler_interval=scheduler_interval, device=device,
-            precision=precision_named(mixed_precision), grad_clip=grad_clip, accumulation_steps=accumulation_steps,
-            max_non_finite_grad_retries=max_non_finite_grad_retries, eval_seed=eval_seed, capture=capture, logger=_log,
-            hooks=with_default_hooks(every, given=hooks, progress=progress), progress=progress, face="graphs",
-            config=self.config, limits=limits,
+        arguments: EngineArguments = {
+            "scheduler": scheduler, "scheduler_interval": scheduler_interval, "device": device, "capture": capture,
+            "precision": precision_named(mixed_precision), "grad_clip": grad_clip, "eval_seed": eval_seed,
+            "accumulation_steps": accumulation_steps, "max_non_finite_grad_retries": max_non_finite_grad_retries,
+            "config": self.config, "limits": limits,
+        }  # fmt: skip
+        self._engine = build_engine(
+            "graphs", self.model, optimizer, task, arguments, own_hooks=self._own_hooks(checkpoint_dir), hooks=hooks,
+            trackers=trackers, progress=progress, log_every=log_every,
         )  # fmt: skip
         self._epochs = GraphEpochs(self._engine, task, self._outputs)
         self._folder = BestAndLast(self._engine, "checkpoint_dir")
         self._folder.use(checkpoint_dir)
 
-    def _own_hooks(
-        self, checkpoint_dir: str | Path | None, log_every: int | None, given: Sequence[BaseHook]
-    ) -> list[BaseHook]:
+    def _own_hooks(self, checkpoint_dir: str | Path | None) -> list[BaseHook]:
         own: list[BaseHook] = [self._outputs, self._padding_hook, self._log_hooks]
         if checkpoint_dir is not None:
             own.append(GraphHistoryFile(Path(checkpoint_dir) / "history.json", lambda: self._epochs.history))
-        if log_every and not any(isinstance(hook, (ProgressHook, ProgressBarHook)) for hook in given):
-            own.append(ProgressHook(log_every))
         return own
 
     # -- what happened so far -------------------------------------------------------------------------------------
@@ -329,7 +323,7 @@ class GraphTrainer(EpochFace):
     # -- files ----------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, filename: str | Path, metrics: Mapping[str, Any] | None = None) -> Path:
-        """Writes everything that a run needs to go on exactly; all ranks take part.
+        """Writes everything that a run needs to resume exactly; all ranks take part.
 
         Args:
             filename: a relative one lies in ``checkpoint_dir``.
@@ -365,7 +359,7 @@ class GraphTrainer(EpochFace):
         return dict(tree.get("metrics") or {})
 
 
-class BestAndLast(RunFolder):
+class BestAndLast(CheckpointFolder):
     """The folder of ``best.pt`` and ``last.pt``."""
 
     loss_settings = ("task_type", "num_classes", "loss")

@@ -69,9 +69,6 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
 def log_model_info(model: nn.Module) -> dict[str, int]:
     """Logs the result of `count_parameters` and returns it.
 
-    Returns:
-        ``{"total", "trainable", "frozen"}``.
-
     Example:
         >>> log_model_info(nn.Linear(2, 3))
         {'total': 9, 'trainable': 9, 'frozen': 0}

@@ -20,6 +20,7 @@ from treadle.hooks.own_tracker import Tracker
 from treadle.hooks.profiler import ProfilerHook
 from treadle.hooks.progress import ProgressHook
 from treadle.hooks.remote import RemoteWorkspaceHook
+from treadle.hooks.remote_shards import RemoteShardsHook
 from treadle.hooks.sessionlog import SessionLogHook
 from treadle.hooks.signals import SignalHook
 from treadle.hooks.steplog import StepLogHook
@@ -49,6 +50,7 @@ __all__ = [
     "ProfilerHook",
     "ProgressBarHook",
     "ProgressHook",
+    "RemoteShardsHook",
     "RemoteWorkspaceHook",
     "SessionLogHook",
     "SignalHook",

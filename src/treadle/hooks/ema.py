@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import nn
 
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
@@ -15,7 +16,39 @@ if TYPE_CHECKING:
     from treadle.engine import Engine
 
 
-class EmaHook(BaseHook):
+class AveragingHook(BaseHook):
+    """Base of hooks that keep an average of the model under a name."""
+
+    _kind: ClassVar[str]  # its default name; the averaged model is the attribute ``<kind>_model``
+
+    def __init__(self, update_interval: int, device: torch.device | str | int | None, name: str):
+        self.update_interval = update_interval
+        self.device = device
+        self.name = name
+        self._average: Ema | None = None
+
+    @property
+    def state_key(self) -> str:
+        """Its class and name, so that two averages with two names can be kept."""
+        return type(self).__name__ if self.name == self._kind else f"{type(self).__name__}.{self.name}"
+
+    def averages(self, trainer: Engine) -> Mapping[str, Ema]:
+        """Creates the average from the model's present weights."""
+        self._average = self._made(trainer.model)
+        return {self.name: self._average}
+
+    def _made(self, model: nn.Module) -> Ema:
+        raise NotImplementedError
+
+    def _made_average(self) -> Ema:
+        if self._average is None:
+            raise ConfigError(
+                "there is none before training starts or a state is loaded", argument=f"{self._kind}_model"
+            )
+        return self._average
+
+
+class EmaHook(AveragingHook):
     """Keeps an averaged copy of the model, updated inside the step after every ``update_interval`` applied steps.
 
     Args:
@@ -32,6 +65,8 @@ class EmaHook(BaseHook):
         >>> hook = EmaHook(decay=0.999)
     """
 
+    _kind = "ema"
+
     def __init__(
         self,
         decay: float = 0.9999,
@@ -42,17 +77,9 @@ class EmaHook(BaseHook):
         name: str = "ema",
     ):
         check_average(decay, update_interval)
+        super().__init__(update_interval, device, name)
         self.decay = decay
-        self.update_interval = update_interval
-        self.device = device
         self.use_buffers = use_buffers
-        self.name = name
-        self._ema: Ema | None = None
-
-    @property
-    def state_key(self) -> str:
-        """Its class and name, so that two averages with two names can be kept."""
-        return type(self).__name__ if self.name == "ema" else f"{type(self).__name__}.{self.name}"
 
     @property
     def ema_model(self) -> Ema:
@@ -61,17 +88,13 @@ class EmaHook(BaseHook):
         Raises:
             ConfigError: it is asked for before training started or a state was loaded.
         """
-        if self._ema is None:
-            raise ConfigError("there is none before training starts or a state is loaded", argument="ema_model")
-        return self._ema
+        return self._made_average()
 
-    def averages(self, trainer: Engine) -> Mapping[str, Ema]:
-        """Creates the average from the model's present weights."""
-        self._ema = Ema(
-            trainer.model,
+    def _made(self, model: nn.Module) -> Ema:
+        return Ema(
+            model,
             self.decay,
             update_interval=self.update_interval,
             use_buffers=self.use_buffers,
             device=self.device,
         )
-        return {self.name: self._ema}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from treadle.engine.hook import BaseHook, looks_only
+from treadle.engine.hook import BaseHook, read_only
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -40,7 +40,7 @@ class CudaMaxMemoryHook(BaseHook):
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    @looks_only
+    @read_only
     def on_before_optimizer_step(self, trainer: Engine) -> None:
         """Leaves a value that is read when it is used, for hooks that see the end of the step before this one."""
         if self._device is not None:

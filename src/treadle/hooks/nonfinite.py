@@ -51,10 +51,10 @@ class NonFiniteHook(BaseHook):
     is no event. Buffers such as the running mean of a batch norm go back to what they were before the refused attempt.
 
     Args:
-        policy: ``"raise"``: NonFiniteError. ``"skip"``: the step changes nothing and the run goes on with the next
+        policy: ``"raise"``: NonFiniteError. ``"skip"``: the step changes nothing and the run continues with the next
             data. ``"retry"``: fresh data for the same step, up to the engine's retries. ``"rollback"``: back to
             the weights, optimizer and schedule of the last good checkpoint with a lower learning rate; the data goes
-            on after the refused batch and the count of steps goes on too.
+            on after the refused batch and the count of steps continues too.
         max_in_a_row: refused steps without an applied one between them, after which NonFiniteError comes anyway.
         path: folder of the events; relative to the trainer's workspace. A run that starts from nothing
             renames the one it finds.
@@ -87,7 +87,7 @@ class NonFiniteHook(BaseHook):
             raise ConfigError(f"must be one of {', '.join(map(repr, _POLICIES))}", argument="policy", value=policy)
         for name, value in {"max_in_a_row": max_in_a_row, "max_rollbacks": max_rollbacks}.items():
             if value < 1:
-                raise ConfigError("must be at least 1; policy='raise' goes on after none", argument=name, value=value)
+                raise ConfigError("must be at least 1; policy='raise' continues after none", argument=name, value=value)
         if not 0 < lr_factor <= 1:
             raise ConfigError("must lie in (0, 1]; 1 keeps the learning rate", argument="lr_factor", value=lr_factor)
         if max_events < 0:

@@ -1,4 +1,4 @@
-"""RemoteWorkspaceHook: the workspace of a run in an object store, uploaded while training goes on."""
+"""RemoteWorkspaceHook: the workspace of a run in an object store, uploaded while training continues."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ class RemoteWorkspaceHook(BaseHook):
                 continue
             try:
                 remote.publish()
-            except Exception as error:  # noqa: BLE001  (training goes on without it)
-                self._said.append(f"{error}. Training goes on; the next upload comes with the next state")
+            except Exception as error:  # noqa: BLE001  (training continues without it)
+                self._said.append(f"{error}. Training continues; the next upload comes with the next state")
                 failed = time.monotonic() + 10 * self._poll
 
     def on_after_step(self, trainer: Engine) -> None:

@@ -112,7 +112,7 @@ class OnTheWay:
 
 
 class BlockRows:
-    """Rows about the steps of a block, whose numbers are copied to the host while it goes on.
+    """Rows about the steps of a block, whose numbers are copied to the host while it runs.
 
     Args:
         block: the steps.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -11,9 +11,8 @@ from torch import nn
 from treadle.data.sources import refuse_dataset
 from treadle.distributed import unwrap
 from treadle.engine.evaluation import for_each_batch
-from treadle.engine.hook import BaseHook
-from treadle.errors import ConfigError
-from treadle.optim.ema import Ema, check_average
+from treadle.hooks.ema import AveragingHook
+from treadle.optim.ema import check_average
 from treadle.optim.swa import Swa, check_start
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
-class SwaHook(BaseHook):
+class SwaHook(AveragingHook):
     """Equal average of the weights from an applied step on, scored by evaluations in place of the weights.
 
     Before ``start`` the average is the weights. A model with BatchNorm gets the statistics of its average by a pass
@@ -44,6 +43,8 @@ class SwaHook(BaseHook):
         >>> hook = SwaHook(start=750, update_interval=10)
     """
 
+    _kind = "swa"
+
     def __init__(
         self,
         start: int,
@@ -56,18 +57,10 @@ class SwaHook(BaseHook):
         check_start(start)
         check_average(0.0, update_interval)
         refuse_dataset(bn_loader, "bn_loader")
+        super().__init__(update_interval, device, name)
         self.start = start
-        self.update_interval = update_interval
         self.bn_loader = bn_loader
-        self.device = device
-        self.name = name
-        self._swa: Swa | None = None
         self._step_of_statistics: int | None = None
-
-    @property
-    def state_key(self) -> str:
-        """Its class and name, so that two averages with two names can be kept."""
-        return type(self).__name__ if self.name == "swa" else f"{type(self).__name__}.{self.name}"
 
     @property
     def swa_model(self) -> Swa:
@@ -76,14 +69,10 @@ class SwaHook(BaseHook):
         Raises:
             ConfigError: it is asked for before training started or a state was loaded.
         """
-        if self._swa is None:
-            raise ConfigError("there is none before training starts or a state is loaded", argument="swa_model")
-        return self._swa
+        return cast("Swa", self._made_average())
 
-    def averages(self, trainer: Engine) -> Mapping[str, Ema]:
-        """Creates the average from the model's present weights."""
-        self._swa = Swa(trainer.model, start=self.start, update_interval=self.update_interval, device=self.device)
-        return {self.name: self._swa}
+    def _made(self, model: nn.Module) -> Swa:
+        return Swa(model, start=self.start, update_interval=self.update_interval, device=self.device)
 
     def on_after_step(self, trainer: Engine) -> None:
         """Measures the statistics of BatchNorm after the last step, so that its checkpoint has them."""

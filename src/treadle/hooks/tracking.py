@@ -60,7 +60,7 @@ class Guard:
             yield
         except Exception as error:  # noqa: BLE001  (a full disk or a lost network must not cost the training)
             message = f"{who.state_key}: {doing} failed: {type(error).__name__}: {error}"
-            self.say_once(trainer, "failure", f"{message}. Training goes on; later failures are logged as debug")
+            self.say_once(trainer, "failure", f"{message}. Training continues; later failures are logged as debug")
 
     def say_once(self, trainer: Engine, topic: str, message: str) -> None:
         """Logs the first message on a topic as a warning and further ones as debug."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from treadle import distributed
-from treadle.engine.hook import BaseHook, looks_only
+from treadle.engine.hook import BaseHook, read_only
 from treadle.errors import ConfigError
 from treadle.hooks.thread_activity import stack_of, thread_activity
 
@@ -76,7 +76,7 @@ class StuckRankHook(BaseHook):
         """Notes the event."""
         self._event = _STEPPING
 
-    @looks_only
+    @read_only
     def on_before_optimizer_step(self, trainer: Engine) -> None:
         """Notes the event."""
         self._event = _UPDATING

@@ -1,4 +1,4 @@
-"""One run of a population: its name, settings and folder, how it is made, and what it ended with."""
+"""One run of a population: its name, settings and folder, how it is made, and its outcome."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Member:
 
     Attributes:
         name: of its folder, such as ``lr=0.1,seed=3``.
-        settings: what the factory is called with.
+        settings: arguments of the factory.
         folder: the run folder.
         until: where the run pauses; None trains it to its end.
     """
@@ -156,7 +156,7 @@ def call_factory(make: Make, member: Member) -> Callable[[], Any]:
 
 
 class MemberHook(BaseHook):
-    """The last hook of a member: pauses between turns and at the member's target, and keeps what was logged.
+    """The last hook of a member: pauses between turns and at the member's target, and keeps the logged records.
 
     Args:
         member: whose run.
@@ -333,7 +333,7 @@ def run_member(make: Make, member: Member, *, turn: Turn = lambda steps: None) -
 
 
 def _results(returned: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a training returned, without its settings."""
+    """Returns the result of a training without its settings."""
     return {key: value for key, value in returned.items() if key != "config"}
 
 

@@ -9,7 +9,7 @@ import torch
 from treadle.errors import ConfigError
 
 _log = logging.getLogger("treadle.population")
-_SPARE = 0.1  # of what a member takes, since it may not have seen its largest batch
+_SPARE = 0.1  # share of a member's memory, since it may not have seen its largest batch
 
 
 class Admission:

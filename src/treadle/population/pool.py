@@ -1,4 +1,4 @@
-"""Processes that train one member each, or on a GPU of their own several in turns."""
+"""Processes that train one member each, or several in turns on one GPU each."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def run_in_processes(make: Make, source: Source, workers: Sequence[Worker]) -> i
 
     Args:
         make: the factory; can be pickled.
-        source: gives members and is told their outcomes.
+        source: gives members and receives their outcomes.
         workers: a process each; one is started when there is a member for it.
 
     Returns:

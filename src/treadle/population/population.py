@@ -31,11 +31,11 @@ FILE = "population.json"
 
 
 class Population:
-    """Many runs at once: each an ordinary run in a folder of its own, with the weights and files that it has alone.
+    """Many runs at once: each an ordinary run in its own folder, with the same weights and files as when it runs alone.
 
     The runs of one process take turns. On a GPU each has a stream, so that small runs share the device; on the CPU
     that is as fast as one after the other, and ``workers`` processes with a core each are the fast way. The same call
-    again goes on with every member from its own checkpoint. A member that fails ends alone, and is named.
+    again resumes every member from its own checkpoint. A member that fails ends alone, and is named.
 
     Args:
         make: returns a trainer whose ``train()`` takes no argument, or a function that trains. Called with the settings
@@ -124,15 +124,15 @@ class Population:
         out: str | Path,
         **options: Any,
     ) -> Population:
-        """Returns a population whose settings an Optuna study asks for.
+        """Returns a population whose settings come from an Optuna study.
 
         Args:
             make: as for :class:`Population`.
             study: a new study with one direction, whose sampler has a seed.
             space: returns the settings of a trial, such as ``lambda trial: {"lr": trial.suggest_float("lr", 0, 1)}``.
             trials: runs in all, >= 1.
-            metric: name of the number that the study is told, of ``Outcome.metrics``.
-            out: folder of the population; a rerun with a new study of the same seed goes on in it.
+            metric: name of the number in ``Outcome.metrics`` that is reported to the study.
+            out: folder of the population; a rerun with a new study of the same seed resumes in it.
             options: further arguments of :class:`Population`.
 
         Raises:
@@ -155,7 +155,7 @@ class Population:
 
         Raises:
             TreadleError: every member failed.
-            SystemExit: a signal ended the runs, which have saved; the same call goes on.
+            SystemExit: a signal ended the runs, which have saved; the same call resumes.
             CheckpointError: another process trains this population.
         """
         if not self.members and self._study is None:

@@ -203,7 +203,7 @@ class Difference:
 
     @property
     def is_real(self) -> bool:
-        """Whether 0 lies outside the interval: the difference is more than noise."""
+        """Whether 0 is outside the interval: the difference is more than noise."""
         return not self.low <= 0 <= self.high
 
     def __str__(self) -> str:
@@ -223,7 +223,7 @@ class Difference:
 def difference(
     a: Results, b: Results, metric: str, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> Difference:
-    """Returns how far two populations lie apart in a number, with a bootstrap interval of the mean difference.
+    """Returns how far two populations differ in a number, with a bootstrap interval of the mean difference.
 
     Members of the same seed are pairs where every seed occurs once in both; the differences of the pairs are resampled.
     Where that is not so, the members of either are resampled for themselves. With fewer than 5 members a bootstrap

@@ -1,7 +1,7 @@
 """What decides which member runs next: all in order, successive halving, or an Optuna study.
 
 Every decision is kept in a journal before it takes effect, so that a population that was killed repeats none of them
-and revises none: it reads them back, goes on with the members that were running, and decides from there.
+and revises none: it reads them back, continues with the members that were running, and decides from there.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def _lines_of(path: Path) -> list[dict[str, Any]]:
 class SuccessiveHalving:
     """Asynchronous successive halving (ASHA): of the runs that reach a rung, the best part trains on.
 
-    A run that reaches a rung pauses there: it saves and ends. It goes on once it is among the best ``1 / eta`` of those
-    that have reached the rung; where no run can, a new one starts. With one member at a time the order of decisions is
-    fixed; with several it depends on which is done first, and is kept.
+    A run that reaches a rung pauses there: it saves and ends. It continues once it is among the best ``1 / eta``
+    of those that have reached the rung; where no run can, a new one starts. With one member at a time the order of
+    decisions is fixed; with several it depends on which is done first, and is kept.
 
     Args:
         metric: a name of :attr:`Outcome.metrics`.
@@ -235,10 +235,10 @@ class HalvingSource:
 
 
 class StudySource:
-    """Members whose settings an Optuna study asks for, one at a time or several; exact on resume.
+    """Members whose settings come from an Optuna study, one at a time or several; exact on resume.
 
     The journal keeps every ask and tell in order. A later process makes the same calls to a new study, which must ask
-    for the same settings, and goes on.
+    for the same settings, and continues.
 
     Args:
         study: a new ``optuna.Study`` whose sampler has a seed.
@@ -250,7 +250,7 @@ class StudySource:
         told: receives every outcome.
 
     Raises:
-        CheckpointError: the study asks for other settings than those in the journal.
+        CheckpointError: the study suggests other settings than those in the journal.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class StudySource:
         return member
 
     def next(self) -> Member | None:
-        """Returns a member that was running, else one that the study asks for."""
+        """Returns a member that was running, else one with settings that the study suggests."""
         if self._again:
             return self._again.pop(0)
         if self._count >= self._trials:

@@ -1,6 +1,6 @@
 """Runs of one process that take turns: a thread each, of which exactly one runs, with its own random streams.
 
-A member is a function that knows nothing of the others, so that every face, pack and script can be one. After some
+A member is a function that is independent of the others, so that every face, pack and script can be one. After some
 steps it hands over to the next. Everything that is global to a process and moves while a run trains belongs to the
 member and is exchanged with it: the generators of python, numpy and torch, the number of threads, torch's flags and the
 observers. On a GPU each member has a stream, on which its graphs are recorded, too; the GPU works on all of them at
@@ -198,7 +198,7 @@ class Seat:
         self._run()
 
     def _run(self) -> None:
-        """Lets the member run for a turn and serves what it asks for."""
+        """Lets the member run for a turn and serves its requests."""
         VOICE.speaker = self.member.name
         try:
             if self.thread.ident is None:
@@ -296,7 +296,7 @@ def run_in_turns(
 
     Args:
         make: the factory.
-        source: gives members and is told their outcomes.
+        source: gives members and receives their outcomes.
         together: members that are alive at a time, >= 1.
         steps: in a turn, >= 1.
         admit: asked before a further member starts beside so many others.
@@ -358,7 +358,7 @@ def _collect(seats: list[Seat], source: Source, streams: _Streams) -> None:
 
 
 class _Streams:
-    """Streams of the members, none of which two use at a time; on the CPU there are none."""
+    """Streams of the members, each used by one at a time; on the CPU there are none."""
 
     def __init__(self) -> None:
         self._free: list[Any] = []
@@ -366,7 +366,7 @@ class _Streams:
             self._free = [torch.cuda.Stream() for _ in range(MAX_STREAMS)]  # type: ignore[no-untyped-call]
 
     def take(self) -> Any:
-        """Returns a stream that waits for what was launched before."""
+        """Returns a stream that waits for earlier launches."""
         if not self._free:
             return None
         stream = self._free.pop(0)

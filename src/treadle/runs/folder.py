@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -169,29 +169,19 @@ def refuse_other_run(out: Path, face: str) -> None:
 
 
 @contextmanager
-def readable(out: Path) -> Iterator[None]:
-    """Turns an error of reading a run folder into a ConfigError that names the option.
-
-    Raises:
-        ConfigError: the folder cannot be read.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be read ({error.strerror}); choose another folder") from error
-
-
-@contextmanager
-def writable(out: Path) -> Iterator[None]:
-    """Turns an error of writing into a run folder into a ConfigError that names the option.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
+def readable(out: Path, *, verb: str = "read") -> Iterator[None]:
+    """Raises a ConfigError that names ``--out`` for an error of reading or writing a run folder."""
     try:
         yield
     except (CheckpointError, OSError) as error:
-        raise ConfigError(f"--out {out}: cannot be written ({_cause(error)}); choose another folder") from error
+        if verb == "read" and isinstance(error, CheckpointError):
+            raise
+        raise ConfigError(f"--out {out}: cannot be {verb} ({_cause(error)}); choose another folder") from error
+
+
+def writable(out: Path) -> AbstractContextManager[None]:
+    """Returns :func:`readable` for a folder that is written to."""
+    return readable(out, verb="written")
 
 
 def _cause(error: Exception) -> str:

@@ -31,7 +31,7 @@ from treadle.hooks.files import to_json
 from treadle.runs import folder as folders
 from treadle.runs.overrides import apply_overrides, leaves
 from treadle.runs.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of, ranks_line
-from treadle.runs.replay import Replayed, Stage, Witness, checkpoints_of, run_to_step
+from treadle.runs.replay import Replayed, ReplayHook, ReplaySetup, checkpoints_of, run_to_step
 from treadle.runs.report import Report, Table, write_page
 from treadle.runs.results import Evaluation, Opened, Predictions, Results
 from treadle.runs.run import Run, Watch, load_newest, newest_checkpoint
@@ -388,7 +388,7 @@ class Pack(Generic[Config, Data, Trainer]):
                 self.fit(run, data, trainer)
         except SystemExit:
             if run.watch.engine is not None:
-                _log.info("saved at step %d; the same command goes on from here", run.watch.engine.step)
+                _log.info("saved at step %d; the same command resumes from here", run.watch.engine.step)
             raise
         done = 0 if run.watch.engine is None else run.watch.engine.epoch - run.watch.first_epoch
         if done > 0 and not run.part:
@@ -411,11 +411,11 @@ class Pack(Generic[Config, Data, Trainer]):
         """
         home, part = self.home_of(run)
         config, threads = self.stored(home, None, None)
-        witness = Witness(checkpoints_of(run), step, debug=debug)
+        witness = ReplayHook(checkpoints_of(run), step, debug=debug)
         with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch, self._environment(config, threads):
             again = Run(config, Path(scratch), get_device(device), messages, home=home, part=part)
             data = self.prepare(again)
-            with observing(Stage(witness, Path(scratch))), without_epoch_lines(self.name):
+            with observing(ReplaySetup(witness, Path(scratch))), without_epoch_lines(self.name):
                 trainer = self.build(again, data)
                 run_to_step(lambda: self.fit(again, data, trainer), witness)
         return witness.seen

@@ -41,17 +41,10 @@ def treadle_exact() -> ExactCheck:
         >>> #     treadle_exact("train.py", steps=12)
     """
 
-    def check(
-        target: str | os.PathLike[str] | Callable[[], Any],
-        arguments: Sequence[str] = (),
-        *,
-        steps: int | None = None,
-        kills: int = 3,
-        seed: int = 0,
-    ) -> Verification:
+    def check(*args: Any, **kwargs: Any) -> Verification:
         from treadle.runs.exact import verify
 
-        result = verify(target, arguments, steps=steps, kills=kills, seed=seed)
+        result = verify(*args, **kwargs)
         if result.verdict != "EXACT":
             pytest.fail(str(result), pytrace=False)
         return result

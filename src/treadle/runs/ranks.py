@@ -78,7 +78,7 @@ def ranks_line(parallel: str | None) -> dict[str, str]:
     spread = {None: "one model", "ddp": "replicas (ddp)", "fsdp": "a sharded model (fsdp)"}[parallel_of(parallel)]
     return {
         "ranks": f"{distributed.world_size()}, {spread}; a batch is that of all ranks together, so steps and schedule "
-        "are those of one process; the first rank prints and writes, and goes on alone after the training"
+        "are those of one process; the first rank prints and writes, and continues alone after the training"
     }
 
 

@@ -15,7 +15,7 @@ import torch
 
 from treadle.checkpoint.find_step import nearest_state
 from treadle.engine import Engine
-from treadle.engine.hook import looks_only
+from treadle.engine.hook import read_only
 from treadle.engine.observers import observing
 from treadle.errors import ConfigError, NonFiniteError
 from treadle.hooks import BaseHook, NonFiniteHook
@@ -26,7 +26,7 @@ from treadle.runs.folder import CHECKPOINTS
 from treadle.runs.script import run_as_main, train_from
 
 
-class Arrived(BaseException):
+class StepReached(BaseException):
     """The step was run again and the rest of the run is of no interest; no ``except Exception`` holds it up."""
 
 
@@ -62,7 +62,7 @@ class Replayed:
         return self.rows[-1]
 
 
-class Witness(BaseHook):
+class ReplayHook(BaseHook):
     """The last hook of a replay: chooses the start, watches every step, and ends the run at the requested one."""
 
     state_key = "treadle replay"
@@ -94,7 +94,7 @@ class Witness(BaseHook):
             if isinstance(hook, NonFiniteHook):
                 hook.foreign_states = set()
 
-    @looks_only
+    @read_only
     def on_before_optimizer_step(self, trainer: Engine) -> None:
         """Reads the gradients of the step, and stops inside it when asked to."""
         if trainer.step != self.step:
@@ -112,7 +112,7 @@ class Witness(BaseHook):
             self.seen.rows += self._rows.read()
         if trainer.step == self.step:
             self._look_at_data(trainer)
-            raise Arrived
+            raise StepReached
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
         """Notes a step that ended the run as not finite."""
@@ -133,10 +133,10 @@ def _stop_inside(trainer: Engine) -> None:
     del model, batch, grads
 
 
-class Stage:
+class ReplaySetup:
     """Makes a run that is about to begin a replay: other folders, no hook that writes, the witness at the end."""
 
-    def __init__(self, witness: Witness, folder: Path):
+    def __init__(self, witness: ReplayHook, folder: Path):
         self.witness = witness
         self.folder = folder
 
@@ -223,10 +223,10 @@ def replay_script(run: Path, step: int, *, script: Path, arguments: Sequence[str
         raise ConfigError(f"--script={str(script)!r}: no such file")
     if not run.is_dir():
         raise ConfigError("no such folder; give the workspace of the run", argument="RUN", value=str(run))
-    witness = Witness(checkpoints_of(run), step, debug=debug)
+    witness = ReplayHook(checkpoints_of(run), step, debug=debug)
     with (
         tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch,
-        observing(Stage(witness, Path(scratch))),
+        observing(ReplaySetup(witness, Path(scratch))),
     ):
         run_to_step(lambda: run_as_main(script, arguments), witness)
     return witness.seen
@@ -245,18 +245,18 @@ def replay_config(run: Path, step: int, *, config: dict[str, Any], folder: Path,
     Raises:
         ConfigError: the configuration describes no trainer that can be replayed, or the run has no such step.
     """
-    witness = Witness(checkpoints_of(run), step, debug=debug)
+    witness = ReplayHook(checkpoints_of(run), step, debug=debug)
     path = list(sys.path)
     with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch:
         try:
-            with observing(Stage(witness, Path(scratch))):
+            with observing(ReplaySetup(witness, Path(scratch))):
                 run_to_step(lambda: train_from(config, folder), witness)
         finally:
             sys.path[:] = path
     return witness.seen
 
 
-def run_to_step(train: Callable[[], Any], witness: Witness) -> None:
+def run_to_step(train: Callable[[], Any], witness: ReplayHook) -> None:
     """Trains until the witness has seen its step.
 
     Raises:
@@ -265,7 +265,7 @@ def run_to_step(train: Callable[[], Any], witness: Witness) -> None:
     try:
         with _quiet_about_left_out_hooks():
             train()
-    except Arrived:
+    except StepReached:
         pass
     except NonFiniteError as error:
         if error.step != witness.step:

@@ -117,7 +117,7 @@ def load_newest(run: Run[Any], trainer: Any, *, epochs: int, step: Callable[[], 
     if found is None:
         return "fresh"
     trainer.load_checkpoint(found[0])
-    return f"goes on from {found[0]}: epoch {trainer.epoch} of {epochs}, step {step():,}"
+    return f"resumes from {found[0]}: epoch {trainer.epoch} of {epochs}, step {step():,}"
 
 
 def newest_checkpoint(out: Path, parts: Sequence[str]) -> str:
@@ -131,5 +131,5 @@ def newest_checkpoint(out: Path, parts: Sequence[str]) -> str:
         states = [state for state in step_states(out / part / "checkpoints") if not is_aside(state)]
         if states:
             furthest = furthest_first(states)[0]
-            return f"goes on from {furthest.with_name(Path(os.path.realpath(furthest)).name)}"
+            return f"resumes from {furthest.with_name(Path(os.path.realpath(furthest)).name)}"
     return "fresh"

@@ -1,26 +1,29 @@
-"""Errors that name a setting by its dotted name in the configuration rather than by the argument that it becomes."""
+"""Errors that name a setting by its dotted name rather than by an argument, and the line of the file that sets it."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from treadle.config.sections import as_settings
+from treadle.config.grammar import text_of
+from treadle.config.objects import BuildNote
+from treadle.config.tree import join_path
 from treadle.errors import ConfigError
 
-__all__ = ["as_settings", "setting_of", "settings_named"]
+
+class Written(NamedTuple):
+    """A setting as it is written: its line in the file, 0 for the command line, and its text, empty for a section."""
+
+    line: int
+    text: str
 
 
 @contextlib.contextmanager
 def settings_named(known: Collection[str], renamed: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Renames the argument of an error of the block to the setting that it belongs to.
-
-    Args:
-        known: dotted names of all settings.
-        renamed: argument -> dotted name of the setting, where the two end differently.
-
-    Raises:
-        ConfigError: what was raised, with the whole name in front.
+    """Rename the argument of a ConfigError inside the block to one of the known settings, see :func:`setting_of`.
 
     Example:
         >>> with settings_named(["model.width", "lr"]):
@@ -38,26 +41,107 @@ def settings_named(known: Collection[str], renamed: Mapping[str, str] | None = N
 
 
 def setting_of(argument: str | None, known: Collection[str], renamed: Mapping[str, str]) -> str | None:
-    """Returns the dotted name of the setting that an argument belongs to.
-
-    A name that several settings end with comes back as it is, as does one that belongs to none.
+    """Return the only known setting that ends with an argument, bare or dotted; without one, the argument.
 
     Args:
-        argument: bare or dotted; None for none.
+        argument: its first part may be a class or an argument: ``TrainerConfig.grad_clip``, ``pe_config.node.dim``.
         known: dotted names of all settings.
-        renamed: argument -> dotted name of the setting.
-
-    Example:
-        >>> setting_of("pe_config.node.dim", ["pe.node.dim", "model.dim"], {})
-        'pe.node.dim'
+        renamed: argument -> dotted name of the setting, where the two end differently.
     """
     if argument is None or argument in known:
         return argument
     if argument in renamed:
         return renamed[argument]
-    # The first part may be the name of a class or of an argument: TrainerConfig.grad_clip, pe_config.node.dim.
     for end in (argument, argument.partition(".")[2], argument.rpartition(".")[2]):
         fitting = [key for key in known if end and f".{key}".endswith(end if end[0] == "[" else f".{end}")]
         if len(fitting) == 1:
             return fitting[0]
     return argument
+
+
+@contextlib.contextmanager
+def settings_placed(file: Path, overrides: Sequence[str]) -> Iterator[None]:
+    """Add the line of a configuration to errors inside the block, and name settings as :func:`settings_named` does.
+
+    Args:
+        file: the configuration.
+        overrides: the texts ``key=value`` of the command line, which win over the file and have no line.
+    """
+    try:
+        yield
+    except Exception as error:
+        written = {**written_in(file), **{key: Written(0, text) for key, text in map(text_of, overrides)}}
+        if isinstance(error, ConfigError) and (whole := _placed(error, file, written)) is not error:
+            raise whole from error
+        for note in getattr(error, "__notes__", ()):
+            section = _only("type", note.target, written) if isinstance(note, BuildNote) else None
+            if section and written[section].line:
+                error.add_note(f"its section: {file}, line {written[section].line}")  # type: ignore[attr-defined]  # 3.11
+                break
+        raise
+
+
+def _placed(error: ConfigError, file: Path, written: Mapping[str, Written]) -> ConfigError:
+    name = setting_of(error.argument, written, {})
+    name = _only(f".{name}", error.value, written) or name
+    setting = written.get(name or "") or written.get(_only("type", error.value, written) or "")
+    whole = error if name is None or name == error.argument else error.renamed(name)
+    return whole.extended(f" ({file}, line {setting.line})") if setting and setting.line else whole
+
+
+def _only(end: str, text: Any, written: Mapping[str, Written]) -> str | None:
+    """Return the only setting with an end and a text; None if there is none or several."""
+    names = [name for name, setting in written.items() if name.endswith(end) and text and setting.text == text]
+    return names[0] if len(names) == 1 else None
+
+
+def written_in(file: Path) -> dict[str, Written]:
+    """Return every setting of a configuration file by its dotted name; none if the file cannot be read."""
+    try:
+        content = file.read_text(encoding="utf-8-sig")
+        roots = _roots_of_python(ast.parse(content)) if file.suffix.lower() == ".py" else _roots_of_yaml(content)
+        return {name: setting for root in roots for name, setting in _settings(root, "")}
+    except (OSError, ValueError, SyntaxError, RecursionError):  # reported where the file is loaded
+        return {}
+
+
+def _roots_of_yaml(content: str) -> list[Any]:
+    with contextlib.suppress(ImportError):
+        import yaml
+
+        with contextlib.suppress(yaml.YAMLError):
+            return [yaml.compose(content, Loader=yaml.SafeLoader)]
+    return []
+
+
+def _roots_of_python(tree: ast.Module) -> list[Any]:
+    """Return what ``config = ...`` assigns and ``def config()`` returns."""
+    roots: list[Any] = []
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "config" for target in node.targets):
+            roots.append(node.value)
+        elif isinstance(node, ast.FunctionDef) and node.name == "config":
+            roots += [inner.value for inner in ast.walk(node) if isinstance(inner, ast.Return)]
+    return roots
+
+
+def _settings(node: Any, place: str) -> Iterator[tuple[str, Written]]:
+    for key, child, line in _children(node):
+        here, value = join_path(place, key), getattr(child, "value", "")
+        plain = isinstance(child, ast.Constant) or isinstance(value, str)
+        yield here, Written(line, str(value) if plain else "")
+        yield from _settings(child, here)
+
+
+def _children(node: Any) -> Iterator[tuple[Any, Any, int]]:
+    """Yield key, value and line of each entry of a mapping or list, of a syntax tree or of YAML."""
+    if isinstance(node, ast.Dict):
+        keyed = zip(node.keys, node.values, strict=True)
+        yield from ((key.value, child, child.lineno) for key, child in keyed if isinstance(key, ast.Constant))
+    elif isinstance(node, (ast.List, ast.Tuple)):
+        yield from ((index, child, child.lineno) for index, child in enumerate(node.elts))
+    elif isinstance(getattr(node, "value", None), list):
+        for index, child in enumerate(node.value):
+            key, value = child if isinstance(child, tuple) else (None, child)
+            mark = (value if key is None else key).start_mark
+            yield index if key is None else key.value, value, mark.line + 1

@@ -13,7 +13,7 @@ from treadle.config import apply_overrides, load_config
 from treadle.config.grammar import read_value
 from treadle.errors import ConfigError, nearest
 from treadle.runs.packs import find_pack, pack_names
-from treadle.runs.setting_places import settings_placed
+from treadle.runs.setting_names import settings_placed
 from treadle.runs.settings import flat
 
 SUFFIXES = (".py", ".yaml", ".yml")
@@ -33,7 +33,7 @@ class PackRun:
         settings: texts ``key=value``; the later of two counts.
         out: the run folder.
         device: None takes CUDA, then MPS, then the CPU.
-        resume: go on from the folder's checkpoint.
+        resume: load the folder's checkpoint and continue.
         trackers: what follows the run, names with commas between.
     """
 

@@ -1,6 +1,6 @@
 """Masked autoencoding of 1-D spectra: SNV, ChemoMAE, its trainer, and cosine clustering of the latent.
 
-SNV puts every spectrum on a sphere, so all that follows is cosine geometry.
+SNV puts every spectrum on a sphere, so everything after it is cosine geometry.
 """
 
 from __future__ import annotations
@@ -8,17 +8,15 @@ from __future__ import annotations
 from treadle.engine.best import EarlyStopping
 from treadle.spectra.agreement import LLAResult, LLAWindowResult, local_label_agreement
 from treadle.spectra.augment import SpectraAugmenter
-from treadle.spectra.chemomae.helpers import (
-    EMACallback,
-    enable_deterministic,
+from treadle.spectra.chemomae.clusters import (
     find_elbow_curvature,
     plot_elbow_ckm,
     plot_elbow_vmf,
-    set_global_seed,
     silhouette_samples_cosine_gpu,
     silhouette_score_cosine_gpu,
-    sinusoidal_positional_encoding,
 )
+from treadle.spectra.chemomae.helpers import EMACallback, sinusoidal_positional_encoding
+from treadle.spectra.chemomae.rng import enable_deterministic, set_global_seed
 from treadle.spectra.clustering import (
     CosineKMeans,
     VMFMixture,
@@ -34,11 +32,11 @@ from treadle.spectra.encoder import SpectrumDecoder as ChemoDecoderLP
 from treadle.spectra.encoder import SpectrumEncoder as ChemoEncoder
 from treadle.spectra.inference import Extractor, ExtractorConfig, Tester, TesterConfig
 from treadle.spectra.losses import masked_mse, masked_sse
-from treadle.spectra.masks import make_band_mask, make_block_mask
+from treadle.spectra.masks import make_band_mask, make_block_mask, make_patch_mask
 from treadle.spectra.mixing import MixedSpectra
 from treadle.spectra.model import ChemoMAE
 from treadle.spectra.optim import build_optimizer, build_scheduler, build_warmup_cosine
-from treadle.spectra.patches import PatchMAE, PatchMAEConfig, make_patch_mask
+from treadle.spectra.patches import PatchMAE, PatchMAEConfig
 from treadle.spectra.preprocessing import SNVScaler, cosine_fps_downsample, snv
 from treadle.spectra.residual import LinearGaussian, ResidualMAE, Uncertainty
 from treadle.spectra.task import SpectraTask

@@ -134,7 +134,7 @@ def local_label_agreement(
 
 
 def _pairs(codes_HW: Tensor, valid_HW: Tensor, width: int, num_classes: int, chunk: int | None) -> tuple[int, int, int]:
-    """Returns the matching pairs, all pairs, and the pixels that have a neighbour."""
+    """Return the matching pairs, all pairs, and the pixels that have a neighbour."""
     around_HW = _neighbours(valid_HW[None], width)[0]
     pairs = int(around_HW[valid_HW].sum())
     covered = int(((around_HW > 0) & valid_HW).sum())
@@ -148,7 +148,7 @@ def _pairs(codes_HW: Tensor, valid_HW: Tensor, width: int, num_classes: int, chu
 
 
 def _neighbours(maps_KHW: Tensor, width: int) -> Tensor:
-    """Returns for each pixel how many others within the window are True; exact, as counts fit into float32."""
+    """Return for each pixel how many others within the window are True; exact, as counts fit into float32."""
     kernel = torch.ones(1, 1, width, width, device=maps_KHW.device)
     kernel[0, 0, width // 2, width // 2] = 0
     with torch.backends.cudnn.flags(allow_tf32=False):

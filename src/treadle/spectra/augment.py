@@ -51,7 +51,7 @@ class SpectraAugmenter:
             )
         if generator is not None and generator.device.type != "cpu":
             raise ValueError(
-                f"generator lives on {generator.device}, but draws are made on the CPU so that one seed "
+                f"generator is on {generator.device}, but draws are made on the CPU so that one seed "
                 "gives the same rows on every device; pass torch.Generator() (a CPU generator) or None"
             )
         self.max_shift = max_shift

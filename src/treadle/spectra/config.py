@@ -41,7 +41,7 @@ def check_types(
     paths: Iterable[str] = (),
     may_be_none: Collection[str] = (),
 ) -> None:
-    """Raises ConfigError where a setting is of another type, or None that may not be."""
+    """Raise ConfigError where a setting is of another type, or None that may not be."""
     kinds: tuple[tuple[Iterable[str], Any, str], ...] = (
         (bools, bool, "True or False"),
         (numbers, Real, "a number"),
@@ -58,14 +58,14 @@ def check_types(
 
 
 def check_allowed(owner: str, field: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raises ConfigError unless ``value`` is one of the allowed words."""
+    """Raise ConfigError unless ``value`` is one of the allowed words."""
     if value not in allowed:
         words = ", ".join(map(repr, allowed))
         raise ConfigError(f"must be one of {words}", argument=f"{owner}.{field}", value=value)
 
 
 def _plain_parallel(value: ParallelConfig | Mapping[str, Any] | str | None) -> dict[str, Any] | str | None:
-    """Returns the setting as a checkpoint can hold it, and as it can be given again."""
+    """Return the setting as a checkpoint can hold it, and as it can be given again."""
     config = as_parallel(value)
     if config is None or isinstance(value, str):
         return value if isinstance(value, str) else None
@@ -133,7 +133,7 @@ class TrainerConfig:
     """``"ddp"`` or ``"fsdp"`` spreads the model over the ranks that torchrun started; None leaves it as it is. For more
     give the trainer ``parallel=ParallelConfig(...)``."""
     capture: bool | str = False
-    """Whether the step is replayed as one CUDA graph; ``"auto"`` says why where it cannot be, True refuses."""
+    """Whether the step is replayed as one CUDA graph; ``"auto"`` warns where it cannot be, True raises."""
     compile: bool | str = False
     """True compiles the model in place, ``"blocks"`` each of its repeated blocks; see ``treadle.compile_model``."""
 
@@ -168,14 +168,14 @@ class TrainerConfig:
         return self.to_dict() == other.to_dict() if isinstance(other, TrainerConfig) else NotImplemented
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings as plain values."""
+        """Return the settings as plain values."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values["parallel"] = _plain_parallel(self.parallel)
         return {key: str(value) if isinstance(value, (Path, torch.device)) else value for key, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainerConfig:
-        """Makes settings from a mapping.
+        """Make settings from a mapping.
 
         Raises:
             ConfigError: a key is unknown; the nearest known one is named.

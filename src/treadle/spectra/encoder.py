@@ -39,7 +39,7 @@ class EncoderLayer(nn.Module):
     """Pre-norm transformer layer: attention, then a GELU feed-forward, each added to its input.
 
     The same mathematics as ``nn.TransformerEncoderLayer(norm_first=True, activation="gelu")``, with two
-    differences in the interface: the mask says what may be attended to, and ``n_queries`` limits the
+    differences in the interface: the mask is True where a key may be attended to, and ``n_queries`` limits the
     output to the first tokens, as the last layer only has to answer for the CLS token.
 
     Example:

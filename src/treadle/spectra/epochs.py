@@ -27,5 +27,5 @@ class SpectraEpochs(EpochTrainer):
         self._losses = losses
 
     def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns ``train_loss``, and the validation losses as None."""
+        """Return ``train_loss``, and the validation losses as None."""
         return {**super().train_record(means), **dict.fromkeys(self._losses)}

@@ -1,4 +1,4 @@
-"""What scikit-learn asks of an estimator, without importing it: settings by name, and tags."""
+"""The interface of scikit-learn's estimators, without importing it: settings by name, and tags."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Estimator:
     """
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Returns the settings by name.
+        """Return the settings by name.
 
         Args:
             deep: for scikit-learn; there are no estimators inside.
@@ -33,7 +33,7 @@ class Estimator:
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def set_params(self: Self, **params: Any) -> Self:
-        """Sets settings by name, checked as in the constructor; returns self.
+        """Set settings by name, checked as in the constructor, and return self.
 
         Raises:
             ConfigError: a name is unknown or a value out of range; nothing was changed.
@@ -49,7 +49,7 @@ class Estimator:
         return self
 
     def __sklearn_tags__(self) -> Any:
-        """Returns the tags that scikit-learn looks up: no target is needed."""
+        """Return the tags that scikit-learn looks up: no target is needed."""
         from sklearn.utils import InputTags, Tags, TargetTags
 
         return Tags(

@@ -39,7 +39,7 @@ def few_labels(
     draws: int = 50,
     seed: int = 0,
 ) -> dict[str, FewLabels]:
-    """Predicts a number from few labelled rows, by the nearest of them in each representation.
+    """Predict a number from few labelled rows, by the nearest of them in each representation.
 
     The mean of 3 neighbours (5 from 100 labels on), weighted by 1 / distance. Each draw of labelled rows is the same
     for every representation.
@@ -92,7 +92,7 @@ def few_labels(
 
 
 def difference(ours: FewLabels, theirs: FewLabels, labels: int) -> tuple[float, float]:
-    """Returns the mean of our error minus theirs over the draws that they share, and its standard error.
+    """Return the mean of our error minus theirs over the draws that they share, and its standard error.
 
     Example:
         >>> one = {"labels": [9], "mae": [1.0], "standard_error": [0.1], "draws": {"9": [0.9, 1.1]}}
@@ -105,7 +105,7 @@ def difference(ours: FewLabels, theirs: FewLabels, labels: int) -> tuple[float, 
 
 
 def _error(far: _Float, known: _Float, asked: _Float, rows: npt.NDArray[np.intp]) -> float:
-    """Returns the mean absolute error where only ``rows`` of the pool are labelled; ``far`` is (asked, pool)."""
+    """Return the mean absolute error where only ``rows`` of the pool are labelled; ``far`` is (asked, pool)."""
     near = far[:, rows]
     count = _FEW if len(rows) < HEADLINE else _MANY
     nearest = np.argpartition(near, count - 1, axis=1)[:, :count]

@@ -12,7 +12,7 @@ from treadle.checkpoint.store import averaged_weights, copy_checkpoint, save_che
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.errors import CheckpointError
-from treadle.faces.folder import RunFolder, write_best_and_last
+from treadle.faces.folder import CheckpointFolder, write_best_and_last
 from treadle.spectra.originals import is_original, own_tree
 
 EXTENSION = "ExtensionHook"
@@ -21,7 +21,7 @@ EXTENSION = "ExtensionHook"
 Selection = Literal["improved", "not improved", "last"]
 
 
-class SpectraFolder(RunFolder):
+class SpectraFolder(CheckpointFolder):
     """Folder of ``checkpoints/last.pt`` and ``checkpoints/best.pt``, and of the exported weights.
 
     Args:
@@ -50,20 +50,20 @@ class SpectraFolder(RunFolder):
         return None if self.path is None else self.path / "checkpoints" / "last.pt"
 
     def candidates(self, folder: Path) -> Iterable[Path]:
-        """Returns the last and the best, also where they are not finite."""
+        """Return the last and the best, also where they are not finite."""
         return [
             folder / "checkpoints" / f"{stem}{aside}.pt" for stem in ("last", "best") for aside in ("", ".nonfinite")
         ]
 
     def resume_once(self, source: str | Path | None) -> None:
-        """Loads what ``resume_from`` names, once and only into a run that has not started."""
+        """Load the checkpoint of ``resume_from``, once and only into a run that has not started."""
         if self._resolved or self.engine.step > 0 or source is None:
             return
         self._resolved = True
         self.resume(source)
 
     def restore(self, tree: Mapping[str, Any], source: str | Path) -> None:
-        """Restores a checkpoint tree, also one of chemomae, in place; nothing is resumed from after it.
+        """Restore a checkpoint tree, also one of chemomae, in place; nothing is resumed from after it.
 
         Raises:
             CheckpointError: the model or the optimizer does not fit.
@@ -78,7 +78,7 @@ class SpectraFolder(RunFolder):
         engine.logger.warning(
             "%s is a checkpoint of chemomae: weights, optimizer, schedule, averages and history are taken over%s",
             source,
-            "" if tree.get("rng_state") else "; it holds no random state, so masks and order of the data start anew",
+            "" if tree.get("rng_state") else "; it holds no random state, so masks and order of the data start afresh",
         )
         try:
             return own_tree(tree, engine, self._best, EXTENSION)
@@ -88,7 +88,7 @@ class SpectraFolder(RunFolder):
             ) from error
 
     def complete(self, tree: Mapping[str, Any], source: Path) -> None:
-        """Writes ``last.pt`` and the export of the best weights, if the run was killed after ``best.pt``.
+        """Write ``last.pt`` and the export of the best weights, if the run was killed after ``best.pt``.
 
         A checkpoint of chemomae is kept beside it as ``<stem>.chemomae.pt``: the next epoch replaces the file.
         """
@@ -99,7 +99,7 @@ class SpectraFolder(RunFolder):
             copy_checkpoint(source, source.with_name("last.pt"))
 
     def write_epoch(self, selection: Selection, *, background: bool) -> None:
-        """Writes the files of an epoch; all ranks take part."""
+        """Write the files of an epoch; all ranks take part."""
         folder = self.path
         assert folder is not None
         self.before_write()
@@ -111,7 +111,7 @@ class SpectraFolder(RunFolder):
         self.record_written()
 
     def write_checkpoints(self, *, is_best: bool) -> None:
-        """Writes ``checkpoints/last.pt``, and ``checkpoints/best.pt`` if it is the best; all ranks take part."""
+        """Write ``checkpoints/last.pt``, and ``checkpoints/best.pt`` if it is the best; all ranks take part."""
         folder = self.path
         assert folder is not None
         self._writer.wait()
@@ -120,12 +120,12 @@ class SpectraFolder(RunFolder):
         on_rank_0(lambda: write_best_and_last(tree, folder / "checkpoints", is_best=is_best))
 
     def write_last(self) -> None:
-        """Writes ``checkpoints/last.pt``; all ranks take part."""
+        """Write ``checkpoints/last.pt``; all ranks take part."""
         self.write_checkpoints(is_best=False)
 
 
 def write_epoch(tree: Mapping[str, Any], out_dir: Path, selection: Selection) -> None:
-    """Writes the exports and checkpoints of an epoch from a copy of its state, and nothing else.
+    """Write the exports and checkpoints of an epoch from a copy of its state, and nothing else.
 
     The exports go first and ``last.pt`` goes last: killed in between, the run repeats this epoch and writes all again.
 

@@ -1,4 +1,4 @@
-"""Filling hidden channels in without a network: what a masked autoencoder has to beat.
+"""Filling in hidden channels without a network: baselines of a masked autoencoder.
 
 Shapes: M = training rows, N = rows, L = channels. All is fitted to complete training rows, in float64.
 """
@@ -15,7 +15,7 @@ _Float = npt.NDArray[np.float64]
 _Bool = npt.NDArray[np.bool_]
 
 SHRINKAGES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
-"""White noise added to what is seen, as a share of the mean variance of a channel."""
+"""White noise added to the visible channels, as a share of the mean variance of a channel."""
 RANKS = (2, 4, 8, 16, 32)
 """Numbers of principal components."""
 NEIGHBOURS = (1, 3, 5, 10, 20)
@@ -27,7 +27,7 @@ class GaussianFill:
 
     Args:
         train: (M, L) rows to fit to.
-        shrinkage: variance of the noise that is assumed in what is seen, as a share of the mean variance of a channel.
+        shrinkage: variance of the noise assumed in the visible channels, as a share of the mean variance of a channel.
 
     Example:
         >>> line = np.arange(6.0)[:, None] * np.ones(3)
@@ -43,7 +43,7 @@ class GaussianFill:
         self.noise = shrinkage * float(np.trace(self.covariance)) / len(self.mean)
 
     def __call__(self, x: npt.ArrayLike, visible: npt.ArrayLike) -> _Float:
-        """Returns the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
+        """Return the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
         rows, seen = np.asarray(x, dtype=np.float64), np.asarray(visible)
         filled = np.where(seen, rows, self.mean)
         for index, mask in enumerate(seen):
@@ -54,7 +54,7 @@ class GaussianFill:
 
 
 class PcaFill:
-    """Point of the space of the first principal components that is nearest to what is seen, by least squares.
+    """Point of the space of the first principal components that is nearest to the visible channels, by least squares.
 
     Args:
         train: (M, L) rows to fit to.
@@ -72,7 +72,7 @@ class PcaFill:
         self.components = np.linalg.svd(rows - self.mean, full_matrices=False)[2][:rank]
 
     def __call__(self, x: npt.ArrayLike, visible: npt.ArrayLike) -> _Float:
-        """Returns the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
+        """Return the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
         rows, seen = np.asarray(x, dtype=np.float64), np.asarray(visible)
         filled = np.where(seen, rows, self.mean)
         for index, mask in enumerate(seen):
@@ -99,7 +99,7 @@ class NearestFill:
         self.count = min(count, len(self.rows))
 
     def __call__(self, x: npt.ArrayLike, visible: npt.ArrayLike) -> _Float:
-        """Returns the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
+        """Return the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
         rows, seen = np.asarray(x, dtype=np.float64), np.asarray(visible)
         filled: _Float = rows.copy()
         for index, mask in enumerate(seen):
@@ -113,7 +113,7 @@ Fill = Callable[[npt.ArrayLike, npt.ArrayLike], _Float]
 
 
 def masked_error(filled: npt.ArrayLike, x: npt.ArrayLike, visible: npt.ArrayLike) -> float:
-    """Returns the mean squared error over the hidden channels of all rows together.
+    """Return the mean squared error over the hidden channels of all rows together.
 
     Example:
         >>> masked_error([[0.0, 3.0]], [[9.0, 1.0]], np.array([[True, False]]))
@@ -133,7 +133,7 @@ class Chosen:
 
 
 def choose_fills(train: npt.ArrayLike, x: npt.ArrayLike, visible: npt.ArrayLike) -> dict[str, Chosen]:
-    """Fits the three fills, each with the setting that has the least masked error on rows that it was not fitted to.
+    """Fit the three fills, each with the setting that has the least masked error on rows that it was not fitted to.
 
     Args:
         train: (M, L) rows to fit to.

@@ -84,7 +84,7 @@ class Tester:
         self.model = model.to(self.device)
 
     def __call__(self, loader: Any) -> float:
-        """Returns the weighted mean loss and appends it to the test history.
+        """Return the weighted mean loss and append it to the test history.
 
         Raises:
             ConfigError: the loader is empty, or the history file is damaged; it is not overwritten.
@@ -165,7 +165,7 @@ class Extractor:
         self.model = model.to(self.device)
 
     def __call__(self, loader: Any) -> Tensor | np.ndarray[Any, np.dtype[np.float32]]:
-        """Returns (N, latent_dim) float32 on the CPU, as a tensor or, with ``return_numpy``, as an array.
+        """Return (N, latent_dim) float32 on the CPU, as a tensor or, with ``return_numpy``, as an array.
 
         Raises:
             ConfigError: the loader is empty.

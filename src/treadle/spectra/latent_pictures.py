@@ -40,7 +40,7 @@ def plot_latent_map(
     label_name: str = "spectral type",
     title: str = "",
 ) -> Path:
-    """Draws the latent in two dimensions, coloured by spectral type or by a number.
+    """Draw the latent in two dimensions, coloured by spectral type or by a number.
 
     Args:
         latent: (N, D) finite; D = 2 is drawn as it is, more are projected on two principal components.
@@ -139,7 +139,7 @@ def plot_cluster_map(
     labels: npt.ArrayLike | None = None,
     wavelength_unit: str = "µm",
 ) -> Path:
-    """Draws the latent coloured by cluster, the mean spectrum of each cluster, and clusters against classes.
+    """Draw the latent coloured by cluster, the mean spectrum of each cluster, and clusters against classes.
 
     Args:
         latent2d: (N, 2) coordinates; (N, D) is projected on two principal components.
@@ -194,7 +194,7 @@ def plot_cluster_map(
 def _name_clusters(
     axes: Axes, xy: _Float, members: npt.NDArray[np.integer[Any]], names: npt.NDArray[np.integer[Any]]
 ) -> None:
-    """Writes each cluster's number at its median, so that a map can be read without its colours."""
+    """Write each cluster's number at its median, so that a map can be read without its colours."""
     size = np.maximum(np.ptp(xy, axis=0), np.finfo(np.float64).tiny)
     places = spread_apart(np.array([np.median(xy[members == name], axis=0) for name in names]) / size) * size
     for index, (name, place) in enumerate(zip(names, places, strict=True)):

@@ -1,14 +1,18 @@
-"""Block masks over the channels of a spectrum.
+"""Masks over the channels of a spectrum: blocks, patches and bands; and the base of models that draw them.
 
 Shapes: B = rows, L = channels, N = blocks of L/N channels each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from treadle.errors import ConfigError
+from treadle.spectra.encoder import check_input
 
 
 def make_block_mask(
@@ -29,7 +33,7 @@ def make_block_mask(
         seq_len: Number of channels L, a multiple of ``n_blocks``.
         n_blocks: Number of equal blocks, at least 1.
         n_mask: Blocks to hide in each row, 0 to ``n_blocks``.
-        device: Where the result lies; None means the CPU.
+        device: Where the result is put; None means the CPU.
         generator: A CPU generator; None draws from torch's global CPU generator.
 
     Returns:
@@ -37,7 +41,7 @@ def make_block_mask(
         blocks are drawn uniformly without replacement, independently in each row.
 
     Raises:
-        ValueError: For sizes outside these ranges, or a generator that does not live on the CPU.
+        ValueError: For sizes outside these ranges, or a generator that is not on the CPU.
 
     Example:
         >>> mask = make_block_mask(2, 12, 4, 1)
@@ -50,7 +54,7 @@ def make_block_mask(
     check_mask_count(n_mask, n_blocks)
     if generator is not None and generator.device.type != "cpu":
         raise ValueError(
-            f"generator lives on {generator.device}, but masks are drawn on the CPU so that one seed gives "
+            f"generator is on {generator.device}, but masks are drawn on the CPU so that one seed gives "
             "the same mask on every device; pass torch.Generator() (a CPU generator) or None"
         )
     # float64: two equal draws in a row, which would bias the choice, are out of the question.
@@ -61,6 +65,49 @@ def make_block_mask(
         # Only the block choice travels: 1/block-length of the bytes of the mask.
         hidden_BN = hidden_BN.to(device, non_blocking=True)
     return hidden_BN.repeat_interleave(seq_len // n_blocks, dim=1)
+
+
+def make_patch_mask(
+    batch_size: int,
+    seq_len: int,
+    n_patches: int,
+    n_mask: int,
+    *,
+    device: torch.device | str | int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draw a mask that hides ``n_mask`` of ``n_patches`` equal patches in every row.
+
+    The draw is made on the CPU and then moved. On the CPU one seed gives the masks of chemomae 0.2.
+
+    Args:
+        batch_size: Number of rows B.
+        seq_len: Number of channels L, a multiple of ``n_patches``.
+        n_patches: Number of equal patches.
+        n_mask: Patches to hide in each row, 0 to ``n_patches``; 0 draws nothing.
+        device: Where the result is put; None means the CPU.
+        generator: A CPU generator; None draws from torch's global CPU generator.
+
+    Returns:
+        (B, L) bool, **True = hidden**.
+
+    Raises:
+        ValueError: For sizes outside these ranges, or a generator that is not on the CPU.
+
+    Example:
+        >>> make_patch_mask(2, 12, 4, 1).sum(dim=1).tolist()
+        [3, 3]
+    """
+    check_patches(seq_len, n_patches, n_mask)
+    if generator is not None and generator.device.type != "cpu":
+        raise ValueError(f"generator is on {generator.device}, but masks are drawn on the CPU; pass torch.Generator()")
+    hidden_BP = torch.zeros(batch_size, n_patches, dtype=torch.bool)
+    if n_mask > 0:
+        draw_BP = torch.rand(batch_size, n_patches, generator=generator)
+        hidden_BP.scatter_(1, draw_BP.argsort(dim=1)[:, :n_mask], True)
+    if device is not None:
+        hidden_BP = hidden_BP.to(device, non_blocking=True)
+    return hidden_BP.repeat_interleave(seq_len // n_patches, dim=1)
 
 
 def check_blocks(seq_len: int, n_blocks: int) -> None:
@@ -105,7 +152,7 @@ def make_band_mask(batch_size: int, seq_len: int, n_blocks: int, *, generator: t
         (B, L) bool on the CPU, **True = hidden**.
 
     Raises:
-        ValueError: For sizes outside these ranges, or a generator that does not live on the CPU.
+        ValueError: For sizes outside these ranges, or a generator that is not on the CPU.
 
     Example:
         >>> mask = make_band_mask(3, 64, 8, generator=torch.Generator().manual_seed(0))
@@ -143,3 +190,114 @@ def check_patches(seq_len: int, n_patches: int, n_mask: int) -> None:
         raise ConfigError(
             f"={n_mask} must lie between 0 and n_patches={n_patches}; it is a number of patches", argument="n_mask"
         )
+
+
+class MaskedAutoencoder(nn.Module):
+    """Masked autoencoder of spectra, which draws its masks on the CPU."""
+
+    seq_len: int
+    n_mask: int
+    _make_mask: ClassVar[Callable[..., Tensor]]
+    _parts: ClassVar[str]  # the attribute that holds the number of blocks or patches
+    _mixes_masks: ClassVar[bool] = False  # whether no ``n_mask`` means masks of many kinds
+
+    def reconstruct(
+        self,
+        x: Tensor,
+        visible_mask: Tensor | None = None,
+        *,
+        n_mask: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Return only ``x_recon`` (B, L) of the forward pass; arguments and errors as there."""
+        x_recon: Tensor = self(x, visible_mask, n_mask=n_mask, generator=generator)[0]
+        return x_recon
+
+    def make_visible(
+        self,
+        batch_size: int,
+        *,
+        n_mask: int | None = None,
+        device: torch.device | str | int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Draw which channels are visible.
+
+        Args:
+            batch_size: Number of rows B.
+            n_mask: Blocks or patches to hide, 0 to all; None means the model's ``n_mask``, and for
+                :class:`treadle.spectra.ResidualMAE` a mixture of blocks, bands, and all but a band.
+            device: Where the mask is put; None means the device of the model.
+            generator: CPU generator of the draw; None takes torch's global CPU generator.
+
+        Returns:
+            (B, L) bool, **True = seen**.
+
+        Raises:
+            ValueError: When ``n_mask`` is out of range or the generator is not on the CPU.
+        """
+        return ~self._make_mask(
+            batch_size,
+            self.seq_len,
+            getattr(self, self._parts),
+            self.n_mask if n_mask is None and not self._mixes_masks else n_mask,
+            device=next(self.parameters()).device if device is None else device,
+            generator=generator,
+        )
+
+
+class CountedMasksAutoencoder(MaskedAutoencoder):
+    """Masked autoencoder that hides the same number of equal parts in every row, so that the host knows their count.
+
+    The encoder of a subclass takes ``visible_count``.
+    """
+
+    takes_counted_mask = True
+
+    encoder: nn.Module
+    decoder: nn.Module
+
+    def forward(
+        self,
+        x: Tensor,
+        visible_mask: Tensor | None = None,
+        *,
+        n_mask: int | None = None,
+        generator: torch.Generator | None = None,
+        visible_count: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Encode the visible channels of ``x`` and reconstruct all of them.
+
+        Args:
+            x: (B, L) spectra.
+            visible_mask: (B, L) bool, True = seen; a row may be all False. None draws one, which needs no read of the
+                device by the host; a given mask is counted once. Of patches each is all True or all False.
+            n_mask: Blocks or patches to hide in the drawn mask, 0 to all; None means the model's ``n_mask``. Not used
+                when ``visible_mask`` is given.
+            generator: CPU generator of the draw; None takes torch's global CPU generator.
+            visible_count: The number of True in every row of a given mask, if the caller knows it; it is trusted.
+
+        Returns:
+            ``x_recon`` (B, L), ``z`` (B, Z), and the ``visible_mask`` (B, L) that was used. Under autocast ``x_recon``
+            has the lower precision.
+
+        Raises:
+            ValueError: When a shape, the mask's dtype or ``n_mask`` is wrong.
+        """
+        check_input(x, visible_mask, self.seq_len)
+        if visible_mask is None:
+            visible_mask = self.make_visible(x.shape[0], n_mask=n_mask, device=x.device, generator=generator)
+            visible_count = self.visible_count(n_mask)
+        z = self.encoder(x, visible_mask, visible_count=visible_count)
+        x_recon = self.decoder(z.to(next(self.decoder.parameters()).dtype))
+        return x_recon, z, visible_mask
+
+    def visible_count(self, n_mask: int | None = None) -> int | None:
+        """Return how many channels of each row a drawn mask leaves visible; ``n_mask`` as in :meth:`make_visible`.
+
+        None where a subclass draws its masks in another way.
+        """
+        if type(self).make_visible is not MaskedAutoencoder.make_visible:
+            return None
+        parts: int = getattr(self, self._parts)
+        return (parts - (self.n_mask if n_mask is None else n_mask)) * (self.seq_len // parts)

@@ -12,7 +12,7 @@ from treadle.errors import ConfigError
 
 
 class MixedSpectra(Dataset[Tensor]):
-    """Spectra of which some are mixed with one of their nearest neighbours, drawn each time by torch's generator.
+    """Spectra, some of them mixed with one of their nearest neighbours, drawn each time by torch's generator.
 
     A mixture is ``x + a (neighbour - x)`` with ``a`` uniform in [0, 1], centred and scaled to deviation 1 again.
 
@@ -49,7 +49,7 @@ class MixedSpectra(Dataset[Tensor]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
-        """Returns several spectra at once, as a DataLoader asks for them."""
+        """Return several spectra at once, as a DataLoader requests them."""
         rows_B = torch.tensor(indices) % len(self.spectra)
         draw = torch.rand(len(rows_B), 3)
         choice_B = (draw[:, 0] * self.nearest.shape[1]).long()

@@ -6,16 +6,13 @@ sees a channel.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
-
 from treadle.errors import ConfigError
-from treadle.spectra.encoder import SpectrumDecoder, SpectrumEncoder, check_input
-from treadle.spectra.masks import check_blocks, check_mask_count, make_block_mask
+from treadle.spectra.encoder import SpectrumDecoder, SpectrumEncoder
+from treadle.spectra.masks import CountedMasksAutoencoder, check_blocks, check_mask_count, make_block_mask
 
 
-class ChemoMAE(nn.Module):
-    """Masked autoencoder of spectra whose latent lies on the unit sphere.
+class ChemoMAE(CountedMasksAutoencoder):
+    """Masked autoencoder of spectra whose latent is on the unit sphere.
 
     The encoder sees the visible channels only (one token each, a CLS token in front); the decoder is one
     linear map of the latent. Hidden values therefore influence neither ``z`` nor ``x_recon``. Given a
@@ -36,7 +33,7 @@ class ChemoMAE(nn.Module):
     Attributes:
         takes_counted_mask: Whether ``forward`` takes ``visible_mask`` and ``visible_count`` as this class's does. The
             trainer then draws the mask, which a captured step needs; else the model draws it in ``forward``. A class
-            with a ``forward`` of its own says so itself.
+            that overrides ``forward`` sets it itself.
 
     Raises:
         ValueError: When an argument breaks one of these rules.
@@ -49,7 +46,8 @@ class ChemoMAE(nn.Module):
         (torch.Size([5, 64]), torch.Size([5, 64]), [32, 32, 32, 32, 32])
     """
 
-    takes_counted_mask = True
+    _make_mask = staticmethod(make_block_mask)
+    _parts = "n_blocks"
 
     def __init__(
         self,
@@ -83,7 +81,6 @@ class ChemoMAE(nn.Module):
         self.latent_dim = latent_dim
         self.n_blocks = n_blocks
         self.n_mask = n_mask
-        self._masks_by_blocks = type(self).make_visible is ChemoMAE.make_visible
         self.encoder = SpectrumEncoder(
             seq_len=seq_len,
             d_model=d_model,
@@ -95,96 +92,3 @@ class ChemoMAE(nn.Module):
             latent_dim=latent_dim,
         )
         self.decoder = SpectrumDecoder(seq_len=seq_len, latent_dim=latent_dim)
-
-    def forward(
-        self,
-        x: Tensor,
-        visible_mask: Tensor | None = None,
-        *,
-        n_mask: int | None = None,
-        generator: torch.Generator | None = None,
-        visible_count: int | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Encode the visible channels of ``x`` and reconstruct all of them.
-
-        Args:
-            x: (B, L) spectra.
-            visible_mask: (B, L) bool, True = seen; a row may be all False. None draws one, which needs no
-                read of the device by the host; a given mask is counted once.
-            n_mask: Blocks to hide in the drawn mask, 0 to ``n_blocks``; None means the model's ``n_mask``.
-                Not used when ``visible_mask`` is given.
-            generator: CPU generator of the draw; None takes torch's global CPU generator.
-            visible_count: The number of True in every row of a given mask, if the caller knows it; it is trusted.
-
-        Returns:
-            ``x_recon`` (B, L), ``z`` (B, Z) with rows of norm 1, and the ``visible_mask`` (B, L) that was
-            used. Under autocast ``x_recon`` has the lower precision and ``z`` stays float32.
-
-        Raises:
-            ValueError: When a shape, the mask's dtype or ``n_mask`` is wrong.
-        """
-        check_input(x, visible_mask, self.seq_len)
-        if visible_mask is None:
-            visible_mask = self.make_visible(x.shape[0], n_mask=n_mask, device=x.device, generator=generator)
-            visible_count = self.visible_count(n_mask)
-        z = self.encoder(x, visible_mask, visible_count=visible_count)
-        x_recon = self.decoder(z.to(self.decoder.weight.dtype))
-        return x_recon, z, visible_mask
-
-    def reconstruct(
-        self,
-        x: Tensor,
-        visible_mask: Tensor | None = None,
-        *,
-        n_mask: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Return only ``x_recon`` (B, L) of the forward pass; arguments and errors as there."""
-        x_recon, _, _ = self(x, visible_mask, n_mask=n_mask, generator=generator)
-        assert isinstance(x_recon, Tensor)
-        return x_recon
-
-    def visible_count(self, n_mask: int | None = None) -> int | None:
-        """Return how many channels of each row a drawn mask leaves visible; ``n_mask`` as in `make_visible`.
-
-        None where a subclass draws its masks in another way.
-        """
-        if not self._masks_by_blocks:
-            return None
-        return (self.n_blocks - (self.n_mask if n_mask is None else n_mask)) * (self.seq_len // self.n_blocks)
-
-    def make_visible(
-        self,
-        batch_size: int,
-        *,
-        n_mask: int | None = None,
-        device: torch.device | str | int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Draw which channels are visible: the complement of `make_block_mask`.
-
-        Args:
-            batch_size: Number of rows B.
-            n_mask: Blocks to hide, 0 to ``n_blocks``; None means the model's ``n_mask``.
-            device: Where the mask lies; None means the device of the model.
-            generator: CPU generator of the draw; None takes torch's global CPU generator.
-
-        Returns:
-            (B, L) bool, **True = seen**.
-
-        Raises:
-            ValueError: When ``n_mask`` is outside 0 … ``n_blocks`` or the generator is not on the CPU.
-
-        Example:
-            >>> model = ChemoMAE(seq_len=8, d_model=8, nhead=2, num_layers=1, n_blocks=4, n_mask=1)
-            >>> model.make_visible(2).sum(dim=1).tolist()
-            [6, 6]
-        """
-        return ~make_block_mask(
-            batch_size,
-            self.seq_len,
-            self.n_blocks,
-            self.n_mask if n_mask is None else n_mask,
-            device=self.decoder.weight.device if device is None else device,
-            generator=generator,
-        )

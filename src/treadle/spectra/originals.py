@@ -2,7 +2,7 @@
 
 Its two lines are two models: 0.1 (a token for each channel) is :class:`ChemoMAE`, 0.2 (a token for each patch) is
 :class:`PatchMAE`. Each is the same function as the original, so that renaming is all it takes. chemomae stores the
-state of its optimizer by position, in the order of its own parameters; it is matched by name here.
+state of its optimizer by position, in the order of its parameters; it is matched by name here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RENAMED = (
 
 
 def own_name(name: str) -> str:
-    """Returns the name that a weight of chemomae 0.1 has in :class:`ChemoMAE`.
+    """Return the name that a weight of chemomae 0.1 has in :class:`ChemoMAE`.
 
     Example:
         >>> own_name("encoder.encoder.layers.0.self_attn.in_proj_bias")
@@ -48,7 +48,7 @@ def own_name(name: str) -> str:
 
 
 def is_original(tree: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint tree was written by a trainer of chemomae, of either line.
+    """Return whether a checkpoint tree was written by a trainer of chemomae, of either line.
 
     Example:
         >>> is_original({"model": {}, "ema_decay": 0.999, "amp": {"enabled": False}, "history": []})
@@ -58,7 +58,7 @@ def is_original(tree: Mapping[str, Any]) -> bool:
 
 
 def adapt_channels(model: ChemoMAE, found: ForeignCheckpoint, optimizer: Optimizer | None) -> ForeignCheckpoint:
-    """Returns weights of chemomae 0.1 by the names and in the shapes of :class:`ChemoMAE`; others as they are."""
+    """Return weights of chemomae 0.1 by the names and in the shapes of :class:`ChemoMAE`; others as they are."""
     if not _has_names_of_0_1(found.model):
         return found
     order = list(found.model)
@@ -73,7 +73,7 @@ def _has_names_of_0_1(weights: Mapping[str, Any]) -> bool:
 
 
 def own_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns weights by the names of a model, in its shapes where dimensions of size 1 are all that differs.
+    """Return weights by the names of a model, in its shapes where only dimensions of size 1 differ.
 
     Fixed positions, which chemomae computes and does not store, are the model's own.
     """
@@ -85,9 +85,9 @@ def own_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def decays_0(names: Sequence[str]) -> list[bool]:
-    """Returns which parameters the optimizer of chemomae decays: all but biases, norms, CLS token and positions.
+    """Return the parameters that the optimizer of chemomae decays: all but biases, norms, CLS token and positions.
 
-    A bias is what is called ``.bias`` there, so that the one of an attention's input, ``in_proj_bias``, decays.
+    A bias is named ``.bias`` there, so that the one of an attention's input, ``in_proj_bias``, decays.
 
     Example:
         >>> decays_0(["encoder.cls_token", "to_latent.weight", "layers.0.norm1.weight", "self_attn.in_proj_bias"])
@@ -100,7 +100,7 @@ def decays_0(names: Sequence[str]) -> list[bool]:
 def by_live_groups(
     state: Mapping[str, Any], names: Sequence[str], decayed: Sequence[bool], optimizer: Optimizer, model: nn.Module
 ) -> dict[str, Any]:
-    """Returns the state of an optimizer of chemomae in the parameter groups of a live one, by name.
+    """Return the state of an optimizer of chemomae in the parameter groups of a live one, by name.
 
     Settings of a group, such as its learning rate, are those of the group with its number in the file.
 
@@ -133,13 +133,13 @@ def by_live_groups(
 
 
 def own_tree(tree: Mapping[str, Any], engine: Engine, rule: BestRule | None, extension_key: str) -> dict[str, Any]:
-    """Returns a checkpoint of chemomae as a tree that a run of this pack resumes from.
+    """Return a checkpoint of chemomae as a tree that a run of this pack resumes from.
 
     The count of epochs without improvement, which chemomae 0.1 does not store, is taken from the history. The random
     state is that of the file where it has one, which 0.1 does not.
 
     Args:
-        tree: what the file holds.
+        tree: content of the file.
         engine: of the run that resumes.
         rule: its best rule, or None.
         extension_key: where the hooks' state has what ``checkpoint_extra_state`` of 0.2 returned.
@@ -175,7 +175,7 @@ def own_tree(tree: Mapping[str, Any], engine: Engine, rule: BestRule | None, ext
 
 
 def _own_schedule(saved: Mapping[str, Any] | None, live: Any) -> dict[str, Any] | None:
-    """Returns the state of a schedule, of whose functions chemomae stores nothing and this library an empty state."""
+    """Return the state of a schedule, of whose functions chemomae stores nothing and this library an empty state."""
     if saved is None:
         return None
     own = live.state_dict() if live is not None else {}
@@ -222,7 +222,7 @@ def _own_selection(tree: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
 
 
 def own_rng(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the random state of chemomae 0.2 as the plain values of :class:`treadle.seed.RngState`."""
+    """Return the random state of chemomae 0.2 as the plain values of :class:`treadle.seed.RngState`."""
     version, words, gauss = saved["python"]
     numpy = saved["numpy"]
     cuda = list(saved.get("torch_cuda") or [])

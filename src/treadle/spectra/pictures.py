@@ -49,7 +49,7 @@ def plot_reconstructions(
     *,
     wavelength_unit: str = "µm",
 ) -> Path:
-    """Draws a page of spectra with their reconstructions, the regions hidden from the model shaded.
+    """Draw a page of spectra with their reconstructions, the regions hidden from the model shaded.
 
     Args:
         wavelengths: (L,) increasing, in `wavelength_unit`.
@@ -110,7 +110,7 @@ def _shared_legend(figure: Figure, panels: Iterable[Axes]) -> None:
 
 
 def _shorten(title: str) -> str:
-    """Cuts the middle out of a long title: name and type stand at its ends, the error beside it."""
+    """Cut the middle out of a long title: name and type are at its ends, and the error stays beside it."""
     return title if len(title) <= 38 else f"{title[:24]} … {title[-11:]}"
 
 
@@ -146,7 +146,7 @@ def _draw_reconstruction(
 
 
 def plot_few_labels(curves: Mapping[str, FewLabels], path: str | os.PathLike[str], *, unit: str = "") -> Path:
-    """Draws the error by the number of labelled rows, a line with error bars for each representation.
+    """Draw the error by the number of labelled rows, a line with error bars for each representation.
 
     Args:
         curves: name -> result of `few_labels`; the first is drawn over the others.

@@ -154,7 +154,7 @@ def cosine_fps_downsample(
     return_indices: bool = False,
     eps: float = 1e-12,
 ) -> Any:
-    """Choose rows that lie far apart in angle: greedy farthest-point sampling.
+    """Choose rows far apart in angle: greedy farthest-point sampling.
 
     From the first row on, each next one is the row whose smallest cosine distance to those already chosen is
     largest (Gonzalez 1985). k = min(max(1, round(N * ratio)), N), with Python's rounding of halves to even.
@@ -215,7 +215,7 @@ def _farthest_points(unit_NL: Tensor, *, count: int, first: int) -> Tensor:
         last_1 = chosen_K[position - 1 : position]
         distance_N = 1.0 - unit_NL @ unit_NL.index_select(0, last_1)[0]
         nearest_N = torch.minimum(nearest_N, distance_N)
-        # A chosen row must not win again, even when all that is left are copies at distance 0.
+        # A chosen row must not win again, even when only copies at distance 0 are left.
         nearest_N.index_fill_(0, last_1, -math.inf)
         chosen_K[position] = nearest_N.argmax()
     return chosen_K

@@ -28,7 +28,7 @@ _INNER_FOLDS = 3
 
 
 class ProbeScore(TypedDict):
-    """One figure of a probe: mean and standard deviation (ddof 0) over the folds, and what it rests on."""
+    """One figure of a probe: mean and standard deviation (ddof 0) over the folds, and the number of rows behind it."""
 
     mean: float
     std: float
@@ -56,7 +56,7 @@ def probe_features(
     num_folds: int = 5,
     seed: int = 0,
 ) -> ProbeResult:
-    """Scores a representation by two linear probes, one for the J-K colour and one for the spectral class.
+    """Score a representation by two linear probes, one for the J-K colour and one for the spectral class.
 
     The colour probe is ridge regression on standardised features; its penalty is chosen among `RIDGE_ALPHAS`
     by the leave-one-out error of the training fold. The class probe is multinomial logistic regression on
@@ -68,7 +68,7 @@ def probe_features(
         features: (N, D) finite numbers.
         j_minus_k: (N,) magnitudes, NaN where unknown.
         spectral_class: (N,) strings such as "M", "L", "T"; empty where unknown.
-        groups: (N,) such as names of objects: rows of one group share a fold. None: each row stands alone.
+        groups: (N,) such as names of objects: rows of one group share a fold. None: each row is its own group.
         num_folds: at least 2.
         seed: decides the folds; the same seed, labels and groups give the same folds for any features.
 
@@ -118,7 +118,7 @@ def compare_probes(
     num_folds: int = 5,
     seed: int = 0,
 ) -> dict[str, ProbeResult]:
-    """Scores several representations of the same rows on the same folds.
+    """Score several representations of the same rows on the same folds.
 
     Args:
         features: name -> (N, D) array; D may differ, N may not.
@@ -155,7 +155,7 @@ def compare_probes(
 
 
 def pca_features(train: npt.ArrayLike, x: npt.ArrayLike, num_components: int) -> npt.NDArray[np.float32]:
-    """Projects spectra on principal components, the baseline that any learned representation should beat.
+    """Project spectra on principal components, the baseline that any learned representation should beat.
 
     Mean and components come from `train` alone, by an exact (full) singular value decomposition; give the
     rows that the model was trained on, so that both have seen the same spectra. Components are not whitened;

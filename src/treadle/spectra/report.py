@@ -43,7 +43,7 @@ _COMPONENTS = (8, 16, 64)
 def finish_run(
     config: SpectraConfig, data: SpectraData, trainer: SpectraTrainer, untrained: nn.Module, out: Path
 ) -> Results:
-    """Tests the best weights, probes and draws them.
+    """Test, probe and draw the best weights.
 
     Args:
         config: the settings of the run.
@@ -91,7 +91,7 @@ def _latents(
 def _loss(
     model: nn.Module, data: SpectraData, rows: npt.NDArray[np.intp], config: SpectraConfig, device: torch.device
 ) -> tuple[float, npt.NDArray[np.bool_]]:
-    """Returns the loss of some rows, and the masks (N, L) it was taken under, True where the model saw."""
+    """Return the loss of some rows, and the masks (N, L) it was taken under, True where the model saw."""
     trainer = config.trainer
     cfg = TesterConfig(
         device=str(device), amp=trainer.amp, amp_dtype=trainer.amp_dtype, loss_type=trainer.loss_type,
@@ -176,7 +176,7 @@ def _probe(
 
 
 def _cluster(latent: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], dict[str, Any]]:
-    """Clusters the latent by angle; the number of clusters is where the inertia has its elbow."""
+    """Cluster the latent by angle; the number of clusters is where the inertia has its elbow."""
     _, _, count, _, _ = elbow_ckmeans(CosineKMeans, latent, device="cpu", k_max=min(_MOST_CLUSTERS, len(latent)))
     fitted = CosineKMeans(n_components=count, device="cpu")
     labels = np.asarray(fitted.fit_predict(latent)).astype(np.int64)
@@ -255,7 +255,7 @@ def _reconstruct(
 
 
 def results(metrics: Mapping[str, Any]) -> Report:
-    """Returns the tables of a run from the content of ``metrics.json``."""
+    """Return the tables of a run from the content of ``metrics.json``."""
     tables = [_reconstruction_table(metrics)]
     if metrics.get("few_labels"):
         tables.insert(0, _few_labels_table(metrics["few_labels"]))
@@ -305,7 +305,7 @@ def _strongest(curves: Mapping[str, FewLabels], labels: int) -> str:
 
 
 def _outcome(curves: Mapping[str, FewLabels], labels: int) -> str:
-    """Returns ahead, level or behind: two standard errors of the difference decide; with one draw, 0.02 sub-types."""
+    """Return ahead, level or behind: two standard errors of the difference decide; with one draw, 0.02 sub-types."""
     mean, error = difference(next(iter(curves.values())), curves[_strongest(curves, labels)], labels)
     if abs(mean) <= (2 * error or 0.02):
         return "level"
@@ -370,7 +370,7 @@ _LABELLED = {
 }
 _FILLS = {
     "gaussian": "Gaussian conditional mean",
-    "pca": "PCA of what is seen, {setting:.0f} components",
+    "pca": "PCA of the visible channels, {setting:.0f} components",
     "nearest": "{setting:.0f} nearest training spectra",
     "mean_spectrum": "guess: mean training spectrum",
 }

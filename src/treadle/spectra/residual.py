@@ -14,7 +14,13 @@ from torch.nn import functional as F
 
 from treadle.errors import ConfigError
 from treadle.spectra.encoder import EncoderLayer, check_input, sine_positions
-from treadle.spectra.masks import check_blocks, check_mask_count, make_band_mask, make_block_mask
+from treadle.spectra.masks import (
+    MaskedAutoencoder,
+    check_blocks,
+    check_mask_count,
+    make_band_mask,
+    make_block_mask,
+)
 
 
 class Uncertainty(NamedTuple):
@@ -27,7 +33,7 @@ class Uncertainty(NamedTuple):
 
 
 class LinearGaussian(nn.Module):
-    """Gaussian of whole spectra: a few factors, and noise of its own in each channel, fitted in closed form.
+    """Gaussian of whole spectra: a few factors, and separate noise in each channel, fitted in closed form.
 
     Args:
         seq_len: channels L.
@@ -54,7 +60,7 @@ class LinearGaussian(nn.Module):
         self.register_buffer("noise", torch.ones(seq_len))
 
     def fit(self, train: Tensor, *, shrinkage: float = 0.03) -> None:
-        """Takes mean, factors and noise from complete spectra.
+        """Take mean, factors and noise from complete spectra.
 
         The factors are the first principal components of the covariance, without the mean of the variances left out.
         The noise is what they leave of the variance of each channel, and white noise on top.
@@ -97,20 +103,25 @@ class LinearGaussian(nn.Module):
 
 
 def _half_solved(matrix_BRR: Tensor, right_BRN: Tensor) -> Tensor:
-    """Return (B, R, N), the inverse of the lower Cholesky factor times ``right``.
+    """Return (B, R, N), the inverse of the lower Cholesky factor times ``right``."""
+    if matrix_BRR.is_cuda:
+        return _eliminated(matrix_BRR, right_BRN)
+    lower_BRR, _ = torch.linalg.cholesky_ex(matrix_BRR)
+    solved: Tensor = torch.linalg.solve_triangular(lower_BRR, right_BRN, upper=False)
+    return solved
 
-    On a GPU by elimination, column by column: the batched solvers of torch's libraries take memory there that a CUDA
-    graph may not.
+
+def _eliminated(matrix_BRR: Tensor, right_BRN: Tensor) -> Tensor:
+    """Return the same by elimination, column by column.
+
+    The batched solvers of torch's libraries take memory on a GPU that a CUDA graph may not. The update is no matrix
+    product: with one inner element cuBLAS takes twice as long.
     """
-    if not matrix_BRR.is_cuda:
-        lower_BRR, _ = torch.linalg.cholesky_ex(matrix_BRR)
-        solved: Tensor = torch.linalg.solve_triangular(lower_BRR, right_BRN, upper=False)
-        return solved
     rest, rows = torch.cat([matrix_BRR, right_BRN], dim=2), []
     for left in range(matrix_BRR.shape[1], 0, -1):
         row = rest[:, 0] * rest[:, 0, :1].rsqrt()
         rows.append(row[:, left:])
-        rest = torch.baddbmm(rest[:, 1:, 1:], row[:, 1:left, None], row[:, None, 1:], alpha=-1)
+        rest = torch.addcmul(rest[:, 1:, 1:], row[:, 1:left, None], row[:, None, 1:], value=-1)
     return torch.stack(rows, dim=1)
 
 
@@ -163,7 +174,24 @@ class PatchEncoder(nn.Module):
         return tokens_BTD, unit_BZ, mean_BL, variance_BL
 
 
-class ResidualMAE(nn.Module):
+def make_mixed_mask(
+    batch_size: int,
+    seq_len: int,
+    n_blocks: int,
+    n_mask: int | None,
+    *,
+    device: torch.device | str | int,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Draw masks of a number of blocks; None draws blocks, bands, and all but a band, as `make_band_mask` does."""
+    if n_mask is None:
+        hidden = make_band_mask(batch_size, seq_len, n_blocks, generator=generator)
+    else:
+        hidden = make_block_mask(batch_size, seq_len, n_blocks, n_mask, generator=generator)
+    return hidden.to(device, non_blocking=True)
+
+
+class ResidualMAE(MaskedAutoencoder):
     """Masked autoencoder of spectra that predicts the residual of a linear conditional mean, and its uncertainty.
 
     The linear model is fitted in closed form by :meth:`fit` and is part of the state. A network that has learned
@@ -203,6 +231,9 @@ class ResidualMAE(nn.Module):
 
     takes_drawn_mask = True
     gives_uncertainty = True
+    _make_mask = staticmethod(make_mixed_mask)
+    _parts = "n_blocks"
+    _mixes_masks = True
 
     def __init__(
         self,
@@ -246,7 +277,7 @@ class ResidualMAE(nn.Module):
         nn.init.zeros_(self.decoder.bias)
 
     def fit(self, train: Tensor, *, shrinkage: float = 0.03) -> None:
-        """Fits the linear model to complete training spectra (N, L); see :meth:`LinearGaussian.fit`."""
+        """Fit the linear model to complete training spectra (N, L); see :meth:`LinearGaussian.fit`."""
         self.encoder.gaussian.fit(train, shrinkage=shrinkage)
 
     def forward(
@@ -286,48 +317,3 @@ class ResidualMAE(nn.Module):
             return x_recon, z, visible_mask
         log_variance_BL = variance_BL.log() + change_BT2P[:, :, 1].flatten(1).clamp(-8, 8)
         return x_recon, z, visible_mask, Uncertainty(log_variance_BL, variance_BL)
-
-    def reconstruct(
-        self,
-        x: Tensor,
-        visible_mask: Tensor | None = None,
-        *,
-        n_mask: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Return only ``x_recon`` (B, L) of the forward pass; arguments and errors as there."""
-        return self(x, visible_mask, n_mask=n_mask, generator=generator)[0]  # type: ignore[no-any-return]
-
-    def make_visible(
-        self,
-        batch_size: int,
-        *,
-        n_mask: int | None = None,
-        device: torch.device | str | int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Draw which channels are visible: the complement of `make_band_mask`.
-
-        Args:
-            batch_size: Number of rows B.
-            n_mask: Hide just so many blocks of each row, as ``ChemoMAE`` does; None hides blocks, bands, or all but a
-                band.
-            device: Where the mask lies; None means the device of the model.
-            generator: CPU generator of the draw; None takes torch's global CPU generator.
-
-        Returns:
-            (B, L) bool, **True = seen**.
-
-        Raises:
-            ValueError: When ``n_mask`` is outside 0 … ``n_blocks`` or the generator is not on the CPU.
-
-        Example:
-            >>> model = ResidualMAE(seq_len=64, d_model=8, nhead=2, num_layers=1, patch=8, rank=2, n_blocks=8, n_mask=6)
-            >>> model.make_visible(3, n_mask=6).sum(dim=1).tolist()
-            [16, 16, 16]
-        """
-        if n_mask is None:
-            hidden = make_band_mask(batch_size, self.seq_len, self.n_blocks, generator=generator)
-        else:
-            hidden = make_block_mask(batch_size, self.seq_len, self.n_blocks, n_mask, generator=generator)
-        return ~hidden.to(self.decoder.weight.device if device is None else device, non_blocking=True)

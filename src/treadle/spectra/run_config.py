@@ -1,4 +1,4 @@
-"""The settings of ``treadle train spectra``, and what a rerun with other settings means."""
+"""The settings of ``treadle train spectra``, and the effect of a rerun with other settings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ModelConfig:
     """Blocks hidden from the encoder. Many, since tokens that are not seen cost nothing."""
     residual: bool = False
     """Train ``ResidualMAE`` in place of ``ChemoMAE``: it fills hidden channels in better and gives an uncertainty, but
-    its latent tells less from few labels. ``use_learnable_pos`` has no effect then, nor ``n_mask`` in training."""
+    its latent is less useful with few labels. ``use_learnable_pos`` has no effect then, nor ``n_mask`` in training."""
 
     def __post_init__(self) -> None:
         between(0, 1, model__dropout=self.dropout)
@@ -126,7 +126,7 @@ class SpectraConfig:
 
     @classmethod
     def for_device(cls, device: torch.device) -> SpectraConfig:
-        """Returns the defaults, with mixed precision where it pays.
+        """Return the defaults, with mixed precision where it pays.
 
         On a CPU without bf16 units a bf16 step takes over ten times as long as one in fp32, and with them a model of
         this size gains nothing: measured for this command, so the CPU default is fp32.
@@ -136,5 +136,5 @@ class SpectraConfig:
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings as nested plain values, without those that are options of the command."""
+        """Return the settings as nested plain values, without those that are options of the command."""
         return without(self, FLAGS)

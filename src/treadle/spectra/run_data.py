@@ -49,13 +49,13 @@ class SpectraData:
         seed: int = 0,
         device: torch.device | None = None,
     ) -> TensorLoader:
-        """Returns a loader over some rows, kept on ``device``; on several ranks, of this one's part of each batch."""
+        """Return a loader over some rows, kept on ``device``; on several ranks, of this one's part of each batch."""
         x = torch.from_numpy(self.x[rows])
         return shared_rows(x, batch_size, shuffle=shuffle, seed=seed, device=device)
 
 
 def prepare_data(config: DataConfig) -> SpectraData:
-    """Loads SpeX, scales every spectrum by SNV and deals the objects out.
+    """Load SpeX, scale every spectrum by SNV and split by object.
 
     Raises:
         ConfigError: a part would be empty.

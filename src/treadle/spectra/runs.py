@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from treadle.config.sections import as_settings
 from treadle.data import steps_per_epoch
 from treadle.runs.folder import part_of, write_changed
 from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run, load_newest
 from treadle.runs.packs import SUMMARIES
 from treadle.runs.report import Report
-from treadle.runs.setting_names import as_settings
 from treadle.seed import forked_rng, set_seed
 from treadle.spectra import report
 from treadle.spectra.inference import Extractor, ExtractorConfig, Tester, TesterConfig
@@ -41,7 +41,7 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
     help = """
     Train a masked autoencoder on 1,939 real near-infrared spectra and show what it learned.
 
-    A run that was stopped, at any moment and by anything, goes on when the same command is given again; one that is
+    A run that was stopped, at any moment and by anything, resumes when the same command is run again; one that is
     finished shows its results. Ctrl-C saves before it leaves.
 
     The run folder holds config.json, training_history.json, steps.jsonl, checkpoints/, best_model.pt, metrics.json and
@@ -63,19 +63,19 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
     afterwards = "the test, the probes and the pictures"
 
     def defaults(self, device: torch.device) -> SpectraConfig:
-        """Returns the settings for a device before any is given."""
+        """Return the settings for a device before any is given."""
         return SpectraConfig.for_device(device)
 
     def parallel(self, config: SpectraConfig) -> str | None:
-        """Returns the setting that spreads the model over ranks."""
+        """Return the setting that spreads the model over ranks."""
         return config.trainer.parallel
 
     def prepare(self, run: Run[SpectraConfig]) -> SpectraData:
-        """Loads and scales the spectra."""
+        """Load and scale the spectra."""
         return prepare_data(run.config.data)
 
     def build(self, run: Run[SpectraConfig], data: SpectraData) -> SpectraTrainer:
-        """Returns the trainer with its loaders, optimizer and schedule."""
+        """Return the trainer with its loaders, optimizer and schedule."""
         config, device = run.config, run.device
         train_loader = data.loader(data.train, config.batch_size, shuffle=True, seed=config.seed, device=device)
         model = build_model(config, data).to(device)
@@ -106,11 +106,11 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
         return trainer
 
     def resume(self, run: Run[SpectraConfig], trainer: SpectraTrainer) -> str:
-        """Loads ``last.pt``, or if it is damaged ``best.pt``."""
+        """Load ``last.pt``, or if it is damaged ``best.pt``."""
         return load_newest(run, trainer, epochs=run.config.epochs, step=lambda: trainer.step)
 
     def fit(self, run: Run[SpectraConfig], data: SpectraData, trainer: SpectraTrainer) -> None:
-        """Trains to the number of epochs, or until the validation loss stops falling."""
+        """Train to the number of epochs, or until the validation loss stops falling."""
         epochs = run.config.epochs
         trainer.fit(epochs)
         if trainer.epoch < epochs:
@@ -120,11 +120,11 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
             )  # fmt: skip
 
     def keep(self, run: Run[SpectraConfig], data: SpectraData) -> None:
-        """Writes the settings; the config.json of this pack never had its name in it."""
+        """Write the settings; the config.json of this pack never had its name in it."""
         write_changed(json.dumps(self.values(run.config), indent=2) + "\n", run.out / "config.json")
 
     def describe(self, run: Run[SpectraConfig], data: SpectraData, trainer: SpectraTrainer) -> dict[str, str]:
-        """Returns what was decided about precision, data, model and schedule."""
+        """Return the decisions about precision, data, model and schedule."""
         config = run.config
         low, high = float(data.wavelengths[0]), float(data.wavelengths[-1])
         per_epoch = steps_per_epoch(trainer.train_loader, config.trainer.accumulation_steps)
@@ -142,13 +142,13 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
         }  # fmt: skip
 
     def finish(self, run: Run[SpectraConfig], data: SpectraData, trainer: SpectraTrainer) -> Results:
-        """Tests the best weights, probes and draws them."""
+        """Test, probe and draw the best weights."""
         with forked_rng():  # a model like the one that training began with
             untrained = build_model(run.config, data)
         return report.finish_run(run.config, data, trainer, untrained, run.out)
 
     def report(self, metrics: Mapping[str, Any], out: Path) -> Report:
-        """Returns the losses and the probes."""
+        """Return the losses and the probes."""
         return report.results(metrics)
 
     def evaluate(
@@ -159,7 +159,7 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
         batch_size: int | None,
         num_workers: int,
     ) -> Evaluation:
-        """Returns the loss of a split under the masks of every evaluation."""
+        """Return the loss of a split under the masks of every evaluation."""
         rows, cfg = part_of(opened.data, split), opened.run.config.trainer
         tester = TesterConfig(
             device=str(opened.run.device), amp=cfg.amp, amp_dtype=cfg.amp_dtype, loss_type=cfg.loss_type,
@@ -176,7 +176,7 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
         batch_size: int | None,
         **options: Any,
     ) -> Predictions:
-        """Returns the latents of a split, and of each its row in the data set."""
+        """Return the latents of a split, and of each its row in the data set."""
         rows, cfg = part_of(opened.data, split), opened.run.config.trainer
         extractor = ExtractorConfig(
             device=str(opened.run.device), amp=cfg.amp, amp_dtype=cfg.amp_dtype, return_numpy=True
@@ -186,7 +186,7 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
 
 
 def build_model(config: SpectraConfig, data: SpectraData) -> ChemoMAE | ResidualMAE:
-    """Seeds, and returns the model with its initial weights; the linear part of a ``ResidualMAE`` is fitted."""
+    """Seed, and return the model with its initial weights; the linear part of a ``ResidualMAE`` is fitted."""
     set_seed(config.seed)
     settings = {key: value for key, value in vars(config.model).items() if key != "residual"}
     with as_settings("model", vars(config.model)):
@@ -199,7 +199,7 @@ def build_model(config: SpectraConfig, data: SpectraData) -> ChemoMAE | Residual
 
 
 def model_name(config: SpectraConfig) -> str:
-    """Returns the name of the model's class."""
+    """Return the name of the model's class."""
     return "ResidualMAE" if config.model.residual else "ChemoMAE"
 
 

@@ -23,12 +23,12 @@ class Augmenter(Protocol):
     """Changes spectra (B, L) in training."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns the changed spectra."""
+        """Return the changed spectra."""
         ...
 
 
 def spectra_of(batch: Any) -> Tensor:
-    """Returns the spectra (B, L) of a batch: the batch itself, or the first item of a tuple or list.
+    """Return the spectra (B, L) of a batch: the batch itself, or the first item of a tuple or list.
 
     Raises:
         TypeError: the batch is something else.
@@ -48,11 +48,11 @@ def spectra_of(batch: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class PreparedSpectra:
-    """A batch and what is drawn for it on the CPU.
+    """A batch and the random draws for it, made on the CPU.
 
     Attributes:
         x: (B, L) the spectra.
-        seen: (B, L) what the model gets, augmented; None: ``x``.
+        seen: (B, L) augmented input of the model; None: ``x``.
         visible_mask: (B, L) bool, True where the encoder sees; None: the model draws.
         visible_count: how many of each row; None: it differs.
         uncertain: whether the loss weights errors by the model's uncertainty.
@@ -98,7 +98,7 @@ class SpectraTask:
         self.fixed_visible = fixed_visible
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
-        """Returns the masked loss of a batch, weighted by what it is a mean over."""
+        """Return the masked loss of a batch, weighted by the number of elements that it is a mean over."""
         given = batch if isinstance(batch, PreparedSpectra) else self._prepared(model, batch)
         x = moved(given.x, self.device)
         seen = x if given.seen is None else moved(given.seen, self.device)
@@ -120,7 +120,7 @@ class SpectraTask:
         return StepOutput(loss, weight=as_count(mask.sum()) if weight is None else weight, num_samples=len(x))
 
     def _uncertain_step(self, model: nn.Module, given: PreparedSpectra, x: Tensor, seen: Tensor) -> StepOutput:
-        """Returns the training loss of a model that gives an uncertainty."""
+        """Return the training loss of a model that gives an uncertainty."""
         fixed = None if given.visible_mask is None else moved(given.visible_mask, self.device)
         visible_mask = fixed if self.fixed_visible is None else self._visible_for(x)
         x_recon, _, visible_mask, unsure = model(seen, visible_mask, with_uncertainty=True)
@@ -135,11 +135,11 @@ class SpectraTask:
         return StepOutput(loss, weight=as_count(mask.sum()) if weight is None else weight, num_samples=len(x))
 
     def counted(self, visible_mask: Tensor) -> Tensor:
-        """Returns where the loss counts, (B, L) bool."""
+        """Return where the loss counts, (B, L) bool."""
         return ~visible_mask if self.loss_region == "masked" else torch.ones_like(visible_mask)
 
     def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[PreparedSpectra, float | None]:
-        """Augments the spectra and draws the mask, both by random numbers of the CPU."""
+        """Augment the spectra and draw the mask, both by random numbers of the CPU."""
         given = self._prepared(model, batch)
         return given, self._weight_of(given)
 
@@ -163,7 +163,7 @@ class SpectraTask:
         return PreparedSpectra(x, seen, inner.make_visible(len(x), device="cpu"), inner.visible_count())
 
     def _weight_of(self, given: PreparedSpectra) -> float | None:
-        """Returns the number of elements of the loss where the host knows it."""
+        """Return the number of elements of the loss, or None if the host would have to wait for it."""
         if self.reduction == "batch_mean":
             return float(len(given.x))
         if self.reduction == "sum" or given.visible_mask is None:
@@ -182,6 +182,6 @@ class SpectraTask:
 
 
 def _takes_counted_mask(kind: type[nn.Module]) -> bool:
-    """Returns what the class that has the ``forward`` says; one that says nothing may not take such a mask."""
+    """Return ``takes_counted_mask`` of the class that defines ``forward``; False if that class does not set it."""
     owner = next(each for each in kind.__mro__ if "forward" in vars(each))
     return bool(vars(owner).get("takes_counted_mask", False))

@@ -22,15 +22,13 @@ from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, save_checkpoint
 from treadle.device import get_device, moved
 from treadle.distributed.state_names import model_state
-from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
 from treadle.engine.settings import check_capture
 from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
-from treadle.faces.build import place
-from treadle.faces.default_hooks import with_default_hooks
+from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.epochs import numbers_of
 from treadle.faces.loaders import EvalLoaders, check_eval_loaders, check_loader, results_by_name
@@ -38,7 +36,7 @@ from treadle.faces.parallel import ParallelConfig
 from treadle.hooks.background import BackgroundErrorHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.history import HistoryHook
-from treadle.hooks.trackers import TrackerChoice, with_trackers
+from treadle.hooks.trackers import TrackerChoice
 from treadle.optim.ema import Ema
 from treadle.optim.precision import PrecisionName, tf32
 from treadle.spectra.config import TrainerConfig
@@ -58,7 +56,7 @@ class SpectraTrainer(EpochFace):
         optimizer: over its parameters.
         train_loader: batches (B, L), or tuples whose first item is one.
         val_loader: the same for validation, or None; of a dict each loader, as ``val_<name>_loss``.
-        scheduler: stepped as ``scheduler_interval`` says.
+        scheduler: stepped by ``scheduler_interval``.
         cfg: settings; None takes the defaults. It is not changed.
         device: wins over ``cfg.device``.
         scheduler_interval: ``"step"`` (applied steps) or ``"epoch"``.
@@ -105,7 +103,6 @@ class SpectraTrainer(EpochFace):
         check_loader(train_loader, "train_loader")
         check_eval_loaders(val_loader, "val_loader")
         self.cfg = TrainerConfig() if cfg is None else dataclasses.replace(cfg)
-        self._device_asked = self.cfg.device if device is None else device
         self.model, self.optimizer, self.device = place(
             model, optimizer, device=_one_device(device, self.cfg.device), scheduler=scheduler,
             compile=check_compile(self.cfg.compile), parallel=parallel or self.cfg.parallel,
@@ -118,9 +115,14 @@ class SpectraTrainer(EpochFace):
         self._selects = self._choose_selection()
         self._losses = [f"val_{name}" for name in results_by_name(["loss"], val_loader)] or ["val_loss"]
         selected = self._choose_metric(best_model_metric)
-        self._engine = self._build_engine(
-            scheduler_interval, with_trackers(hooks, trackers), augmenter, out_dir, progress=progress,
-            limits=limits,
+        arguments: EngineArguments = {
+            "scheduler": scheduler, "scheduler_interval": scheduler_interval, "limits": limits,
+            "device": self.cfg.device if device is None else device, "config": self._describe(), "workspace": out_dir,
+            **_engine_arguments(self.cfg),
+        }  # fmt: skip
+        self._engine = build_engine(
+            "spectra", self.model, self.optimizer, self._make_task(augmenter), arguments,
+            own_hooks=self._own_hooks(out_dir), hooks=hooks, trackers=trackers, progress=progress,
         )  # fmt: skip
         rule = None
         if self._selects:
@@ -136,7 +138,7 @@ class SpectraTrainer(EpochFace):
         return self.cfg.selection == "best"
 
     def _choose_metric(self, asked: str | None) -> str:
-        """Returns the key of the validation loss that selects."""
+        """Return the key of the validation loss that selects."""
         if asked is None:
             return self._losses[0]
         name = f"val_{asked.removeprefix('val_')}"
@@ -152,7 +154,7 @@ class SpectraTrainer(EpochFace):
             )  # fmt: skip
         return name
 
-    # What a subclass may replace: the epochs, the folder, the task, its settings in checkpoints, hooks of its own.
+    # Parts that a subclass may replace: epochs, folder, task, settings in checkpoints, further hooks.
 
     def _make_epochs(self, rule: BestRule | None) -> SpectraEpochs:
         return SpectraEpochs(self._engine, best=rule, losses=self._losses)
@@ -171,45 +173,11 @@ class SpectraTrainer(EpochFace):
         keys = ("epoch", "train_loss", *self._losses, "lr")
         return [HistoryHook(out_dir / "training_history.json", lambda: self.history, keep=keys)]
 
-    def _build_engine(
-        self,
-        interval: Literal["step", "epoch"],
-        hooks: Sequence[BaseHook],
-        augmenter: Augmenter | None,
-        out_dir: Path,
-        *,
-        progress: bool,
-        limits: Limits | Mapping[str, Any] | None,
-    ) -> Engine:
+    def _own_hooks(self, out_dir: Path) -> list[BaseHook]:
         cfg = self.cfg
         own: list[BaseHook] = [EmaHook(cfg.ema_decay, use_buffers=True)] if cfg.use_ema else []
         own += self._make_hooks(out_dir)
-        if cfg.background_saves:
-            own.append(BackgroundErrorHook(self._writer))
-        precision: PrecisionName | None = None
-        if cfg.amp:
-            precision = "bf16" if cfg.amp_dtype == "bf16" else "fp16"
-        return Engine(
-            self.model,
-            self.optimizer,
-            self._make_task(augmenter),
-            scheduler=self.scheduler,
-            scheduler_interval=interval,
-            device=self._device_asked,
-            precision=precision,
-            grad_clip=cfg.grad_clip,
-            accumulation_steps=cfg.accumulation_steps,
-            max_non_finite_grad_retries=cfg.max_non_finite_grad_retries,
-            hooks=with_default_hooks([*own, *hooks], given=hooks, progress=progress),
-            progress=progress,
-            limits=limits,
-            eval_seed=cfg.eval_seed,
-            capture=check_capture(cfg.capture),
-            logger=_log,
-            face="spectra",
-            config=self._describe(),
-            workspace=out_dir,
-        )
+        return [*own, BackgroundErrorHook(self._writer)] if cfg.background_saves else own
 
     # -- what happened so far -------------------------------------------------------------------------------------
 
@@ -247,7 +215,7 @@ class SpectraTrainer(EpochFace):
     # -- training -------------------------------------------------------------------------------------------------
 
     def fit(self, epochs: int) -> dict[str, Any]:
-        """Trains until ``epochs`` epochs are completed or early stopping ends the run.
+        """Train until ``epochs`` epochs are completed or early stopping ends the run.
 
         Args:
             epochs: absolute target; a run that has reached it returns the stored result.
@@ -272,12 +240,12 @@ class SpectraTrainer(EpochFace):
         return {"best": self.best, "epochs": self.epoch}
 
     def train_one_epoch(self) -> float:
-        """Trains one epoch and returns its weighted mean loss."""
+        """Train one epoch and return its weighted mean loss."""
         with tf32(self.cfg.enable_tf32):
             return float(self._epochs.train_epoch(self.train_loader)["loss"])
 
     def validate(self, loader: EvalLoaders | None = None) -> Any:
-        """Returns the weighted mean loss of the scored weights under fixed masks; NaN without a ``val_loader``.
+        """Return the weighted mean loss of the scored weights under fixed masks; NaN without a ``val_loader``.
 
         Args:
             loader: batches; None takes ``val_loader``.
@@ -295,7 +263,7 @@ class SpectraTrainer(EpochFace):
         return results if isinstance(chosen, Mapping) else float(results["loss"])
 
     def predict(self, loader: Iterable[Any]) -> Any:
-        """Returns ``(x_recon, z, visible_mask)`` of a loader's spectra, of the scored weights under fixed masks.
+        """Return ``(x_recon, z, visible_mask)`` of a loader's spectra, of the scored weights under fixed masks.
 
         Returns:
             Tensors (N, L), (N, D) and (N, L) on the CPU, in the loader's order.
@@ -322,10 +290,10 @@ class SpectraTrainer(EpochFace):
             _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record), extra={"topic": "epoch"})
 
     def save_checkpoint(self, epoch: int, is_best: bool) -> None:
-        """Writes ``checkpoints/last.pt``, and ``checkpoints/best.pt`` if ``is_best``.
+        """Write ``checkpoints/last.pt``, and ``checkpoints/best.pt`` if ``is_best``.
 
         Args:
-            epoch: epochs completed; the state's own count is what is stored.
+            epoch: epochs completed; the count in the state is stored.
             is_best: whether this is the best epoch so far.
         """
         if epoch != self.epoch:
@@ -335,13 +303,13 @@ class SpectraTrainer(EpochFace):
         self._folder.write_checkpoints(is_best=is_best)
 
     def save_weights_only(self, filename: str = "best_model.pt") -> Path:
-        """Writes the weights that are evaluated (the average when it is on) as a plain state dict; all ranks call."""
+        """Write the weights that are evaluated (the average when it is on) as a plain state dict; all ranks call."""
         self._writer.wait()
         weights = to_plain(model_state(self.model) if self.ema is None else self.ema.export(self.model))
         return on_rank_0(lambda: save_checkpoint(weights, self.out_dir / filename))
 
     def load_checkpoint(self, path: str | Path) -> int:
-        """Restores everything from a checkpoint and returns the next epoch's 1-based number.
+        """Restore everything from a checkpoint and return the next epoch's 1-based number.
 
         Raises:
             CheckpointError: the file is missing, damaged, or of another model.
@@ -354,3 +322,17 @@ def _one_device(argument: torch.device | str | int | None, setting: str | None) 
     if argument is not None and setting is not None and get_device(argument) != get_device(setting):
         raise ConfigError(f" and cfg.device={setting!r} differ; give one of them", argument="device", value=argument)
     return get_device(setting if argument is None else argument)
+
+
+def _engine_arguments(cfg: TrainerConfig) -> EngineArguments:
+    precision: PrecisionName | None = None
+    if cfg.amp:
+        precision = "bf16" if cfg.amp_dtype == "bf16" else "fp16"
+    return {
+        "precision": precision,
+        "grad_clip": cfg.grad_clip,
+        "accumulation_steps": cfg.accumulation_steps,
+        "max_non_finite_grad_retries": cfg.max_non_finite_grad_retries,
+        "eval_seed": cfg.eval_seed,
+        "capture": check_capture(cfg.capture),
+    }

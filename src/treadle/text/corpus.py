@@ -15,7 +15,7 @@ _STATEMENT = re.compile(r'The "\w+" statement')
 def load_manual() -> dict[str, str]:
     """Returns the topics of ``pydoc_data.topics``, a module of the standard library, by name.
 
-    About 470,000 characters in 79 topics; other Python versions have other texts. A third of it stands there twice, the
+    About 470,000 characters in 79 topics; other Python versions have other texts. A third of it occurs twice, the
     topic ``with`` for one inside the topic ``compound``; :func:`without_repeats` takes that out.
 
     Raises:

@@ -17,7 +17,7 @@ def import_extra(name: str) -> Any:
         name: dotted name, such as ``"transformers"``.
 
     Raises:
-        ImportError: it is not installed; the message says how to install it.
+        ImportError: it is not installed; the message explains how to install it.
 
     Example:
         >>> import_extra("json").loads("[1]")
@@ -31,7 +31,7 @@ def import_extra(name: str) -> Any:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keeps transformers from drawing bars of its own inside the block, as it does for every file it writes.
+    """Keeps transformers from drawing its bars inside the block, as it does for every file that it writes.
 
     Raises:
         ImportError: the package ``transformers`` is not installed.

@@ -27,7 +27,7 @@ def sample_tokens(
 ) -> Tensor:
     """Continues each row by tokens drawn from the model, in eval mode and without touching the global RNG.
 
-    The model reads the last ``context`` tokens anew for each one: slower than a cache, and past the longest block a
+    The model reads the last ``context`` tokens again for each one: slower than a cache, and past the longest block a
     cache of learned positions would be wrong.
 
     Args:

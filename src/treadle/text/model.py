@@ -48,8 +48,7 @@ def build_gpt2(
             raise ConfigError("must be at least 1", argument=name, value=value)
     if n_embd % n_head:
         raise ConfigError(f"must be a multiple of n_head={n_head!r}", argument="n_embd", value=n_embd)
-    if not 0 <= dropout < 1:
-        raise ConfigError("must be at least 0 and below 1", argument="dropout", value=dropout)
+    _check_dropout(dropout)
     transformers = import_extra("transformers")
     config = transformers.GPT2Config(
         **sizes,
@@ -68,7 +67,7 @@ def build_gpt2(
 def add_lora(model: Any, *, r: int = 8, alpha: float = 16, dropout: float = 0.05) -> Any:
     """Freezes a GPT-2 and gives every linear layer of its blocks a low-rank update (Hu et al. 2021).
 
-    The updates start at 0: the model computes what it did before. Their weights are drawn from the global RNG.
+    The updates start at 0: the model computes the same as before. Their weights are drawn from the global RNG.
 
     Args:
         model: of :func:`build_gpt2`; its layers are replaced in place.
@@ -88,8 +87,7 @@ def add_lora(model: Any, *, r: int = 8, alpha: float = 16, dropout: float = 0.05
     """
     if r < 1:
         raise ConfigError("must be at least 1", argument="r", value=r)
-    if not 0 <= dropout < 1:
-        raise ConfigError("must be at least 0 and below 1", argument="dropout", value=dropout)
+    _check_dropout(dropout)
     peft = import_extra("peft")
     config = peft.LoraConfig(
         r=r,
@@ -100,6 +98,11 @@ def add_lora(model: Any, *, r: int = 8, alpha: float = 16, dropout: float = 0.05
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():
-        # peft 0.21 asks the models of transformers 5 for this under its former name.
+        # peft 0.21 looks this up in models of transformers 5 under its former name.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         return peft.get_peft_model(model, config)
+
+
+def _check_dropout(dropout: float) -> None:
+    if not 0 <= dropout < 1:
+        raise ConfigError("must be at least 0 and below 1", argument="dropout", value=dropout)

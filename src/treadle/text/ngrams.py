@@ -20,8 +20,8 @@ def ngram_losses(train_N: Tensor, val_N: Tensor, *, vocab_size: int) -> dict[str
     distribution. There is nothing to tune, and no token has the probability 0.
 
     Args:
-        train_N: (N,) int64, what is counted.
-        val_N: (N,) int64, what is predicted, each token from the one before it.
+        train_N: (N,) int64, tokens to count.
+        val_N: (N,) int64, tokens to predict, each from the one before it.
         vocab_size: ids are below it.
 
     Returns:

@@ -1,6 +1,6 @@
 """Decoders of transformers without their look at every batch for packed documents.
 
-A decoder that gets neither mask nor cache asks the device in every step whether its position ids begin anew inside a
+A decoder that gets neither mask nor cache reads from the device in every step whether its position ids restart inside a
 row. The host waits for the answer, which costs a step on a GPU its head start. While a CUDA graph is recorded it cannot
 ask, and takes another attention kernel, so that captured and eager steps give different numbers. Where the caller gives
 no position ids, the decoder has just counted them itself, and the answer is known.

@@ -38,7 +38,7 @@ class Tuned:
 
 
 def decisions(config: TextConfig, data: TextData, trainer: Trainer) -> dict[str, str]:
-    """Returns what was decided and why, as name -> text."""
+    """Returns the decisions and their reasons, as name -> text."""
     parts = data.parts
     topics, size = sum(len(part.topics) for part in parts.values()), sum(part.num_bytes for part in parts.values())
     steps = steps_per_epoch(data.train.loader(config.batch_size), config.training.accumulation_steps)

@@ -28,7 +28,7 @@ FREE = (
 
 
 def needs_new_lora(changed: Iterable[str]) -> bool:
-    """Says whether a change of these settings gives the fine-tuning another start, so that it must begin anew.
+    """Returns whether these changed settings give the fine-tuning another start, so that it must start afresh.
 
     Example:
         >>> needs_new_lora(["lora.r", "threads"]), needs_new_lora(["lora.epochs", "samples.seed"])

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from treadle import distributed
+from treadle.config.sections import as_settings
 from treadle.data import TensorLoader
 from treadle.errors import ConfigError
 from treadle.runs.ranks import shared_rows
-from treadle.runs.setting_names import as_settings
 from treadle.text.corpus import deal, is_statement, load_manual, num_bytes, split_topics, without_repeats
 from treadle.text.data import TokenBlocks, token_stream
 from treadle.text.run_config import TextConfig
@@ -147,7 +147,7 @@ def check_same_on_ranks(data: TextData) -> None:
 
 
 def check_same_text(stored: Mapping[str, Any], data: TextData, *, folder: str) -> None:
-    """Refuses to go on with another text than the run began with.
+    """Raises if the text is not the one that the run began with.
 
     Raises:
         ConfigError: this Python's manual, or what ``tokenizers`` makes of it, is another one.

@@ -1,4 +1,4 @@
-"""The runs of ``treadle train text``: data, training, fine-tuning; what is scored is in :mod:`treadle.text.report`."""
+"""The runs of ``treadle train text``: data, training, fine-tuning; the scores are in :mod:`treadle.text.report`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from treadle.capture.compile import check_compile, compile_model
 from treadle.checkpoint.base_fingerprints import FrozenBase
 from treadle.checkpoint.ranks import held_by_rank_0
 from treadle.checkpoint.store import load_weights, scored_weights
+from treadle.config.sections import as_settings
 from treadle.data import steps_per_epoch
 from treadle.distributed.state_names import load_model_state, model_state
 from treadle.engine.settings import Capture, check_capture
@@ -29,7 +30,6 @@ from treadle.runs.folder import read_record, stored_json, write_changed
 from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run
 from treadle.runs.packs import SUMMARIES
 from treadle.runs.report import Report
-from treadle.runs.setting_names import as_settings
 from treadle.seed import set_seed
 from treadle.text import report
 from treadle.text.extras import without_progress_bars
@@ -65,7 +65,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
     Train a small GPT-2 on Python's own manual, fine-tune it with LoRA on the pages about statements, draw text.
 
     Weights, tokenizer and text are made on this machine; nothing is downloaded. A run that was stopped, at any moment
-    and by anything, goes on when the same command is given again; one that is finished shows its results. Ctrl-C saves
+    and by anything, resumes when the same command is run again; one that is finished shows its results. Ctrl-C saves
     before it leaves.
 
     The run folder holds config.json, tokenizer.json, history.json, steps.jsonl, checkpoints/, best_model.pt,
@@ -169,7 +169,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
             f"{trained:,}", len(part.topics), f"{part.blocks.num_targets:,}",
         )  # fmt: skip
         self.fit_logged(run, data, trainer)
-        # The file holds what was trained; the base is in the model already.
+        # The file holds the trained weights; the base is in the model already.
         load_model_state(trainer.model, load_weights(run.folder / _BEST), kept=model_state(trainer.model))
         _add_tokenizer(data, run.folder)
         return report.Tuned(trainer, trained)
@@ -202,7 +202,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         return names
 
     def describe(self, run: TextRun, data: TextData, trainer: Trainer) -> dict[str, str]:
-        """Returns what was decided about precision, data, tokens, model and schedule."""
+        """Returns the decisions about precision, data, tokens, model and schedule."""
         return report.decisions(run.config, data, trainer)
 
     def report(self, metrics: Mapping[str, Any], out: Path) -> Report:

@@ -94,7 +94,7 @@ def test_evaluation_takes_nothing_but_its_own_options(trained: Path, run: Callab
 
 def test_resume_goes_on_to_the_absolute_number_of_epochs(trained: Path, run: Callable[..., str]) -> None:
     said = run("train.py", trained, *CHOICES, *SMALL, "resume=true", "training.epochs=3", "threads=1")
-    assert "goes on from logs/experiment/checkpoints/last.pt: epoch 2 of 3" in said
+    assert "resumes from logs/experiment/checkpoints/last.pt: epoch 2 of 3" in said
     history = read(trained / "logs" / "experiment" / "checkpoints" / "history.json")
     assert [record["epoch"] for record in history["train"]] == [1, 2, 3]
 

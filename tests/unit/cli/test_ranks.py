@@ -40,4 +40,4 @@ def test_a_setting_that_is_newer_than_a_finished_run_counts_as_none(tmp_path):
 def test_the_start_of_a_text_run_names_the_newest_file_or_folder_of_shards(name, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / name).symlink_to("checkpoint_step_7")
-    assert newest_checkpoint(tmp_path, ("", "lora")) == f"goes on from {tmp_path / 'checkpoints' / 'checkpoint_step_7'}"
+    assert newest_checkpoint(tmp_path, ("", "lora")) == f"resumes from {tmp_path / 'checkpoints' / 'checkpoint_step_7'}"

@@ -7,8 +7,7 @@ import pytest
 from command_kit import treadle
 from treadle.errors import ConfigError
 from treadle.runs.packs import find_pack
-from treadle.runs.setting_names import setting_of, settings_named
-from treadle.runs.setting_places import entries, settings_placed
+from treadle.runs.setting_names import setting_of, settings_named, settings_placed, written_in
 
 # torch_geometric compiles functions with torch.jit.script when it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -118,17 +117,17 @@ def test_a_value_of_the_command_line_is_not_looked_up_in_the_file(tmp_path, monk
 
 def test_entries_of_lists_and_functions_have_lines(tmp_path):
     (tmp_path / "a.yaml").write_text("hooks:\n  - {type: A}\n  - type: B\n    every: 3\n")
-    assert entries(tmp_path / "a.yaml")["hooks[1].every"].line == 4
+    assert written_in(tmp_path / "a.yaml")["hooks[1].every"].line == 4
     (tmp_path / "a.py").write_text(
         "def config(lr=1):\n    return {\n        'lr': lr,\n        'parts': ['x'],\n    }\n"
     )
-    assert {key: entry.line for key, entry in entries(tmp_path / "a.py").items()} == {
+    assert {key: entry.line for key, entry in written_in(tmp_path / "a.py").items()} == {
         "lr": 3,
         "parts": 4,
         "parts[0]": 4,
     }
     (tmp_path / "b.yaml").write_text("a: [1\n")
-    assert entries(tmp_path / "b.yaml") == entries(tmp_path / "none.yaml") == {}
+    assert written_in(tmp_path / "b.yaml") == written_in(tmp_path / "none.yaml") == {}
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_ctrl_c_saves_at_the_step_and_the_rerun_goes_on_from_it(
 ) -> None:
     with observing(Stop("on_before_step", STEPS // 2 + 2, interrupt)):
         assert run(tmp_path / "astro") == 130
-    assert f"saved at step {STEPS // 2 + 2}; the same command goes on from here" in capsys.readouterr().err
+    assert f"saved at step {STEPS // 2 + 2}; the same command resumes from here" in capsys.readouterr().err
     assert run(tmp_path / "astro") == 0
     assert f"ckpt_step_{STEPS // 2 + 2:08d}.pt at step {STEPS // 2 + 2}, epoch 1" in capsys.readouterr().err
     assert differences(the_end(finished), the_end(tmp_path / "astro")) == []

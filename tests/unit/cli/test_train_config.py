@@ -129,7 +129,7 @@ def test_what_is_missing_for_a_resume_or_a_rerun_is_said(tmp_path, capsys):
     config = write_project(tmp_path, seed="note: null")
     treadle("train", config, "note!=", "hooks=()", "trainer.max_steps=2")
     said = capsys.readouterr().err
-    assert "warning: no hook saves and resumes: once stopped, this run starts anew" in said
+    assert "warning: no hook saves and resumes: once stopped, this run starts afresh" in said
     assert "gives no seed" in said
     fresh()
     treadle("train", write_project(tmp_path), "trainer.max_steps=2")

@@ -202,7 +202,7 @@ def test_ctrl_c_saves_at_the_step_and_the_rerun_goes_on_from_it(
 ) -> None:
     with observing(Stop("on_before_step", 6, interrupt)):
         assert run(root, tmp_path / "graphs") == 130
-    assert "saved at step 6; the same command goes on from here" in capsys.readouterr().err
+    assert "saved at step 6; the same command resumes from here" in capsys.readouterr().err
     assert run(root, tmp_path / "graphs") == 0
     assert "last.pt: epoch 1 of 2, step 6" in capsys.readouterr().err
     assert differences(the_end(finished), the_end(tmp_path / "graphs")) == []

@@ -245,7 +245,7 @@ def test_a_signal_saves_and_the_rerun_goes_on(number: int, code: int, tmp_path: 
     process.send_signal(number)
     _, error = process.communicate(timeout=120)
     assert process.returncode == code, error
-    assert "the same command goes on from here" in error
+    assert "the same command resumes from here" in error
     assert (tmp_path / "checkpoints" / "last.pt").exists()
 
 

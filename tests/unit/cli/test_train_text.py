@@ -286,11 +286,11 @@ def test_ctrl_c_saves_at_the_step_and_the_rerun_goes_on_from_it(
 ) -> None:
     with observing(Stop(training, "on_before_step", step, interrupt)):
         assert run(tmp_path) == 130
-    assert f"saved at step {step}; the same command goes on from here" in capsys.readouterr().err
+    assert f"saved at step {step}; the same command resumes from here" in capsys.readouterr().err
     latest = tmp_path / PLACES[training - 1] / "checkpoints" / f"checkpoint_step_{step}.pt"
     assert load_checkpoint(latest)["global_step"] == step
     assert run(tmp_path) == 0
-    assert f"goes on from {latest}" in capsys.readouterr().err
+    assert f"resumes from {latest}" in capsys.readouterr().err
     assert differences(the_end(finished), the_end(tmp_path)) == []
 
 

@@ -81,6 +81,13 @@ def test_a_metric_object_is_taken_over_all_samples_and_selects(cls):
     assert trainer.best_metric == max(history["eval_accuracy"])
 
 
+@pytest.mark.parametrize(("metric", "key"), [("accuracy", "eval_near_accuracy"), ("far_accuracy", "eval_far_accuracy")])
+def test_a_metric_without_a_loaders_name_is_that_of_the_first_loader(metric, key):
+    trainer = classifier(lr=0.1, metrics=MulticlassAccuracy(2, average="micro"))
+    history = trainer.train(classes(), 3, {"near": classes(), "far": classes()[:1]}, best_model_metric=metric)
+    assert trainer.best_metric == max(history[key])
+
+
 def test_collections_and_dicts_of_metrics_are_reported_under_their_names():
     collection = MetricCollection({"acc": MulticlassAccuracy(2, average="micro"), "all": MulticlassAccuracy(2)})
     found = classifier(metrics=collection).evaluate(classes())

@@ -229,7 +229,7 @@ def test_a_damaged_file_is_built_anew_with_a_warning(tmp_path, caplog, damage):
         content, from_file = cached(tmp_path, {}, lambda: {"x": torch.arange(3)})
     assert not from_file
     assert content["x"].tolist() == [0, 1, 2]
-    assert [line for line in caplog.messages if "built anew" in line] != []
+    assert [line for line in caplog.messages if "built again" in line] != []
     assert cached(tmp_path, {}, dict)[0]["x"].tolist() == [0, 1, 2]
 
 

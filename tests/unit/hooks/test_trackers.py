@@ -179,7 +179,7 @@ def test_a_tracker_that_fails_ends_no_training_and_says_so_once(request, fake, m
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "no network" in warnings[0]
-    assert "Training goes on" in warnings[0]
+    assert "Training continues" in warnings[0]
 
 
 def test_training_does_not_notice_a_tracker_that_fails_at_the_start(tmp_path, fake):

@@ -80,5 +80,5 @@ def test_one_seed_gives_the_same_mask_on_the_gpu() -> None:
     gpu = make_block_mask(9, 64, 16, 8, device="cuda", generator=torch.Generator().manual_seed(3))
     assert gpu.is_cuda
     assert torch.equal(cpu, gpu.cpu())
-    with pytest.raises(ValueError, match=r"generator lives on cuda"):
+    with pytest.raises(ValueError, match=r"generator is on cuda"):
         make_block_mask(9, 64, 16, 8, generator=torch.Generator(device="cuda"))

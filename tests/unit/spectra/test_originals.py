@@ -67,7 +67,7 @@ def test_a_folder_of_the_original_goes_on(folder, caplog):
     assert (trainer.epoch, trainer.step, trainer.applied_steps) == (4, 8, 8)
     said = "\n".join(record.message for record in caplog.records if record.levelno >= logging.WARNING)
     assert "is a checkpoint of chemomae" in said
-    assert "goes on with the checkpoint's" not in said  # no setting is overruled
+    assert "continues with the checkpoint's" not in said  # no setting is overruled
     # What the original wrote stays beside the file that replaced it.
     assert is_original(load_checkpoint(out_dir / "checkpoints" / "last.chemomae.pt"))
     assert load_checkpoint(out_dir / "checkpoints" / "last.pt")["global_step"] == 8

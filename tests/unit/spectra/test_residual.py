@@ -72,7 +72,7 @@ def test_masks_go_from_a_narrow_band_to_all_but_one() -> None:
     assert 0.9 <= hidden.max() < 1
     made = model()
     assert torch.equal(made.make_visible(5, n_mask=6).sum(1), torch.full((5,), 8))
-    with pytest.raises(ValueError, match="lives on"):
+    with pytest.raises(ValueError, match="is on"):
         make_band_mask(2, 64, 16, generator=_Elsewhere())  # type: ignore[arg-type]
 
 

@@ -39,7 +39,7 @@ class HardSamplesHook(BaseHook):
             (trainer.workspace / "hard.json").write_text(json.dumps(hardest, indent=1) + "\n", encoding="utf-8")
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Puts what was seen into the checkpoint."""
+        """Adds its numbers to the checkpoint."""
         self._read()
         state_dict["hooks"][self.state_key] = {"hardest": self._hardest}
 

@@ -1,4 +1,4 @@
-"""A task of one's own: it knows batches and losses, and nothing of loops, devices or files."""
+"""A custom task: it deals with batches and losses, not with loops, devices or files."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def inspect_shards(folder: Path, state: Mapping[str, Any]) -> dict[str, Any]:
 def _described(folder: Path, files: Mapping[str, Any], places: Mapping[str, str]) -> list[dict[str, Any]]:
     from treadle.checkpoint.stored import ShardFolder
 
-    tensors = ShardFolder(folder, files).tensors
+    tensors = ShardFolder.on_disk(folder, files).tensors
     missing = [name for name, key in places.items() if key not in tensors]
     if missing:
         raise CheckpointError(f"the tensor {missing[0]} is in none of the files")

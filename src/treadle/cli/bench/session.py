@@ -40,7 +40,7 @@ _TRIAL_SECONDS = 1.0  # of each measurement, where a step is short enough
 _BF16 = {"mini": 'mixed_precision="bf16"', "functional": "training.mixed_precision: bf16", "spectra": "cfg.amp: true"}
 
 
-class Arrived(BaseException):
+class StepReached(BaseException):
     """Ends the run when all is measured; not an Exception, so that code of the user's does not catch it."""
 
 
@@ -124,7 +124,7 @@ class BenchHook(BaseHook):
         if counted >= 1 + (2 if trainer.device.type == "cuda" else 1) * COUNTED:
             self._open.close()
             self._conclude(trainer)
-            raise Arrived
+            raise StepReached
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
         """Puts everything back, however the run ended."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from treadle.cli.bench.result import BenchResult
-from treadle.cli.bench.session import Arrived, BenchHook
+from treadle.cli.bench.session import BenchHook, StepReached
 from treadle.engine import Engine
 from treadle.engine.observers import observing
 from treadle.errors import ConfigError
@@ -20,7 +20,7 @@ from treadle.runs.script import MovedRuns, run_as_main, train_from
 from treadle.runs.target import PackRun, checked_target, resolve
 
 
-class Stage(MovedRuns):
+class BenchSetup(MovedRuns):
     """Observes the first trainer of a target: moves its files and adds the hook.
 
     Args:
@@ -64,8 +64,8 @@ def run_bench(target: str, arguments: Sequence[str], *, steps: int, compiles: bo
     found = resolve(target, arguments)
     hook = BenchHook(BenchResult(target), steps=steps, compiles=compiles)
     with tempfile.TemporaryDirectory(prefix="treadle-bench-") as scratch, contextlib.redirect_stdout(sys.stderr):
-        stage = Stage(hook, Path(scratch), pack=isinstance(found, PackRun))
-        with observing(stage), contextlib.suppress(Arrived):
+        stage = BenchSetup(hook, Path(scratch), pack=isinstance(found, PackRun))
+        with observing(stage), contextlib.suppress(StepReached):
             _start(target, arguments, found, workspace=Path(scratch))
     if not stage.met:
         raise ConfigError(

@@ -48,9 +48,9 @@ def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], dict[str, A
             tree = load_checkpoint(path)
             if tree.get("key") == described:
                 return tree["content"], True
-            _log.warning("%s was made with other settings than its name says; it is built anew", path)
+            _log.warning("%s was made with other settings than its name says; it is built again", path)
         except CheckpointError as error:
-            _log.warning("%s; it is built anew", error)
+            _log.warning("%s; it is built again", error)
     content = build()
     try:
         write_bytes(lambda file: torch.save({"key": described, "content": content}, file), path)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from treadle.errors import ConfigError, MissingExtraError
+from treadle.errors import ConfigError
 from treadle.graphs.datasets.base import Described, Source, consecutive, repeats_first, tenths
 from treadle.graphs.datasets.files import cached, digest
 from treadle.graphs.datasets.molecules import (
@@ -22,7 +22,7 @@ from treadle.graphs.datasets.molecules import (
     number_molecules,
 )
 from treadle.graphs.datasets.packed import GraphSplit, pack
-from treadle.graphs.datasets.targets import import_rdkit
+from treadle.graphs.datasets.targets import import_rdkit, rdkit_file
 
 __all__ = ["load_nci", "load_zinc_clean_leads"]
 
@@ -45,13 +45,7 @@ def load_nci(name: str, root: Path, *, num_workers: int | None) -> Source:
     The file has some molecules more than once, under other SMILES or as mirror images, which are one graph here. All of
     those are for training: else a test molecule would have been trained on.
     """
-    path = Path(import_rdkit("RDConfig").RDDataDir) / "NCI" / "first_5K.smi"
-    if not path.is_file():
-        raise MissingExtraError(
-            f"this RDKit has no {path}, from which {name!r} is made; install RDKit from its wheel: "
-            "pip install 'treadle[graphs]'",
-            name="rdkit",
-        )
+    path = rdkit_file("RDDataDir", "NCI/first_5K.smi", use=f"{name!r} is made from it")
 
     def build() -> dict[str, Any]:
         smiles = [line.split()[0] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -27,19 +27,34 @@ def import_rdkit(module: str) -> Any:
         ) from error
 
 
+def rdkit_file(folder: str, name: str, *, use: str) -> Path:
+    """Returns a file that RDKit ships.
+
+    Args:
+        folder: attribute of ``rdkit.RDConfig``.
+        name: of the file in it.
+        use: why it is needed, for the message.
+
+    Raises:
+        ImportError: RDKit is not installed, or from a build without the file.
+    """
+    path = Path(getattr(import_rdkit("RDConfig"), folder)) / name
+    if not path.is_file():
+        raise MissingExtraError(
+            f"this RDKit has no {path}: {use}; install RDKit from its wheel: pip install 'treadle[graphs]'",
+            name="rdkit",
+        )
+    return path
+
+
 @cache
 def _synthetic_accessibility() -> Any:
-    """Imports the scorer of Ertl and Schuffenhauer that lies in RDKit's folder of contributions, which no package is.
+    """Imports the scorer of Ertl and Schuffenhauer from RDKit's folder of contributions, which is not a package.
 
     It reads its table of fragments from beside itself at the first score.
     """
-    path = Path(import_rdkit("RDConfig").RDContribDir) / "SA_Score" / "sascorer.py"
-    if not path.is_file():
-        raise MissingExtraError(
-            f"this RDKit has no {path}: penalised logP needs its synthetic-accessibility score; install RDKit from "
-            "its wheel: pip install 'treadle[graphs]'",
-            name="rdkit",
-        )
+    use = "penalised logP needs its synthetic-accessibility score"
+    path = rdkit_file("RDContribDir", "SA_Score/sascorer.py", use=use)
     spec = importlib.util.spec_from_file_location("_treadle_sascorer", path)
     assert spec is not None
     assert spec.loader is not None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from treadle.graphs.encodings.config import (
 from treadle.graphs.encodings.graphs import PlainGraphs
 from treadle.graphs.encodings.node import node_encoding
 from treadle.graphs.encodings.relative import listed, pair_encoding
+
+Section = TypeVar("Section")
 
 
 class GraphEncoding(NamedTuple):
@@ -64,7 +66,9 @@ def compute_node_pe(edge_index: Tensor, num_nodes: int, config: PEConfigLike | N
         >>> compute_node_pe(torch.tensor([[0, 1], [1, 2]]), 3, "default").shape
         torch.Size([3, 20])
     """
-    node_pe = encode_graph(edge_index, num_nodes, PEConfig(node=_node_section(config))).node_pe
+    node_pe = encode_graph(
+        edge_index, num_nodes, PEConfig(node=_section(config, NodePEConfig, parse_node_config, "node"))
+    ).node_pe
     return torch.zeros(num_nodes, 0, device=edge_index.device) if node_pe is None else node_pe
 
 
@@ -89,27 +93,23 @@ def compute_relative_pe(
         >>> pairs.shape, code.shape
         (torch.Size([2, 9]), torch.Size([9, 32]))
     """
-    encoded = encode_graph(edge_index, num_nodes, PEConfig(relative=_relative_section(config)))
+    encoded = encode_graph(
+        edge_index, num_nodes, PEConfig(relative=_section(config, RelativePEConfig, parse_relative_config, "relative"))
+    )
     if encoded.edge_pe_index is None or encoded.edge_pe is None:
         device = edge_index.device
         return torch.zeros(2, 0, dtype=torch.long, device=device), torch.zeros(0, 0, device=device)
     return encoded.edge_pe_index, encoded.edge_pe
 
 
-def _node_section(config: PEConfigLike | NodePEConfig) -> NodePEConfig | None:
-    if isinstance(config, NodePEConfig):
+def _section(config: Any, kind: type[Section], parse: Callable[[Any], Section | None], name: str) -> Section | None:
+    """Returns one section of a configuration, given alone or within the whole."""
+    if isinstance(config, kind):
         return config
     if isinstance(config, Mapping) and _is_section(config):
-        return parse_node_config(config)
-    return parse_pe_config(config).node
-
-
-def _relative_section(config: PEConfigLike | RelativePEConfig) -> RelativePEConfig | None:
-    if isinstance(config, RelativePEConfig):
-        return config
-    if isinstance(config, Mapping) and _is_section(config):
-        return parse_relative_config(config)
-    return parse_pe_config(config).relative
+        return parse(config)
+    found: Section | None = getattr(parse_pe_config(config), name)
+    return found
 
 
 def _is_section(config: Mapping[str, Any]) -> bool:

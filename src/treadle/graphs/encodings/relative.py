@@ -52,11 +52,7 @@ def bfs_pe(
 ) -> tuple[Tensor, Tensor]:
     """Returns the code of :func:`spd_pe` for the pairs at a distance of 1 to ``max_distance`` only.
 
-    Args:
-        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
-        num_nodes: N.
-        num_buckets: width of the code, at least 2.
-        max_distance: pairs further apart are not listed.
+    The arguments are those of :func:`spd_pe`; pairs further apart than ``max_distance`` are not listed.
 
     Returns:
         ``edge_pe_index`` (2, P) int64 and ``edge_pe`` (P, num_buckets) float32.

@@ -96,7 +96,7 @@ def _reseeded(difference: Difference) -> Cause:
     return Cause(
         "reseeded_in_forward",
         f"the forward pass seeds a generator: {shown}{before}. So its random numbers, a dropout mask for one, do not "
-        f"go on where they stood{_named(difference)}",
+        f"continue where they were{_named(difference)}",
         "take the call out and seed once at the start with treadle.set_seed; the state of the generators is kept over "
         "a stop. For numbers of its own a module can use a torch.Generator, or treadle.seed.forked_rng(seed)",
     )

@@ -157,7 +157,7 @@ def same_seed_each_step(lines: Iterable[Mapping[str, Any]]) -> str | None:
     """Returns a call that seeds a generator alike in the forward pass of every step, or None.
 
     A resume is exact all the same, but the run is hardly what was meant. A call inside a block that puts the state
-    back is none: the generator goes on there.
+    back is none: the generator continues there.
     """
     steps = [line for line in lines if line["kind"] == "step"]
     for call in steps[0]["seeds"] if len(steps) > 1 else []:

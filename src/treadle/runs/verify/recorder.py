@@ -15,7 +15,7 @@ from typing import Any
 from treadle.data.cursor import Group
 from treadle.distributed.state_names import model_state
 from treadle.engine import Engine
-from treadle.engine.hook import BaseHook, looks_only
+from treadle.engine.hook import BaseHook, read_only
 from treadle.hooks.flight import ids_as_plain
 from treadle.runs.verify.digests import leaves_of, without_durations
 from treadle.runs.verify.evidence import SeedWatch, outside_values
@@ -195,7 +195,7 @@ class Looker(BaseHook):
         """See :meth:`Recorder.look_before_forward`."""
         self.recorder.look_before_forward(trainer)
 
-    @looks_only
+    @read_only
     def on_before_optimizer_step(self, trainer: Engine) -> None:
         """See :meth:`Recorder.look_before_update`."""
         self.recorder.look_before_update(trainer)

@@ -10,36 +10,37 @@ from collections.abc import Sequence
 
 from treadle.spectra.agreement import LLAResult, LLAWindowResult, local_label_agreement
 from treadle.spectra.chemomae.augmenter import SpectraAugmenter, SpectraAugmenterConfig
-from treadle.spectra.chemomae.helpers import (
-    EarlyStopping,
-    EMACallback,
-    RNGState,
-    build_optimizer,
-    capture_rng_state,
+from treadle.spectra.chemomae.clusters import (
     cosine_dissimilarity,
     cosine_fps_downsample,
     cosine_similarity,
-    enable_deterministic,
     l2_normalize_rows,
     plot_elbow_ckm,
     plot_elbow_vmf,
-    restore_rng_state,
-    set_global_seed,
     silhouette_samples_cosine_gpu,
     silhouette_score_cosine_gpu,
     vmf_logC,
 )
-from treadle.spectra.chemomae.helpers import find_elbow_curvature as _find_elbow_curvature
+from treadle.spectra.chemomae.clusters import find_elbow_curvature as _find_elbow_curvature
+from treadle.spectra.chemomae.config import PreparedBatch, TrainerConfig
+from treadle.spectra.chemomae.helpers import EarlyStopping, EMACallback, build_optimizer
 from treadle.spectra.chemomae.inference import Extractor, ExtractorConfig, Tester, TesterConfig
-from treadle.spectra.chemomae.trainer import PreparedBatch, Trainer, TrainerConfig
+from treadle.spectra.chemomae.rng import (
+    RNGState,
+    capture_rng_state,
+    enable_deterministic,
+    restore_rng_state,
+    set_global_seed,
+)
+from treadle.spectra.chemomae.trainer import Trainer
 from treadle.spectra.clustering import CosineKMeans, VMFMixture, elbow_ckmeans, elbow_vmf
 from treadle.spectra.losses import masked_mse, masked_sse
+from treadle.spectra.masks import make_patch_mask
 from treadle.spectra.optim import build_scheduler, build_warmup_cosine
-from treadle.spectra.patches import PatchDecoder as ChemoDecoder
-from treadle.spectra.patches import PatchEncoder as ChemoEncoder
+from treadle.spectra.patch_encoder import PatchDecoder as ChemoDecoder
+from treadle.spectra.patch_encoder import PatchEncoder as ChemoEncoder
 from treadle.spectra.patches import PatchMAE as ChemoMAE
 from treadle.spectra.patches import PatchMAEConfig as ChemoMAEConfig
-from treadle.spectra.patches import make_patch_mask
 from treadle.spectra.preprocessing import SNVScaler, snv
 
 

@@ -161,7 +161,7 @@ class SpectraAugmenter(nn.Module):
 
 
 def _shifted(x_BL: Tensor, delta_B: Tensor) -> Tensor:
-    """Returns the value at channel i - delta for each channel i, between neighbours and held at the edges."""
+    """Return the value at channel i - delta for each channel i, between neighbours and held at the edges."""
     last = x_BL.shape[1] - 1
     place_BL = torch.arange(last + 1, device=x_BL.device, dtype=delta_B.dtype) - delta_B[:, None]
     floor_BL = place_BL.floor()

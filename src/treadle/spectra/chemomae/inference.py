@@ -22,7 +22,7 @@ from treadle.errors import ConfigError
 from treadle.optim.precision import Precision
 from treadle.spectra import inference
 from treadle.spectra.config import check_allowed, check_types
-from treadle.spectra.patches import Representation, check_representation
+from treadle.spectra.patch_encoder import Representation, check_representation
 from treadle.spectra.task import Augmenter, PreparedSpectra, SpectraTask, spectra_of
 from treadle.task import Rng, StepOutput, Totals
 
@@ -45,7 +45,7 @@ def _precision(amp: bool, dtype: str, device: torch.device) -> Precision:
 
 @contextlib.contextmanager
 def _augmenting(augmenter: Augmenter | None, device: torch.device) -> Iterator[None]:
-    """Puts an augmenter that is a module on the device and into training mode inside the block."""
+    """Put an augmenter that is a module on the device and into training mode inside the block."""
     if not isinstance(augmenter, nn.Module):
         yield
         return
@@ -122,7 +122,7 @@ class Extractor:
         self.output_device = torch.device("cpu") if numpy else get_device(self.cfg.output_device or self.device)
 
     def iter_transform(self, loader: Iterable[Any]) -> Generator[Features, None, None]:
-        """Yields the features of each batch, (B, Z), and writes nothing.
+        """Yield the features of each batch, (B, Z), and write nothing.
 
         Raises:
             TypeError: a batch has no floating tensor.
@@ -132,7 +132,7 @@ class Extractor:
             yield self._as_output(features)
 
     def transform(self, loader: Iterable[Any]) -> Features:
-        """Returns the features of all batches, (N, Z), and writes them to ``save_path``; (0, Z) of an empty loader."""
+        """Return the features of all batches, (N, Z), and write them to ``save_path``; (0, Z) of an empty loader."""
         parts = list(self._batches(loader))
         features = torch.cat(parts) if parts else self._empty()
         if self.cfg.save_path is not None:
@@ -179,7 +179,7 @@ class Extractor:
             raise ValueError(f"spectra of shape {tuple(x.shape)}: must be (B, {unwrap(self.model).seq_len})")
         x = x.to(device=self.device, dtype=next(self.model.parameters()).dtype)
         if not bool(torch.isfinite(x).all()):
-            raise ValueError("spectra are not finite; mask or fill what is missing")
+            raise ValueError("spectra are not finite; mask or fill missing values")
         return x
 
     def _empty(self) -> Tensor:
@@ -226,7 +226,7 @@ class Tester(inference.Tester):
         self.augmenter = augmenter
 
     def __call__(self, loader: Any) -> float:
-        """Returns the loss over all batches and appends it to the test history.
+        """Return the loss over all batches and append it to the test history.
 
         Raises:
             ConfigError: the loader is empty, or no channel counts; nothing is written then.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,138 +19,27 @@ from treadle.checkpoint.store import averaged_weights, copy_checkpoint, save_che
 from treadle.device import moved
 from treadle.distributed import unwrap
 from treadle.distributed.state_names import model_state
-from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
 from treadle.hooks.history import HistoryHook
-from treadle.spectra import config as own_config
-from treadle.spectra.config import check_allowed, check_types
+from treadle.spectra.chemomae.config import FILES, PreparedBatch, TrainerConfig
+from treadle.spectra.chemomae.overrides import (
+    STEP_HOOKS,
+    EpochBatches,
+    ExtensionHook,
+    HookedTask,
+    OwnMasksTask,
+    StepExtension,
+)
 from treadle.spectra.epochs import SpectraEpochs
-from treadle.spectra.files import EXTENSION, Selection, SpectraFolder
+from treadle.spectra.files import Selection, SpectraFolder
 from treadle.spectra.originals import is_original
 from treadle.spectra.patches import PatchMAE
-from treadle.spectra.task import LOSSES, Augmenter, PreparedSpectra, SpectraTask, spectra_of
+from treadle.spectra.task import LOSSES, Augmenter, SpectraTask, spectra_of
 from treadle.spectra.trainer import SpectraTrainer
-from treadle.task import Rng, StepOutput, Totals
 
 _log = logging.getLogger("treadle.spectra")
-
-_FILES = ("history_file", "checkpoint_dir", "raw_weights_file", "ema_weights_file")
-_STEP_HOOKS = ("prepare_batch", "forward_batch", "compute_loss", "before_step")
-
-
-@dataclass(frozen=True)
-class PreparedBatch:
-    """Spectra as the model gets them, the clean target, and perhaps the mask.
-
-    Attributes:
-        model_input: (B, L) floating.
-        target: (B, L) floating.
-        visible_mask: (B, L) bool, True = seen; None lets the model draw.
-
-    Raises:
-        TypeError: a tensor has another type.
-        ConfigError: the shapes differ.
-
-    Example:
-        >>> PreparedBatch(torch.zeros(2, 4), torch.zeros(2, 4)).to("cpu").target.shape
-        torch.Size([2, 4])
-    """
-
-    model_input: Tensor
-    target: Tensor
-    visible_mask: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("model_input", "target"):
-            value = getattr(self, name)
-            if not isinstance(value, Tensor) or not value.is_floating_point():
-                raise TypeError(f"{name} must be a floating tensor (B, L)")
-            if value.dim() != 2 or value.numel() == 0:
-                raise ConfigError(f"{name} of shape {tuple(value.shape)}: must be (B, L) and not empty")
-        if self.target.shape != self.model_input.shape:
-            raise ConfigError(
-                f"of shape {tuple(self.target.shape)}: must be that of model_input, {tuple(self.model_input.shape)}",
-                argument="target",
-            )
-        if self.visible_mask is None:
-            return
-        if not isinstance(self.visible_mask, Tensor) or self.visible_mask.dtype != torch.bool:
-            raise TypeError("visible_mask must be a bool tensor, True where a channel is seen")
-        if self.visible_mask.shape != self.target.shape:
-            raise ConfigError(
-                f"of shape {tuple(self.visible_mask.shape)}: must be that of target", argument="visible_mask"
-            )
-
-    def to(self, device: torch.device | str) -> PreparedBatch:
-        """Returns the batch on a device."""
-        where = torch.device(device)
-        mask = None if self.visible_mask is None else moved(self.visible_mask, where)
-        return PreparedBatch(moved(self.model_input, where), moved(self.target, where), mask)
-
-
-@dataclass
-class TrainerConfig:
-    """Settings of :class:`Trainer`, those of chemomae 0.2 with its defaults.
-
-    ``*_file`` and ``checkpoint_dir`` are taken inside ``out_dir``; None writes none.
-
-    Raises:
-        ConfigError: a value is outside its range.
-
-    Example:
-        >>> TrainerConfig(loss_region="all").checkpoint_dir
-        'checkpoints'
-    """
-
-    out_dir: str | Path = "runs"
-    device: str | torch.device | None = None
-    """None takes the device of the model."""
-    amp: bool = False
-    amp_dtype: str = "bf16"
-    enable_tf32: bool = False
-    grad_clip: float | None = 1.0
-    use_ema: bool = True
-    ema_decay: float = 0.999
-    loss_type: str = "mse"
-    loss_region: Literal["masked", "all"] = "masked"
-    reduction: str = "mean"
-    resume_from: str | Path | None = "auto"
-    history_file: str | Path | None = "training_history.json"
-    checkpoint_dir: str | Path | None = "checkpoints"
-    raw_weights_file: str | Path | None = "last_model.pt"
-    ema_weights_file: str | Path | None = "ema_last_model.pt"
-    model_artifacts: bool = True
-    """Write each weights file as ``.artifact.pt`` too, with the configuration; of a :class:`PatchMAE`."""
-    progress: bool = True
-    verbose: bool = True
-    restore_rng: bool = True
-    """Restore the random state of a checkpoint when resuming."""
-
-    def __post_init__(self) -> None:
-        bools = ("model_artifacts", "progress", "verbose", "restore_rng")
-        check_types(self, bools=bools, paths=_FILES, may_be_none=_FILES)
-        check_allowed("TrainerConfig", "loss_region", self.loss_region, ("masked", "all"))
-        if empty := [name for name in _FILES if str(getattr(self, name)).strip() in ("", ".")]:
-            raise ConfigError("must be a name or None", argument=f"TrainerConfig.{empty[0]}", value="")
-        if self.checkpoint_dir is None and self.resume_from is not None:
-            raise ConfigError(
-                "=None leaves nothing to resume from; pass resume_from=None too",
-                argument="TrainerConfig.checkpoint_dir",
-            )
-        self.settings(torch.device("cpu"))
-
-    def settings(self, device: torch.device) -> own_config.TrainerConfig:
-        """Returns the settings of :class:`treadle.spectra.SpectraTrainer`: a fixed budget, no early stop."""
-        same = [field.name for field in dataclasses.fields(own_config.TrainerConfig)]
-        shared = {name: value for name, value in vars(self).items() if name in same}
-        return own_config.TrainerConfig(**{**shared, "device": str(device), "selection": "last"})
-
-    def file(self, name: str) -> Path | None:
-        """Returns the path of an output, inside ``out_dir`` unless it is absolute."""
-        value = getattr(self, name)
-        return None if value is None else Path(self.out_dir).absolute() / value
 
 
 class Trainer(SpectraTrainer):
@@ -194,7 +82,7 @@ class Trainer(SpectraTrainer):
         first = next(model.parameters(), None)
         where = first.device if first is not None else torch.device("cpu")
         device = torch.device(self.files.device) if self.files.device is not None else where
-        loader = _EpochBatches(self) if self._replaces("train_batches") else train_loader
+        loader = EpochBatches(self) if self._replaces("train_batches") else train_loader
         super().__init__(
             model, optimizer, loader, scheduler=scheduler, augmenter=augmenter, cfg=self.files.settings(device),
             progress=self.files.progress and self.files.verbose,
@@ -204,10 +92,10 @@ class Trainer(SpectraTrainer):
             augmenter.to(self.device).train()
 
     def _check_files(self) -> None:
-        paths = [self.files.file(name) for name in _FILES]
+        paths = [self.files.file(name) for name in FILES]
         given = [path for path in paths if path is not None]
         if len(set(given)) != len(given):
-            raise ConfigError(f"{', '.join(_FILES)}: two of them are one path; give each its own")
+            raise ConfigError(f"{', '.join(FILES)}: two of them are one path; give each its own")
 
     def _replaces(self, name: str) -> bool:
         return getattr(type(self), name) is not getattr(Trainer, name)
@@ -215,18 +103,18 @@ class Trainer(SpectraTrainer):
     # -- override points ------------------------------------------------------------------------------------------
 
     def train_batches(self, epoch: int) -> Iterable[Any]:
-        """Returns the batches of a 1-based epoch."""
+        """Return the batches of a 1-based epoch."""
         return self.batches
 
     def prepare_batch(self, batch: Any) -> PreparedBatch:
-        """Returns input, target and mask of a batch; a :class:`PreparedBatch` is not augmented."""
+        """Return input, target and mask of a batch; a :class:`PreparedBatch` is not augmented."""
         if isinstance(batch, PreparedBatch):
             return batch
         x = moved(spectra_of(batch), self.device)
         return PreparedBatch(x if self.augmenter is None else self.augmenter(x), x)
 
     def forward_batch(self, batch: PreparedBatch) -> tuple[Tensor, Tensor]:
-        """Returns the reconstruction and the visible mask, both (B, L)."""
+        """Return the reconstruction and the visible mask, both (B, L)."""
         if batch.visible_mask is None:
             x_recon, _, visible_mask = self.model(batch.model_input)
         else:
@@ -234,7 +122,7 @@ class Trainer(SpectraTrainer):
         return x_recon, visible_mask
 
     def compute_loss(self, reconstructed: Tensor, target: Tensor, visible_mask: Tensor) -> Tensor:
-        """Returns the loss, 0-d, over the channels that ``loss_region`` names."""
+        """Return the loss, 0-d, over the channels that ``loss_region`` names."""
         mask = ~visible_mask if self.files.loss_region == "masked" else torch.ones_like(visible_mask)
         return LOSSES[self.cfg.loss_type](reconstructed, target, mask, reduction=self.cfg.reduction)
 
@@ -253,11 +141,11 @@ class Trainer(SpectraTrainer):
         """Called after a step, also after one that fp16 skipped."""
 
     def checkpoint_extra_state(self) -> dict[str, Any]:
-        """Returns state of the subclass for checkpoints: numbers, texts, tensors, lists and dicts."""
+        """Return state of the subclass for checkpoints: numbers, texts, tensors, lists and dicts."""
         return {}
 
     def load_checkpoint_extra_state(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`checkpoint_extra_state` returned.
+        """Restore a state of :meth:`checkpoint_extra_state`.
 
         Raises:
             ConfigError: there is some and the subclass does not replace this method.
@@ -292,7 +180,7 @@ class Trainer(SpectraTrainer):
     # -- training and files ---------------------------------------------------------------------------------------
 
     def fit(self, epochs: int) -> dict[str, Any]:
-        """Trains until ``epochs`` epochs are completed.
+        """Train until ``epochs`` epochs are completed.
 
         Returns:
             ``epochs``, ``completed``, ``final_model``, ``final_artifact``, ``attempted_steps``, ``optimizer_updates``
@@ -334,7 +222,7 @@ class Trainer(SpectraTrainer):
         return self.files.model_artifacts and type(unwrap(self.model)) is PatchMAE
 
     def save_checkpoint(self, epoch: int, *, path: str | Path | None = None) -> None:  # type: ignore[override]
-        """Writes the state of the run to ``path``; None: to ``checkpoint_dir``.
+        """Write the state of the run to ``path``; None: to ``checkpoint_dir``.
 
         Raises:
             ConfigError: there is no ``checkpoint_dir``.
@@ -351,7 +239,7 @@ class Trainer(SpectraTrainer):
         on_rank_0(lambda: save_checkpoint(tree, target))
 
     def save_weights_only(self, filename: str | Path | None = None) -> Path:
-        """Writes the raw weights as a plain state dict, and as an artifact; all ranks call.
+        """Write the raw weights as a plain state dict, and as an artifact; all ranks call.
 
         Raises:
             ConfigError: there is no ``raw_weights_file``.
@@ -364,7 +252,7 @@ class Trainer(SpectraTrainer):
         return on_rank_0(lambda: self.write_weights(weights, target))
 
     def write_weights(self, weights: Mapping[str, Any], path: Path) -> Path:
-        """Writes weights to a file, and as an artifact beside it where ``model_artifacts`` asks for one."""
+        """Write weights to a file, and as an artifact beside it if ``model_artifacts`` is True."""
         written = save_checkpoint(weights, path)
         if self._writes_artifacts and written == path:
             model: Any = unwrap(self.model)
@@ -376,7 +264,7 @@ class Trainer(SpectraTrainer):
     def _make_task(self, augmenter: Augmenter | None) -> SpectraTask:
         task = super()._make_task(augmenter)
         task.loss_region = self.files.loss_region
-        return _HookedTask(self, task) if any(map(self._replaces, (*_STEP_HOOKS, "after_step"))) else _OwnMasks(task)
+        return HookedTask(self, task) if any(map(self._replaces, (*STEP_HOOKS, "after_step"))) else OwnMasksTask(task)
 
     def _describe(self) -> dict[str, Any]:
         return {**super()._describe(), "loss_region": self.files.loss_region}
@@ -388,128 +276,19 @@ class Trainer(SpectraTrainer):
         return _Folder(self, out_dir)
 
     def _make_hooks(self, out_dir: Path) -> list[BaseHook]:
-        extension = _StepExtension(self) if self._replaces("after_step") else ExtensionHook(self)
+        extension = StepExtension(self) if self._replaces("after_step") else ExtensionHook(self)
         path = self.files.file("history_file")
         return [extension] if path is None else [extension, HistoryHook(path, lambda: self.history)]
 
 
 def artifact_path(path: Path) -> Path:
-    """Returns the file beside a weights file that has the configuration too.
+    """Return the file beside a weights file that has the configuration too.
 
     Example:
         >>> artifact_path(Path("last_model.pt")).name
         'last_model.artifact.pt'
     """
     return path.with_name(f"{path.stem}.artifact{path.suffix}")
-
-
-class _EpochBatches:
-    """Batches of the epoch that begins, from ``train_batches`` of a subclass."""
-
-    def __init__(self, trainer: Trainer):
-        # A function, which is not looked into for state: the trainer is no part of the data.
-        self._open: Callable[[], Iterable[Any]] = lambda: trainer.train_batches(trainer.epoch + 1)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._open())
-
-
-class _OwnMasks(SpectraTask):
-    """Reconstruction task that takes batches with masks of their own too."""
-
-    def __init__(self, task: SpectraTask):
-        vars(self).update(vars(task))
-
-    def _prepared(self, model: nn.Module, batch: Any) -> PreparedSpectra:
-        if not isinstance(batch, PreparedBatch):
-            return super()._prepared(model, batch)
-        mask = batch.visible_mask
-        if mask is None:
-            clean = super()._prepared(model, batch.target) if self.augmenter is None else PreparedSpectra(batch.target)
-            return dataclasses.replace(clean, seen=batch.model_input)
-        return PreparedSpectra(batch.target, batch.model_input, mask)
-
-
-class _HookedTask(_OwnMasks):
-    """Reconstruction task whose parts are methods of a subclass of :class:`Trainer`; its loss counts by spectra."""
-
-    def __init__(self, trainer: Trainer, task: SpectraTask):
-        super().__init__(task)
-        self.trainer = trainer
-        self.batch: PreparedBatch | None = None
-        self.batch_index = -1
-        self._epoch = 0
-
-    def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
-        """Returns what the subclass prepares, and the number of its spectra."""
-        prepared = self.trainer.prepare_batch(batch)
-        if not isinstance(prepared, PreparedBatch):
-            raise ConfigError(f"prepare_batch returned a {type(prepared).__name__}; it must return a PreparedBatch")
-        return prepared, float(len(prepared.target))
-
-    def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
-        """Returns the loss that the subclass computes."""
-        trainer, epoch = self.trainer, self.trainer.current_epoch
-        prepared = self.prepare_batch(model, batch)[0].to(self.device)
-        self.batch_index = self.batch_index + 1 if epoch == self._epoch else 0
-        self._epoch, self.batch = epoch, prepared
-        trainer.before_step(epoch, self.batch_index, prepared)
-        x_recon, visible_mask = trainer.forward_batch(prepared)
-        loss = trainer.compute_loss(x_recon, prepared.target, visible_mask)
-        if not isinstance(loss, Tensor) or loss.dim() != 0:
-            raise ConfigError("compute_loss must return a tensor without dimensions")
-        return StepOutput(loss, weight=float(len(prepared.target)), num_samples=len(prepared.target))
-
-
-class ExtensionHook(BaseHook):
-    """State of a subclass of :class:`Trainer` in its checkpoints.
-
-    Example:
-        >>> # ExtensionHook(trainer)
-    """
-
-    implicit = True
-
-    def __init__(self, owner: Trainer):
-        self._owner = owner
-
-    @property
-    def state_key(self) -> str:
-        """Key of the state."""
-        return EXTENSION
-
-    def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Adds the state of the subclass, if there is any."""
-        state = self._owner.checkpoint_extra_state()
-        if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-            raise ConfigError("checkpoint_extra_state must return a dict whose keys are texts")
-        if state:
-            state_dict["hooks"][self.state_key] = state
-
-    def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
-        """Restores the state of the subclass."""
-        self._owner.load_checkpoint_extra_state(dict((state_dict.get("hooks") or {}).get(self.state_key) or {}))
-
-
-class _StepExtension(ExtensionHook):
-    """Extension of a subclass that wants to know of each step."""
-
-    def __init__(self, owner: Trainer):
-        super().__init__(owner)
-        self._applied = 0
-
-    def on_before_step(self, trainer: Engine) -> None:
-        self._applied = trainer.applied_steps
-
-    def on_after_step(self, trainer: Engine) -> None:
-        task = trainer.task
-        assert isinstance(task, _HookedTask)
-        assert task.batch is not None
-        losses = trainer.step_info["loss"]
-        self._owner.after_step(
-            self._owner.current_epoch, task.batch_index, task.batch, loss=float(losses[-1]),
-            optimizer_updated=trainer.applied_steps > self._applied,
-        )  # fmt: skip
 
 
 class _Epochs(SpectraEpochs):
@@ -556,22 +335,22 @@ class _Folder(SpectraFolder):
         return None if folder is None else folder / "last.pt"
 
     def candidates(self, folder: Path) -> Iterable[Path]:
-        """Returns the last state, also where it is not finite."""
+        """Return the last state, also where it is not finite."""
         return [] if self.last is None else [self.last, self.last.with_name("last.nonfinite.pt")]
 
     def restore(self, tree: Mapping[str, Any], source: str | Path) -> None:
-        """Restores a checkpoint tree in place, without its random state where ``restore_rng`` is off."""
+        """Restore a checkpoint tree in place, without its random state where ``restore_rng`` is off."""
         if not self._trainer.files.restore_rng:
             tree = {**tree, "rng": None, "rng_state": None} if is_original(tree) else {**tree, "rng": None}
         super().restore(tree, source)
 
     def complete(self, tree: Mapping[str, Any], source: Path) -> None:
-        """Keeps a checkpoint of chemomae beside the one that replaces it."""
+        """Keep a checkpoint of chemomae beside the one that replaces it."""
         if is_original(tree):
             copy_checkpoint(source, source.with_suffix(f".chemomae{source.suffix}"))
 
     def write_epoch(self, selection: Selection, *, background: bool) -> None:
-        """Writes weights and the state of an epoch; all ranks take part."""
+        """Write weights and the state of an epoch; all ranks take part."""
         self.before_write()
         self._writer.save_file(
             lambda buffers: self.engine.state_dict(buffers=buffers), self._write, background=background
@@ -579,7 +358,7 @@ class _Folder(SpectraFolder):
         self.record_written()
 
     def write_checkpoints(self, *, is_best: bool) -> None:
-        """Writes weights and the present state; all ranks take part."""
+        """Write weights and the present state; all ranks take part."""
         self._writer.wait()
         self.before_write()
         tree = self.engine.state_dict()

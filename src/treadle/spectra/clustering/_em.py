@@ -47,7 +47,7 @@ def start(rows: UnitRows, n_components: int, *, init: str, generator: torch.Gene
     seeds_KD = seeding(rows, n_components, generator=generator)
     _, sums_KD, counts_K = assign_and_sum(rows, seeds_KD)
     sums_KD, counts_K = sums_KD.cpu().double(), counts_K.cpu().double()
-    # The pooled length serves groups of one row, which have no spread of their own.
+    # The pooled length serves groups of one row, which have no spread.
     pooled = torch.linalg.vector_norm(sums_KD, dim=1).sum() / rows.n
     kappas_K = kappa_from_mean_length(rows.d, pooled.expand(n_components))
     equal_K = torch.full_like(counts_K, -math.log(n_components))
@@ -71,7 +71,7 @@ def expect(rows: UnitRows, parameters: Parameters) -> tuple[float, Tensor, Tenso
 
 
 def maximise(before: Parameters, counts_K: Tensor, sums_KD: Tensor, n_rows: int) -> Parameters:
-    """Return the parameters of highest expected log-likelihood; what is kept from before cannot lower it."""
+    """Return the parameters of highest expected log-likelihood; values kept from before cannot lower it."""
     length_K = torch.linalg.vector_norm(sums_KD, dim=1)
     has_direction_K = length_K > 1e-12 * counts_K.clamp(min=1e-12)
     unit_KD = sums_KD / length_K.clamp(min=_LEAST_WEIGHT)[:, None]

@@ -47,7 +47,7 @@ def resolve_device(device: DeviceLike) -> torch.device:
 
 
 def as_tensor(values: Any) -> Tensor:
-    """Return numbers as a tensor, whatever the layout and byte order of an array; what is masked is NaN."""
+    """Return numbers as a tensor, whatever the layout and byte order of an array; masked numbers become NaN."""
     if isinstance(values, np.ndarray):
         values = unmasked(values)
         native = values.dtype.newbyteorder("=")

@@ -61,7 +61,7 @@ def bessel_ratio_slope(d: int, x: Tensor, ratio: Tensor) -> Tensor:
 def kappa_from_mean_length(d: int, length: Tensor) -> Tensor:
     """Return kappa with I_{d/2}(kappa) / I_{d/2-1}(kappa) = R for mean lengths R in [0, 1], elementwise.
 
-    Starts from R (d - R^2) / (1 - R^2) (Banerjee et al. 2005) and takes Newton steps until kappa stands
+    Starts from R (d - R^2) / (1 - R^2) (Banerjee et al. 2005) and takes Newton steps until kappa stays
     still, far closer than |ratio - R| <= 1e-6: a loose kappa would let the likelihood fall when it is large.
     R = 1 has no finite solution; kappa stops at (d - 1) / 2 * 1e6, where the ratio is within 1e-6 of 1.
     """

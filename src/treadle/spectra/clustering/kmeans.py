@@ -29,7 +29,7 @@ from ._seeding import kmeans_plus_plus
 from ._store import load_plain, save_atomic
 
 _KIND = "treadle.spectra.CosineKMeans"
-_EXACT = 1e-12  # a mean distance below this: every row lies on its centroid
+_EXACT = 1e-12  # a mean distance below this: every row is on its centroid
 
 
 class CosineKMeans(Estimator):
@@ -137,7 +137,7 @@ class CosineKMeans(Estimator):
             chunk: most rows on the device at once.
 
         Returns:
-            labels (N,) int64, or (labels, distances), where X lies.
+            labels (N,) int64, or (labels, distances), on the device of X.
         """
         rows = UnitRows(X, device=self.device, chunk=chunk)
         centroids_KD = unit_rows(self.centroids, device=self.device)
@@ -191,7 +191,7 @@ class CosineKMeans(Estimator):
         if strict_k and len(centroids_KD) != self.n_components:
             raise ConfigError(
                 f"={self.n_components}, but {os.fspath(path)!r} holds {len(centroids_KD)} "
-                "centroids and strict_k=True asks for the same; pass strict_k=False to take over the file's.",
+                "centroids and strict_k=True requires the same; pass strict_k=False to take over the file's.",
                 argument="n_components",
             )
         self.n_components = len(centroids_KD)

@@ -19,7 +19,7 @@ def silhouette_samples_cosine(
 ) -> Tensor:
     """Return the silhouette (b - a) / max(a, b) of every row under the distance 1 - cos.
 
-    a is the mean distance to the other rows of its own cluster, b the smallest mean distance to another
+    a is the mean distance to the other rows of its cluster, b the smallest mean distance to another
     cluster (Rousseeuw 1987). A row alone in its cluster has 0. Equal to scikit-learn's values for
     `metric="cosine"` to 1e-5.
 
@@ -31,7 +31,7 @@ def silhouette_samples_cosine(
             then CPU.
 
     Returns:
-        (N,) in [-1, 1], in the dtype of X (at least float32), where X lies (on the CPU for an array).
+        (N,) in [-1, 1], in the dtype of X (at least float32), on the device of X (the CPU for an array).
 
     Raises:
         ValueError: one cluster only, as many clusters as rows, or labels of another length.
@@ -63,7 +63,7 @@ def silhouette_samples_cosine(
         within_B = within_B.clamp(min=0.0)
         largest_B = torch.maximum(within_B, between_B)
         value_B = (between_B - within_B) / largest_B.clamp(min=noise)
-        # Rows that all coincide have distances of rounding size only; 0 / 0 counts as 0, as in scikit-learn.
+        # Identical rows have distances of rounding size only; 0 / 0 counts as 0, as in scikit-learn.
         value_B = torch.where((own_size_B > 1) & (largest_B > noise), value_B, torch.zeros_like(value_B))
         out_N[part] = value_B.to(rows.home, rows.out_dtype)
     return out_N

@@ -41,11 +41,11 @@ def vmf_log_normalizer(d: int, kappa: float | Tensor) -> Tensor:
     rounding) for 2 <= d <= 512 and 0 <= kappa <= 1e4. Bessel functions: DLMF 10.41 and 10.33 (see `bessel`).
 
     Args:
-        d: dimension of the space the sphere lies in, at least 2.
+        d: dimension of the space around the sphere, at least 2.
         kappa: concentration, finite and >= 0; any shape.
 
     Returns:
-        float64 tensor of the shape of `kappa` (0-d for a number), where `kappa` lies (float32 on MPS).
+        float64 tensor of the shape of `kappa` (0-d for a number), on the device of `kappa` (float32 on MPS).
 
     Raises:
         ValueError: d < 2, or a kappa that is negative or not finite.
@@ -92,7 +92,7 @@ class VMFMixture(Estimator):
 
     The log-likelihood never falls by more than rounding. kappa solves ratio(kappa) = R, the mean length of
     the rows of a component, by Newton steps (to 1e-6 and beyond). A component of less than two rows keeps its
-    kappa, as one row says nothing about spread; one that loses all rows keeps its direction, at weight 0.
+    kappa, as one row has no spread; one that loses all rows keeps its direction, at weight 0.
 
     Args:
         n_components: number of components K, at least 1 and at most N.
@@ -184,13 +184,13 @@ class VMFMixture(Estimator):
         return self
 
     def predict(self, X: RowsLike, *, chunk: int | None = None) -> Tensor:
-        """Return the most probable component of each row: (N,) int64, where X lies."""
+        """Return the most probable component of each row: (N,) int64, on the device of X."""
         rows, scorer = self._rows(X, chunk), self._scorer()
         labels = [scorer(block_BD).argmax(dim=1).to(rows.home) for _, block_BD in rows.blocks()]
         return torch.cat(labels)
 
     def predict_proba(self, X: RowsLike, *, chunk: int | None = None) -> Tensor:
-        """Return the probability of each component for each row: (N, K), rows sum to 1, where X lies."""
+        """Return the probability of each component for each row: (N, K), rows sum to 1, on the device of X."""
         rows, scorer = self._rows(X, chunk), self._scorer()
         blocks = (torch.softmax(scorer(block_BD), dim=1) for _, block_BD in rows.blocks())
         return torch.cat([block_BK.to(rows.out_dtype).to(rows.home) for block_BK in blocks])

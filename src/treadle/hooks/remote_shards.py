@@ -1,0 +1,208 @@
+"""RemoteShardsHook: checkpoints that every rank writes to an object store itself, without a folder that all see."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from treadle import distributed
+from treadle.checkpoint.objects import ObjectStore
+from treadle.checkpoint.order import Reach
+from treadle.checkpoint.rank_writer import RankWriter
+from treadle.checkpoint.ranks import on_rank_0, together, writers_group
+from treadle.checkpoint.remote_claim import RemoteClaim
+from treadle.distributed.state_names import clean_name
+from treadle.engine.hook import BaseHook
+from treadle.engine.signals import ExitPlan, exit_plan
+from treadle.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from treadle.checkpoint.remote_shards import RemoteShards
+    from treadle.engine import Engine
+
+
+class RemoteShardsHook(BaseHook):
+    """Saves every rank's part of the state to an object store, every ``interval`` steps, at the end and at a signal.
+
+    For runs on several machines whose state is too large for one of them to upload: ``torch.distributed.checkpoint``
+    writes each rank's tensors through fsspec, and each rank reads the blocks it needs. No local disk is used. A run
+    resumes from the furthest intact checkpoint below the URL, on any number of ranks. Use it in place of a
+    CheckpointingHook; one process, or group of ranks, at a time writes below a URL.
+
+    Args:
+        url: such as ``s3://bucket/runs/7/shards``; nothing else may be below it.
+        interval: steps between checkpoints, >= 1.
+        keep_previous: how many of the furthest to keep, >= 1; None keeps all.
+        options: for fsspec's file system, such as ``{"endpoint_url": "https://..."}``.
+        background: write during training. Costs host memory for a copy of each rank's part.
+        exit_signals: a signal or several that save and leave.
+        lease: seconds without a heartbeat after which another process that wrote there is taken for dead, > 0.
+
+    Raises:
+        ConfigError: a value is outside its range, or the URL cannot be reached for want of a package.
+
+    Example:
+        >>> hook = RemoteShardsHook("memory://runs/7/shards", interval=1000)
+    """
+
+    writes = True
+
+    def __init__(
+        self,
+        url: str,
+        interval: int,
+        *,
+        keep_previous: int | None = 2,
+        options: Mapping[str, Any] | None = None,
+        background: bool = True,
+        exit_signals: int | Sequence[int] | None = None,
+        lease: float = 60.0,
+    ):
+        if interval < 1:
+            raise ConfigError("must be at least 1 step", argument="interval", value=interval)
+        if keep_previous is not None and keep_previous < 1:
+            raise ConfigError("the furthest always stays; use 1 or more", argument="keep_previous", value=keep_previous)
+        if not lease > 0:
+            raise ConfigError("must be above 0", argument="lease", value=lease)
+        exit_plan(exit_signals, lambda: None)  # refuse bad values now
+        self.store = ObjectStore(url, options=dict(options or {}))
+        self.interval = interval
+        self.keep_previous = keep_previous
+        self._signals = exit_signals
+        self._background = background
+        self._claim = RemoteClaim(ObjectStore(f"{self.store.url}/claim", options=dict(options or {})), lease=lease)
+        self._writer = RankWriter()
+        self._saved: Reach | None = None
+
+    @property
+    def _shards(self) -> RemoteShards:
+        from treadle.checkpoint.remote_shards import RemoteShards
+
+        return RemoteShards(self.store)
+
+    def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
+        """Opens the furthest checkpoint that is intact; of one that is not, a warning says why.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is intact.
+        """
+        problems, names = [], on_rank_0(self._shards.whole)
+        for name in names:
+            try:
+                tree = self._shards.open_on_ranks(name, distributed.rank(), distributed.world_size())
+            except CheckpointError as error:
+                problems.append(str(error))
+                trainer.logger.warning("%s; looking for an older one", error)
+                continue
+            trainer.state.record_source(f"{self.store.url}/{name}")
+            self._saved = self._shards.reach(name)
+            return tree
+        if problems:
+            raise CheckpointError(f"no checkpoint below {self.store.url} is intact: {'; '.join(problems[:3])}")
+        return None
+
+    def claim(self, trainer: Engine) -> AbstractContextManager[None]:
+        """Holds the URL for this run."""
+        return self._held()
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        on_rank_0(self._claim.take)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(CheckpointError):  # the lease ends without it
+                self._claim.release()
+
+    def on_before_train(self, trainer: Engine) -> None:
+        """Makes ready to write.
+
+        Raises:
+            CheckpointError: the URL holds a state of another run that is further than where this one begins.
+        """
+        writers_group()  # made here, where all ranks are at the same point
+        furthest = on_rank_0(lambda: next(iter(self._shards.whole()), None))
+        here = Reach(trainer.step, trainer.epoch)
+        if self._saved is None and furthest is not None and self._shards.reach(furthest) > here:
+            raise CheckpointError(
+                f"{self.store.url} holds {furthest}, which is further than where this run begins (step {here.step}): "
+                "the next resume would take it; choose another URL"
+            )
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Asks for a checkpoint when one is due."""
+        if self._writer.in_flight and self._writer.ended(trainer.rank_notices(self._writer.notice)):
+            trainer.request_write(self._writer.wait)
+        if trainer.step % self.interval == 0 or trainer.is_last_step:
+            trainer.request_write(lambda: self.save(trainer))
+
+    def steps_ahead(self, trainer: Engine) -> int | None:
+        """Lets steps run up to the next checkpoint; while one is being written, each is looked at."""
+        return 1 if self._writer.in_flight else self.interval - trainer.step % self.interval
+
+    def notice(self, trainer: Engine) -> Callable[[], float]:
+        """Tells the other ranks whether this one still writes."""
+        return self._writer.notice
+
+    def on_after_train(self, trainer: Engine) -> None:
+        """Saves the state that the run ended with and waits for it."""
+        trainer.request_write(lambda: self._save_end(trainer))
+
+    def _save_end(self, trainer: Engine) -> None:
+        if all(getattr(driver, "record_complete", True) for driver in trainer.state.drivers):
+            self.save(trainer)
+        self._writer.wait()
+
+    def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
+        """Waits for the background write."""
+        self._writer.close(error)
+
+    def exit_plan(self, trainer: Engine) -> ExitPlan | None:
+        """Saves at a signal, if signals were named."""
+        return exit_plan(self._signals, lambda: self._save_and_leave(trainer))
+
+    def _save_and_leave(self, trainer: Engine) -> None:
+        late = self._writer.settle()
+        if late is not None:  # a state of the present step makes up for the one that failed
+            trainer.logger.error("%s", late)
+            self._saved = None
+        self._save(trainer, background=False)
+
+    def save(self, trainer: Engine) -> None:
+        """Writes the present state, once; with ``background=True`` it returns when the state is copied.
+
+        Raises:
+            CheckpointError: it could not be written, or the one before could not.
+        """
+        self._save(trainer, background=self._background)
+
+    def _save(self, trainer: Engine, *, background: bool) -> None:
+        self._writer.wait()
+        reach = Reach(trainer.step, trainer.epoch)
+        if self._saved == reach:
+            return
+        collect = lambda buffers: trainer.state_dict(buffers=buffers, parts=True)  # noqa: E731
+        self._writer.save_folder(collect, self._write(trainer, reach), background=background)
+        self._saved = reach
+
+    def _write(self, trainer: Engine, reach: Reach) -> Callable[[Mapping[str, Any]], None]:
+        """Returns what writes this rank's part of a copy of the present state; it reads nothing of the trainer."""
+        named = distributed.unwrap(trainer.model).named_parameters(remove_duplicate=False)
+        equal = {clean_name(name) for name, parameter in named if not distributed.is_dtensor(parameter)}
+        shards, keep, state = self._shards, self.keep_previous, trainer.state
+
+        def write(tree: Mapping[str, Any]) -> None:
+            group = writers_group()
+            together(group, self._refuse_if_lost)
+            name = shards.save(tree, reach, equal=equal)
+            if name is not None:
+                together(group, lambda: shards.prune(keep) if distributed.rank() == 0 else None)
+                state.record_saved(f"{shards.store.url}/{name}", reach.step)
+
+        return write
+
+    def _refuse_if_lost(self) -> None:
+        if self._claim.number and self._claim.is_lost():
+            raise CheckpointError(f"{self.store.url} was claimed by another process; nothing more is written here")

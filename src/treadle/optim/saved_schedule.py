@@ -1,0 +1,98 @@
+"""A saved learning-rate schedule against the one that this run built."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+
+from treadle.errors import CheckpointError
+from treadle.optim.optimizer import is_same_setting
+
+# Of torch's schedulers: values that move with the steps, or belong to the optimizer's groups. The rest are settings.
+_MOVING = {
+    "base_lrs", "max_lrs", "last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "mode_worse",
+    "total_size", "verbose",
+}  # fmt: skip
+
+
+def jump_of_the_rate(scheduler: Any, saved: Mapping[str, Any]) -> str | None:
+    """Returns a warning if the function of a LambdaLR, which no checkpoint holds, gives another rate than before."""
+    if type(scheduler) is not LambdaLR or any(saved.get("lr_lambdas") or ()):  # the state of callable objects is loaded
+        return None
+    moves, bases, old = saved["last_epoch"], saved["base_lrs"], saved.get("_last_lr") or ()
+    rates = [float(base * factor(moves)) for base, factor in zip(bases, scheduler.lr_lambdas, strict=False)]
+    for rate, before in zip(rates, map(float, old), strict=False):
+        if not math.isclose(rate, before, rel_tol=1e-6):
+            return (
+                f"after {moves} moves the schedule of this run gives a learning rate of {rate:g}, the checkpoint's "
+                f"gave {before:g}: from here on the rate follows this run's; to continue along the old curve, build "
+                "the schedule as it was, with the same length"
+            )
+    return None
+
+
+def overruled_schedule(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
+    """Returns the settings of a schedule that a checkpoint overrules: ``"T_max=10 (built as 20)"``.
+
+    Of torch's schedulers, and those that they are made of; state of others may move with the steps.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        >>> old, new = (torch.optim.lr_scheduler.StepLR(optimizer, size) for size in (1, 2))
+        >>> overruled_schedule(new, old.state_dict())
+        ['step_size=1 (built as 2)']
+    """
+    return [
+        f"{key}={old!r} (built as {new[key]!r})"
+        for new, settings in _pairs(scheduler, saved)
+        for key, old in settings.items()
+        if key in new and not is_same_setting(old, new[key])
+    ]
+
+
+def refuse_another_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if a saved schedule is of another kind than the one of this run."""
+    for new, old in _pairs(scheduler, saved):
+        missing, strange = sorted(new.keys() - old.keys()), sorted(old.keys() - new.keys())
+        if missing and strange:
+            raise CheckpointError(
+                f"scheduler: the checkpoint's is of another kind: it has {', '.join(strange)}, the "
+                f"{type(scheduler).__name__} of this run has {', '.join(missing)}. Build it as it was, or give "
+                "load_state_dict a state whose 'scheduler' is None, and this one starts fresh"
+            )
+
+
+def _pairs(scheduler: Any, saved: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yields the settings of a scheduler of torch and those saved, then of each scheduler that it is made of."""
+    if not type(scheduler).__module__.startswith("torch."):
+        return
+    own = {key: value for key, value in scheduler.state_dict().items() if _is_setting(key)}
+    yield own, {key: value for key, value in saved.items() if _is_setting(key)}
+    for part, state in zip(getattr(scheduler, "_schedulers", []), saved.get("_schedulers") or [], strict=False):
+        yield from _pairs(part, state)
+
+
+def _is_setting(key: str) -> bool:
+    return key == "_milestones" or not (key.startswith("_") or key in _MOVING)
+
+
+def as_built(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a scheduler's saved state, and those of the schedulers that it is made of, in their own containers."""
+    before = vars(scheduler)
+    state = {key: _as_before(before.get(key), value) for key, value in saved.items()}
+    if state.get("_schedulers"):
+        state["_schedulers"] = [
+            as_built(part, own) for part, own in zip(scheduler._schedulers, state["_schedulers"], strict=True)
+        ]
+    return state
+
+
+def _as_before(before: Any, value: Any) -> Any:
+    """Gives a plain value the container type that the scheduler made it with, such as MultiStepLR's Counter."""
+    container = type(before) in (tuple, Counter) and isinstance(value, (list, dict))
+    return type(before)(value) if container else value
