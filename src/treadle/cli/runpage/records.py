@@ -140,7 +140,9 @@ def _with_settings_of_member(config: dict[str, Any], folder: Path) -> dict[str, 
     """Adds to the settings of a run those that it has as a member of a population, its seed above all."""
     population = read_json(folder.resolve().parent / "population.json")
     members = population.get("members", []) if isinstance(population, Mapping) else []
-    found = next((member["settings"] for member in members if member["name"] == folder.resolve().name), {})
+    found: Mapping[str, Any] = next(
+        (member["settings"] for member in members if member["name"] == folder.resolve().name), {}
+    )
     known = {(key.rpartition(".")[2], str(value)) for key, value in config.items()}
     new = {key: value for key, value in found.items() if (key.rpartition(".")[2], str(value)) not in known}
     return {**config, **new}
