@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -28,6 +27,7 @@ from treadle.engine.outputs import joined, kept_outputs
 from treadle.errors import ConfigError
 from treadle.faces.step import BaseTrainer
 from treadle.hooks.files import to_json
+from treadle.requirements import own_version
 from treadle.runs import folder as folders
 from treadle.runs.overrides import apply_overrides, leaves
 from treadle.runs.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of, ranks_line
@@ -371,7 +371,7 @@ class Pack(Generic[Config, Data, Trainer]):
     def _conclude(self, run: Run[Config], data: Data, trainer: Trainer, decided: dict[str, str]) -> dict[str, Any]:
         results = self.finish(run, data, trainer)
         values = {"device": str(run.device), **self.identity(data), "config": self.values(run.config)}
-        metrics: dict[str, Any] = to_json({"treadle": version("treadle"), **results.metrics, **values})
+        metrics: dict[str, Any] = to_json({"treadle": own_version(), **results.metrics, **values})
         facts = {**decided, "all settings": f"{folders.RUN_FILE} in the run folder", "treadle": metrics["treadle"]}
         report = self.report(metrics, run.out)
         if report.title:
