@@ -82,9 +82,14 @@ def __getattr__(name: str) -> str:
     """Returns the version of treadle as ``__version__``; reading it costs a search through the installed packages."""
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return own_version()
+
+
+def own_version() -> str:
+    """Returns the version of treadle; "unknown" where it is used from a source tree that is not installed."""
     from importlib import metadata
 
     try:
         return metadata.version("treadle")
-    except metadata.PackageNotFoundError:  # used from a source tree that is not installed
+    except metadata.PackageNotFoundError:
         return "unknown"

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import treadle
+from treadle.checkpoint.schema import versions
+from treadle.cli.main import main
 from treadle.requirements import TORCH, refuse_old_torch
+from treadle.runs.folder import write_record
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,3 +54,27 @@ def test_it_is_asked_before_anything_of_an_old_torch_is_used(tmp_path):
     code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / 'src')!r}]; import treadle"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stderr.splitlines()[-1].startswith("ImportError: treadle needs torch >= 2.7, and this is torch 2.5.1")
+
+
+def test_a_source_tree_that_is_not_installed_has_an_unknown_version(monkeypatch, tmp_path, capsys):
+    found = metadata.distribution
+
+    def distribution(name):
+        if name == "treadle":
+            raise metadata.PackageNotFoundError(name)
+        return found(name)
+
+    monkeypatch.setattr(metadata, "distribution", distribution)
+    write_record(tmp_path, {"face": "spectra", "config": {}})
+    assert json.loads((tmp_path / "run.json").read_text())["version"] == "unknown"
+    assert treadle.__version__ == versions()["treadle"] == "unknown"
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == "treadle unknown\n"
+
+
+def test_one_place_asks_for_the_version_of_treadle():
+    asking = [
+        path.name for path in (ROOT / "src").rglob("*.py") if re.search(r"version\(['\"]treadle", path.read_text())
+    ]
+    assert asking == ["requirements.py"]

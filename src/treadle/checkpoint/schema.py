@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from treadle.distributed import is_dtensor
 from treadle.distributed.shards import LocalShard, gathered, local_block, without_pending_sums
 from treadle.errors import CheckpointError
 from treadle.nested import elements
+from treadle.requirements import own_version
 
 FORMAT_VERSION = 1
 
@@ -60,12 +60,8 @@ _PLAIN = (bool, int, float, str)
 
 def versions() -> dict[str, str]:
     """Returns the versions that are written into every checkpoint."""
-    try:
-        own = metadata.version("treadle")
-    except metadata.PackageNotFoundError:  # used from a source tree that is not installed
-        own = "unknown"
     return {
-        "treadle": own,
+        "treadle": own_version(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": str(np.__version__),

@@ -18,6 +18,7 @@ from treadle.cli.report import report
 from treadle.cli.runs import runs
 from treadle.cli.train_config import NAME, FileCommand, TrainGroup, config, on_ranks
 from treadle.cli.verify.command import verify
+from treadle.requirements import own_version
 
 EXIT_CODES = """\b
 Exit codes:
@@ -56,9 +57,7 @@ app.command(short_help="Write a small commented script to start from.")(new)
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
-
-        typer.echo(f"treadle {version('treadle')}")
+        typer.echo(f"treadle {own_version()}")
         raise typer.Exit
 
 

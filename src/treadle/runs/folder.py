@@ -8,13 +8,13 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from treadle.checkpoint.files import copy_file, write_text
 from treadle.config.yaml_files import parse
 from treadle.errors import CheckpointError, ConfigError, nearest
+from treadle.requirements import own_version
 from treadle.runs.settings import changes
 
 SPLITS = ("train", "val", "test")
@@ -116,7 +116,7 @@ def write_record(run: Path, record: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: the file cannot be written.
     """
-    text = json.dumps({"face": record["face"], "version": version("treadle"), **record}, indent=2) + "\n"
+    text = json.dumps({"face": record["face"], "version": own_version(), **record}, indent=2) + "\n"
     write_changed(text, run / RUN_FILE)
 
 

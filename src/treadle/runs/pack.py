@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -28,6 +27,7 @@ from treadle.engine.outputs import joined, kept_outputs
 from treadle.errors import ConfigError
 from treadle.faces.step import BaseTrainer
 from treadle.hooks.files import to_json
+from treadle.requirements import own_version
 from treadle.runs import folder as folders
 from treadle.runs.overrides import apply_overrides, leaves
 from treadle.runs.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of, ranks_line
@@ -299,6 +299,7 @@ class Pack(Generic[Config, Data, Trainer]):
         resume: bool,
         messages: Console,
         show: Show = lambda report, out: None,
+        paused: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any] | None:
         """Trains, or resumes training, evaluates and writes the run folder; a finished run shows its results.
 
@@ -309,9 +310,10 @@ class Pack(Generic[Config, Data, Trainer]):
             resume: resume from the folder's newest checkpoint; else the files of an earlier run are set aside.
             messages: the console of progress.
             show: prints the results.
+            paused: returns, after the training, whether it goes on another time; the run is not evaluated then.
 
         Returns:
-            The content of ``metrics.json``; None on other ranks than the first.
+            The content of ``metrics.json``; None on other ranks than the first, and of a run that is paused.
 
         Raises:
             ConfigError: a setting is wrong, or not that of the run in this folder.
@@ -322,7 +324,8 @@ class Pack(Generic[Config, Data, Trainer]):
         where = device_of_rank(device)
         config = self.read_settings(settings, device)
         explicit = device is not None
-        return self.run(Run(config, out, where, messages, resume=resume, given=settings, explicit=explicit), show)
+        run = Run(config, out, where, messages, resume=resume, given=settings, explicit=explicit, paused=paused)
+        return self.run(run, show)
 
     def run(self, run: Run[Config], show: Show) -> dict[str, Any] | None:
         """Does what :meth:`train` does, for settings that are read already."""
@@ -352,6 +355,8 @@ class Pack(Generic[Config, Data, Trainer]):
             device = device_line(run.device, explicit=run.explicit)
             print_block({"device": device, **decided, **ranks, "start": start}, run.messages)
             self.fit_logged(run, data, trainer)
+            if run.paused():
+                return None
             alone = dataclasses.replace(run, parallel=None, home=run.out, resume=True, watch=Watch())
             trained = after_ranks(trainer, lambda: self._reopen(alone, data))
             return None if trained is None else self._conclude(alone, data, trained, decided)
@@ -366,7 +371,7 @@ class Pack(Generic[Config, Data, Trainer]):
     def _conclude(self, run: Run[Config], data: Data, trainer: Trainer, decided: dict[str, str]) -> dict[str, Any]:
         results = self.finish(run, data, trainer)
         values = {"device": str(run.device), **self.identity(data), "config": self.values(run.config)}
-        metrics: dict[str, Any] = to_json({"treadle": version("treadle"), **results.metrics, **values})
+        metrics: dict[str, Any] = to_json({"treadle": own_version(), **results.metrics, **values})
         facts = {**decided, "all settings": f"{folders.RUN_FILE} in the run folder", "treadle": metrics["treadle"]}
         report = self.report(metrics, run.out)
         if report.title:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
-from importlib.metadata import version
 from string import Template
 from typing import Any
 
@@ -20,6 +19,7 @@ from treadle.cli.runpage.sessions import read_sessions
 from treadle.cli.runpage.summary import RunSummary, summarize
 from treadle.errors import MissingExtraError
 from treadle.hooks.files import to_json
+from treadle.requirements import own_version
 
 _AXES = {"step": "Step", "epoch": "Epoch", "time": "Time"}
 _SMOOTH, _MANY = 0.8, 50  # how much is smoothed at first, where a curve has more points than these
@@ -57,7 +57,7 @@ def run_page(runs: Sequence[RunRecords], *, reload: float | None = None) -> str:
         charts="\n".join(_frame(chart) for chart in charts) + _parallel_frame(runs, columns),
         sections="\n".join(part for part in sections if part),
         written=words.date(time.time()),
-        version=version("treadle"),
+        version=own_version(),
         reload=f" It loads itself again every {reload:g} seconds." if reload else "",
         library=plotting_library(),
         data=_data(runs, charts, columns, title=title, reload=reload),
