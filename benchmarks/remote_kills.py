@@ -265,12 +265,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--longest", type=float, default=3.0, help="seconds after which a life is over at the latest")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="ends after the run in which this is over")
+    parser.add_argument("--write", action="store_true", help="write the table of results")
     arguments = parser.parse_args()
-    print(
-        json.dumps(
-            soak(arguments.kills, arguments.rate, arguments.seed, arguments.seconds, arguments.longest), indent=1
-        )
-    )
+    result = soak(arguments.kills, arguments.rate, arguments.seed, arguments.seconds, arguments.longest)
+    print(json.dumps(result, indent=1))
+    if arguments.write:
+        write(result, arguments.longest)
+
+
+def write(result: dict[str, Any], longest: float) -> None:
+    """Writes the table of results."""
+    from machine import describe, write_result
+
+    row = {key: value for key, value in result.items() if key != "faults"}
+    row |= {"requests answered badly": sum(result["faults"].values()), "longest life in s": longest}
+    write_result("remote_kills", "Random kills with the workspace on an S3 server", list(row), [row], describe())
 
 
 def soak(kills: int, rate: float, seed: int, seconds: float = float("inf"), longest: float = 3.0) -> dict[str, Any]:

@@ -47,7 +47,8 @@ def refuse_on_the_device(monkeypatch):
     made = treadle.capture.steps.CapturedSteps.__init__
 
     def deferred(self, engine):
-        engine.guard.deferred = not engine.max_non_finite_grad_retries and engine.guard.plan is None
+        decides = engine.max_non_finite_grad_retries or engine.guard.plan is not None or engine.precision.scaled
+        engine.guard.deferred = not decides
         made(self, engine)
         engine.guard.deferred = False
 

@@ -21,6 +21,7 @@ from processes import Forked
 from treadle import CheckpointingHook, verify_checkpoint
 from treadle.checkpoint import load_checkpoint
 from treadle.checkpoint.lock import LOCK_NAME
+from treadle.engine.state import RunState
 from treadle.errors import CheckpointError
 
 CHILD = Path(__file__).with_name("background_child.py")
@@ -177,3 +178,15 @@ def test_a_forked_child_waits_for_no_thread_that_it_does_not_have(tmp_path):
     assert in_child(wait) == 0
     opened.set()
     writer.close()
+
+
+def test_a_state_is_reported_as_saved_once_it_is_on_the_disk(tmp_path, monkeypatch):
+    real, seen = RunState.record_saved, []
+
+    def record_saved(self, path, step):
+        real(self, path, step)
+        seen.append((load_checkpoint(path)["global_step"], step))
+
+    monkeypatch.setattr(RunState, "record_saved", record_saved)
+    kit.make(tmp_path, epochs=2, background_saves=True).fit(2)
+    assert seen == [(4, 4), (8, 8)]

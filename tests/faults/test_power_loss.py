@@ -58,7 +58,7 @@ def furthest(folder):
     """Returns the step of the furthest state in a folder that can be read; 0 where there is none."""
     places = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
     found = find_latest(state for place in places for state in states_in(place))
-    return 0 if found is None else int(found[1]["global_step"])
+    return 0 if found is None else int(found[1].get("global_step", 0))  # exported weights have none
 
 
 def lose_power(soak, tmp_path, face, *, each, most=None, reruns):

@@ -94,6 +94,25 @@ def test_a_signal_in_an_evaluation_of_a_hook_saves_the_last_step_and_leaves(tmp_
     assert differences(timeless(straight), timeless(again)) == []
 
 
+class Uploads(BaseHook):
+    """Takes its time at the end, as an upload does, and gets a signal meanwhile."""
+
+    def __init__(self):
+        self.done = 0
+
+    def on_close(self, trainer, error=None):
+        os.kill(os.getpid(), signal.SIGTERM)
+        self.done += 1
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_signal_while_hooks_close_lets_them_finish_and_leaves_with_its_code(tmp_path, face):
+    uploads = Uploads()
+    with pytest.raises(SystemExit) as left:
+        train(face, tmp_path, [uploads])
+    assert (left.value.code, uploads.done) == (143, 1)
+
+
 @pytest.mark.parametrize("call", ["evaluate", "predict"])
 def test_a_signal_in_a_callback_of_the_functional_face_leaves_with_the_epoch_saved(tmp_path, call):
     def make(number):

@@ -51,3 +51,17 @@ def test_an_assignment_is_seen():
     assert list(written(ast.parse("engine.step += 1; a, trainer.task = 1, 2; self._engine.hooks = []"))) == [
         "step", "task", "hooks",
     ]  # fmt: skip
+
+
+def built(tree):
+    """Where a file makes an engine."""
+    return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Engine"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_a_face_gets_its_engine_from_build_engine(path):
+    assert built(ast.parse(path.read_text(encoding="utf-8"))) == []
+
+
+def test_an_engine_that_is_made_is_seen():
+    assert built(ast.parse("a = 1\nself._engine = Engine(model, optimizer, task)")) == [2]

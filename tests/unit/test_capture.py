@@ -22,6 +22,7 @@ from treadle.data.tensors import RowGather
 from treadle.hooks import BaseHook, EmaHook, SwaHook
 from treadle.optim.ema import Ema
 from treadle.optim.loss_weights import GivenWeights
+from treadle.optim.precision import Precision
 
 
 @pytest.fixture(params=["read", "told later"])
@@ -90,6 +91,45 @@ def test_captured_steps_count_log_and_average_as_eager_ones(on_the_cpu, options)
 def test_a_stop_in_one_mode_goes_on_in_the_other(on_the_cpu, first, cut):
     state = run(first, cut).state_dict()
     assert same(run(False), run(not first, state=state))
+
+
+def scaled_run(capture, *, steps=40, state=None, scale=2.0**20):
+    engine = engine_of(capture, precision="fp16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=7)
+    engine.precision = Precision("fp16", engine.device, scaler=scaler)
+    if state is not None:
+        engine.load_state_dict(state)
+    seen = Scales()
+    engine.hooks.append(seen)
+    engine.run(loader_of(num_buffers=1 if capture else None), max_steps=steps)
+    return engine, seen.rows
+
+
+class Scales(BaseHook):
+    def __init__(self):
+        self.rows = []
+
+    def on_after_step(self, trainer):
+        self.rows.append((trainer.step_info["applied"], trainer.precision.scaler.get_scale()))
+
+
+def test_the_scale_of_fp16_moves_as_in_eager_steps(on_the_cpu):
+    eager, rows = scaled_run(False)
+    captured, again = scaled_run(True)
+    assert Rerun.made == 2
+    assert rows == again
+    assert {applied for applied, _ in rows[4:]} == {True, False}  # refused and applied, captured, too
+    assert len({scale for _, scale in rows}) > 3
+    assert same(eager, captured)
+    assert differences(eager.state_dict()["scaler"], captured.state_dict()["scaler"]) == []
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_run_in_fp16_goes_on_in_the_other_mode(on_the_cpu, first):
+    state = scaled_run(first, steps=13)[0].state_dict()
+    whole, rest = scaled_run(False)[0], scaled_run(not first, state=state)[0]
+    assert same(whole, rest)
+    assert differences(whole.state_dict()["scaler"], rest.state_dict()["scaler"]) == []
 
 
 class Masked(Fit):

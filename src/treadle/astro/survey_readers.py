@@ -21,7 +21,7 @@ Reader = Callable[[Path, "list[str] | None", int, "str | int | None"], Blocks]
 
 
 def reader_of(file: Path) -> Reader:
-    """Returns what reads files of this ending.
+    """Returns the reader of files with this ending.
 
     Raises:
         ConfigError: nothing does.

@@ -304,7 +304,7 @@ class AstroTrainer(EpochFace):
         return records
 
     def _rule_for(self, metric: str | None, loaders: EvalLoaders | None) -> Callable[[], BestRule] | None:
-        """Returns what makes the best rule of a call, or None where nothing is evaluated."""
+        """Returns a function that makes the best rule of a call, or None where nothing is evaluated."""
         if loaders is None:
             if metric is not None:
                 raise ConfigError(

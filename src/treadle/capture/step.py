@@ -61,6 +61,7 @@ class CapturedStep:
         self._rows = Rows(2, engine.device)
         self._has_rows = False  # until they were checked
         self._graph: CudaGraph = CudaGraph(share=None if share is None else share._graph)
+        self._found_inf: Tensor | None = None  # where replays leave whether a scaled gradient was infinite
         with engine.isolated_step(self._guard):
             self._left: _Left = self._graph.record(self._recorded, prepare=self.prepare)
         self._decided = self._guard.flags  # where replays leave them; an eager step makes others
@@ -93,19 +94,22 @@ class CapturedStep:
             with branch.after(branch.mark()):
                 self._gather.advance()
         with capturable(engine.optimizer):
-            self._train()
+            self._found_inf = self._train()
         with branch.after(self._guard.judged):  # loss and norm were there before the update
             left = _Left(engine.attempt.outputs, engine.attempt.info["grad_norm"], engine.device, self._rows)
         branch.join()
         return left
 
-    def _train(self) -> None:
+    def _train(self) -> Tensor | None:
+        """Trains on the batches; returns where replays will leave whether a scaled gradient was infinite."""
         batches = [inputs.batch for inputs in self._inputs]
         if self._engine.train_step(Group(batches, [0.0] * len(batches))) != "applied":
             raise RuntimeError("a micro-batch had no loss, which only the host can decide")
+        found_inf = self._engine.precision.forget_recorded(self._engine.optimizer)
         self._averages = () if self._told_later is None else tuple(self._averages_inside())
         for average in self._averages:
             average.move(self._engine.model)
+        return found_inf
 
     def _averages_inside(self) -> Iterator[Ema]:
         """Gives the averages that move with every step, on the device, so that the graph moves them."""
@@ -186,6 +190,7 @@ class CapturedStep:
         if (flags := self._told_later) is not None:
             flags.note(engine.location(), norm)
             return apply_step_effects(engine, moved=self._averages)
+        engine.precision.note_replayed(engine.optimizer, self._found_inf)
         wait_for_work(engine.device)
         bad, uncounted = self._decided.tolist()
         if uncounted:

@@ -64,8 +64,6 @@ def _why_not(engine: Engine) -> str | None:
         return f"the device is {engine.device}; CUDA graphs need a CUDA device"
     if engine.num_ranks > 1:
         return f"there are {engine.num_ranks} ranks, and what they tell each other in a step cannot be captured"
-    if engine.precision.scaled:
-        return "fp16 scales gradients by decisions of the host; use bf16"
     if not skips_on_device(engine.optimizer, engine.device):
         return (
             f"{type(engine.optimizer).__name__} cannot leave out a step on the device; build it with fused=True in "

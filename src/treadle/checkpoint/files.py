@@ -11,6 +11,8 @@ import errno
 import glob
 import os
 import shutil
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -90,18 +92,28 @@ def replacing(target: Path) -> Iterator[Path]:
 
     The block must leave a flushed and fsynced file. Temporary files that a killed process left are removed.
     """
-    _remove_stale(target)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}{TEMPORARY}")
-    try:
-        yield temporary
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
+    with _lock_of(target):
+        _remove_stale(target)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}{TEMPORARY}")
+        try:
+            yield temporary
+            os.replace(temporary, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        with contextlib.suppress(OSError):  # a rename between two names of one file does nothing and leaves both
             os.unlink(temporary)
-        raise
-    with contextlib.suppress(OSError):  # a rename between two names of one file does nothing and leaves both
-        os.unlink(temporary)
-    _confirm(target)
+        _confirm(target)
+
+
+_locks: weakref.WeakValueDictionary[tuple[int, str], Any] = weakref.WeakValueDictionary()
+
+
+def _lock_of(target: Path) -> Any:
+    """Returns the lock of a file that two threads of this process may write, such as two background writers."""
+    key = (os.getpid(), os.path.abspath(target))  # a forked process gets locks that nobody holds
+    return _locks.setdefault(key, threading.RLock())
 
 
 def _confirm(target: Path) -> None:
@@ -246,14 +258,20 @@ def name_also(target: Path, link: Path) -> None:
         link: made with its folder, or moved.
     """
     relative = os.path.relpath(target, link.parent)
-    with contextlib.suppress(OSError):
-        if os.path.islink(link) and os.readlink(link) == relative:
-            return
-        if os.path.lexists(link) and not os.path.islink(link):  # a file that another writer owns
-            return
-        link.parent.mkdir(exist_ok=True)
-        with replacing(link) as temporary:
-            os.symlink(relative, temporary)
+    lock = _lock_of(link)
+    if not lock.acquire(blocking=False):  # another writer owns it and is writing
+        return
+    try:
+        with contextlib.suppress(OSError):
+            if os.path.islink(link) and os.readlink(link) == relative:
+                return
+            if os.path.lexists(link) and not os.path.islink(link):  # a file that another writer owns
+                return
+            link.parent.mkdir(exist_ok=True)
+            with replacing(link) as temporary:
+                os.symlink(relative, temporary)
+    finally:
+        lock.release()
 
 
 def remove_link(link: Path) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from treadle import distributed
 from treadle.cli.console import result_console, show_report
-from treadle.cli.population import PackMember, Several, as_texts, several, silent_console, train_several
+from treadle.cli.population import PackMember, Several, as_texts, read_halving, several, silent_console, train_several
 from treadle.cli.train_pack import check_each, show_settings
 from treadle.config import format_config
 from treadle.engine import Engine
@@ -97,7 +97,13 @@ def _run(file: Path, settings: Sequence[str], *, messages: Console, trackers: st
 
 
 def run_several(
-    file: Path, settings: Sequence[str], seeds: str | None, *, workers: int | None, trackers: str | None
+    file: Path,
+    settings: Sequence[str],
+    seeds: str | None,
+    *,
+    workers: int | None,
+    halving: str | None,
+    trackers: str | None,
 ) -> bool:
     """Trains several runs of a configuration file, if that is what the command line asks for; returns whether it is.
 
@@ -106,11 +112,13 @@ def run_several(
         settings: overrides, of which some may have several values.
         seeds: the option ``--seeds``.
         workers: processes, or None.
+        halving: the option ``--halving``.
         trackers: what follows the runs.
 
     Raises:
         ConfigError: the file, a setting or a seed is wrong.
     """
+    read_halving(halving)  # a wrong one is refused before anything is read
     found = _several(file, settings, seeds)
     if found is None:
         return False
@@ -126,7 +134,7 @@ def run_several(
         make = FileMember(file.resolve(), tuple(found.fixed), trackers)
         trainer = fixed.get("trainer", {})
         out, device = Path(trainer.get("workspace") or Path("runs", file.stem)), trainer.get("device")
-    train_several(make, found, out=out, device=device, workers=workers, console=result_console())
+    train_several(make, found, out=out, device=device, workers=workers, halving=halving, console=result_console())
     return True
 
 

@@ -29,6 +29,14 @@ Seeds = Annotated[
         help="One run for each seed, such as 0..7 or 0,3,5, in a folder OUT/seed=N. KEY=A,B,C runs each value, too.",
     ),
 ]  # fmt: skip
+Halving = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        metavar="METRIC:EPOCHS", show_default=False,
+        help="Of several runs: val_loss:1,3,9 lets the best third go on at each of these epochs; max:accuracy:1,3,9 "
+        "where more is better, val_loss:1,3,9:2 for a half.",
+    ),
+]  # fmt: skip
 Workers = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option(

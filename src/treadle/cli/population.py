@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from treadle.cli.console import ConsoleHandler
 from treadle.config.grammar import alternatives, kind_of, parse
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from treadle.population.search import SuccessiveHalving
+
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_HALVING = re.compile(r"((?P<mode>min|max):)?(?P<metric>[^:]+):(?P<rungs>\d+(,\d+)*)(:(?P<eta>\d+))?")
 
 
 class Several(NamedTuple):
@@ -61,6 +64,31 @@ def read_seeds(text: str | None) -> list[int] | None:
     if not seeds or len(set(seeds)) < len(seeds):
         raise ConfigError(f"--seeds {text}: {'one is named twice' if seeds else 'names none'}; write 0..7 or 0,3,5")
     return seeds
+
+
+def read_halving(text: str | None) -> SuccessiveHalving | None:
+    """Returns the rule that ``--halving`` names: ``val_loss:1,3,9``, with ``max:`` before and ``:2`` behind if wanted.
+
+    Raises:
+        ConfigError: it names none.
+
+    Example:
+        >>> read_halving("max:accuracy:1,3:2")
+        SuccessiveHalving(metric='accuracy', rungs=[1, 3], eta=2, mode='max', unit='epochs')
+    """
+    if text is None:
+        return None
+    from treadle.population.search import SuccessiveHalving
+
+    found = _HALVING.fullmatch(text)
+    if found is None:
+        raise ConfigError(
+            f"--halving {text}: is no metric with epochs; write val_loss:1,3,9, with max: before it where more is "
+            "better, and :2 behind it to keep a half and not a third"
+        )
+    rungs = [int(rung) for rung in found["rungs"].split(",")]
+    mode: Literal["min", "max"] = "max" if found["mode"] == "max" else "min"
+    return SuccessiveHalving(found["metric"], rungs, eta=int(found["eta"] or 3), mode=mode)
 
 
 def several(settings: Sequence[str], seeds: str | None, current: Callable[[str], Any]) -> Several | None:
@@ -122,6 +150,7 @@ class PackMember:
     def train(self, out: Path, settings: Sequence[str]) -> Mapping[str, Any]:
         """Trains a run as ``treadle train PACK`` does, and returns its metrics."""
         from treadle.engine.observers import observing
+        from treadle.population.member import is_paused
         from treadle.runs.packs import find_pack
         from treadle.runs.record_hooks import SessionKeeper
         from treadle.runs.tracking import tracked
@@ -129,8 +158,11 @@ class PackMember:
         pack = find_pack(self.face)
         values = partial(_values, pack, settings, self.device)
         with observing(SessionKeeper()), tracked(self.trackers, values) as tracking:
-            metrics = pack.train(settings, out=out, device=self.device, resume=self.resume, messages=silent_console())
-            tracking.final(metrics)
+            metrics = pack.train(
+                settings, out=out, device=self.device, resume=self.resume, messages=silent_console(), paused=is_paused
+            )
+            if not is_paused():
+                tracking.final(metrics)
         return metrics or {}
 
 
@@ -162,6 +194,7 @@ def train_several(
     out: Path,
     device: str | None,
     workers: int | None,
+    halving: str | None,
     console: Console,
 ) -> None:
     """Trains the runs of a command line, and prints their means and deviations.
@@ -172,6 +205,7 @@ def train_several(
         out: folder of the population.
         device: where they compute; None takes CUDA, then MPS, then the CPU.
         workers: processes; None takes a core each on the CPU, and on a GPU this process alone.
+        halving: the option ``--halving``.
         console: of results.
 
     Raises:
@@ -186,7 +220,9 @@ def train_several(
     if workers is None:
         workers = 0 if get_device(device).type != "cpu" else min(len(found.members), os.cpu_count() or 1)
     names = [{key.lstrip("+"): value for key, value in member.items()} for member in found.members]
-    population = Population(_Renamed(make, found), names, out=out, workers=workers, progress=False)
+    population = Population(
+        _Renamed(make, found), names, out=out, workers=workers, halving=read_halving(halving), progress=False
+    )
     with members_named():
         results = population.run()
     for line in results.lines():

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
-from treadle.cli.pack_options import Seeds, Trackers, Workers
+from treadle.cli.pack_options import Halving, Seeds, Trackers, Workers
 from treadle.cli.settings_command import SettingsCommand
 from treadle.runs.launch import TIMEOUT, process_group
 
@@ -95,6 +95,7 @@ def config(
     trackers: Trackers = None,
     seeds: Seeds = None,
     workers: Workers = None,
+    halving: Halving = None,
     show: Annotated[bool, typer.Option("--show-settings", help="Show every setting and its value, and leave.")] = False,
 ) -> None:
     """Train what a configuration file describes: your own trainer, or a run of a pack.
@@ -120,5 +121,5 @@ def config(
 
         if show:
             show_config(file, settings or [], seeds, result_console())
-        elif not run_several(file, settings or [], seeds, workers=workers, trackers=trackers):
+        elif not run_several(file, settings or [], seeds, workers=workers, halving=halving, trackers=trackers):
             run_config(file, settings or [], trackers=trackers, messages=messages)

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console, show_report
-from treadle.cli.pack_options import Device, Out, Resume, Seeds, Show, Trackers, Workers, settings_argument
-from treadle.cli.population import PackMember, Several, as_texts, several, train_several
+from treadle.cli.pack_options import Device, Halving, Out, Resume, Seeds, Show, Trackers, Workers, settings_argument
+from treadle.cli.population import PackMember, Several, as_texts, read_halving, several, train_several
 from treadle.cli.settings_command import SettingsCommand
 from treadle.errors import ConfigError
 from treadle.runs.pack import Pack
@@ -48,15 +48,19 @@ def _training(pack: Pack[Any, Any, Any]) -> Any:
         trackers: Trackers = None,
         seeds: Seeds = None,
         workers: Workers = None,
+        halving: Halving = None,
         show: Show = False,
     ) -> None:
         messages, given = message_console(), settings or []
         with errors_as_one_line(messages), log_to(messages):
+            read_halving(halving)  # a wrong one is refused before anything is read
             found = several(given, seeds, lambda key: dict(pack.shown(pack.read_settings([], device))).get(key))
             if found is not None and not show:
                 make = PackMember(pack.name, tuple(found.fixed), device, resume, trackers)
                 check_each(pack, found, device)
-                train_several(make, found, out=out, device=device, workers=workers, console=result_console())
+                train_several(
+                    make, found, out=out, device=device, workers=workers, halving=halving, console=result_console()
+                )
                 return
             if show:
                 first = given if found is None else [*found.fixed, *as_texts(found.members[0])]

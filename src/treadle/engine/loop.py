@@ -135,6 +135,10 @@ class Engine(EngineBase):
         self.config = config
         self.workspace = None if workspace is None else Path(workspace)
 
+    def _configure(self, settings: EngineSettings, precision: PrecisionName | None, **options: Any) -> None:
+        super()._configure(settings, precision, **options)
+        self.steps = self.train_step
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Makes an overridden ``log`` or ``log_images`` reach the hooks, with or without ``super()``."""
         super().__init_subclass__(**kwargs)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -23,6 +23,7 @@ from treadle.engine.hook import BaseHook
 from treadle.engine.out_of_memory import explaining_out_of_memory
 from treadle.engine.own_objects import warn_of_lost
 from treadle.engine.rehearsal import try_folders, try_schedule
+from treadle.engine.signals import ExitPlan
 from treadle.engine.single_samples import explaining_single_samples
 from treadle.engine.start_log import end_line, start_block, start_line
 from treadle.engine.streams import separate_streams
@@ -131,42 +132,48 @@ def resume_from_hooks(engine: Engine) -> None:
 @contextlib.contextmanager
 def training_session(engine: Engine) -> Iterator[None]:
     """Opens the hooks and signal handlers for a run and closes them whatever happens."""
-    opened: list[BaseHook] = []
-    failure: BaseException | None = None
     with speaking(engine), contextlib.ExitStack() as held:
         signals = _make_ready(engine, held)
-        first_step, started = engine.progress.step, time.perf_counter()
-        try:
-            with (
-                engine.signals.listening(signals),
-                failing_by_name(engine),
-                explaining_out_of_memory(engine),
-                explaining_single_samples(engine),
-            ):
-                with contextlib.suppress(EvaluationAbandoned):  # of a callback, or of a hook before the first step
-                    for hook in engine.hooks:
-                        opened.append(hook)
-                        hook.on_before_train(engine)
-                    engine.state.look_again()
-                    engine.events.cache_dispatch(engine.hooks)
-                    into_training_mode(engine)
-                    engine.state.begin_run(engine)
-                    yield
-                leave_on_signal(engine)  # one that came after the last boundary must not be lost
-        except BaseException as error:
-            failure = error
-            raise
-        finally:
-            engine.signals.expect([])
-            engine.state.end_run(engine)
-            engine.cursor.close()
-            engine.eval_cursor.close()
-            engine.exchange.close()
-            engine.events.clear_dispatch()
-            close_hooks(engine, opened, failure)
-        if distributed.rank() == 0:
-            seconds = time.perf_counter() - started
-            engine.logger.info(end_line(engine, first_step, seconds), extra={"topic": "end"})
+        plans = engine.signals.plans
+        with engine.signals.listening(signals) as outermost:  # hooks that close may upload for minutes
+            first_step, started = engine.progress.step, time.perf_counter()
+            with _opened_hooks(engine):
+                yield
+            if distributed.rank() == 0:
+                seconds = time.perf_counter() - started
+                engine.logger.info(end_line(engine, first_step, seconds), extra={"topic": "end"})
+            if outermost and engine.signals.received and plans:  # what the run ended with is saved
+                _exit(plans, engine.signals.received)
+
+
+@contextlib.contextmanager
+def _opened_hooks(engine: Engine) -> Iterator[None]:
+    """Opens the hooks, leaves on a signal at the end of the block, and closes them whatever happens."""
+    opened: list[BaseHook] = []
+    failure: BaseException | None = None
+    try:
+        with failing_by_name(engine), explaining_out_of_memory(engine), explaining_single_samples(engine):
+            with contextlib.suppress(EvaluationAbandoned):  # of a callback, or of a hook before the first step
+                for hook in engine.hooks:
+                    opened.append(hook)
+                    hook.on_before_train(engine)
+                engine.state.look_again()
+                engine.events.cache_dispatch(engine.hooks)
+                into_training_mode(engine)
+                engine.state.begin_run(engine)
+                yield
+            leave_on_signal(engine)  # one that came after the last boundary must not be lost
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        engine.signals.expect([])
+        engine.state.end_run(engine)
+        engine.cursor.close()
+        engine.eval_cursor.close()
+        engine.exchange.close()
+        engine.events.clear_dispatch()
+        close_hooks(engine, opened, failure)
 
 
 class BetweenRuns:
@@ -396,6 +403,11 @@ def _leave(engine: Engine, received: int) -> None:
     wait = max(plan.wait for plan in plans)
     if wait > 0:
         time.sleep(wait)
+    _exit(plans, received)
+
+
+def _exit(plans: Sequence[ExitPlan], received: int) -> NoReturn:
+    """Leaves by the first of the plans."""
     if received == signal.SIGINT and hasattr(sys, "ps1"):  # a prompt or a notebook, which is to stay
         raise KeyboardInterrupt
     raise SystemExit(plans[0].exit_code(received))

@@ -109,17 +109,20 @@ class SignalListener:
         return [number for plan in self.plans for number in plan.signals]
 
     @contextlib.contextmanager
-    def listening(self, signals: Sequence[int]) -> Iterator[None]:
+    def listening(self, signals: Sequence[int]) -> Iterator[bool]:
         """Installs the handlers inside the block and restores the earlier ones afterwards.
 
         Inside another such block it does nothing: what was noted there stays noted.
+
+        Yields:
+            Whether it is inside no other such block.
         """
         if self._previous:
-            yield
+            yield False
             return
         self.received, self._count = None, 0
         if not signals:
-            yield
+            yield True
             return
         if threading.current_thread() is not threading.main_thread():
             if SignalRelay.active is None:
@@ -127,14 +130,14 @@ class SignalListener:
                     "python handles signals in the main thread only; train there, or pass None", argument="exit_signals"
                 )
             with SignalRelay.active.serving(self, signals):
-                yield
+                yield True
             return
         self._owner = os.getpid()
         self._phase = _shared_byte()  # workers of an earlier run keep theirs, which is set to over
         try:
             for number in dict.fromkeys(signals):
                 self._previous[number] = signal.signal(number, self._note)
-            yield
+            yield True
         finally:
             self._phase[0] = _OVER
             _restore(self._previous)

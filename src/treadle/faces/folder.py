@@ -105,7 +105,7 @@ class CheckpointFolder:
         return [*self.candidates(folder), *by_step]
 
     def _states_of_run(self) -> list[Path]:
-        """Returns what ``resume_from="auto"`` looks at, whichever writer of the run it is from."""
+        """Returns the candidates of ``resume_from="auto"``, from every writer of the run."""
         assert self.path is not None
         hooks = [hook for hook in self.engine.hooks if isinstance(hook, CheckpointingHook) and hook.loads_latest]
         return [*self.states(self.path), *(state for hook in hooks for state in step_states(hook.folder(self.engine)))]

@@ -249,7 +249,7 @@ class BaseTrainer(Engine):
             return BaseTrainer.validate(self, loader)
 
     def predict(self, loader: Iterable[Any]) -> Any:
-        """Returns what ``predict_step(input)`` of the subclass gives for a loader, in eval mode, in its order.
+        """Returns the outputs of ``predict_step(input)`` of the subclass for a loader, in eval mode, in its order.
 
         Returns:
             The outputs of all batches joined along dimension 0 on the CPU, of the averaged weights if there is an

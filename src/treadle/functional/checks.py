@@ -275,7 +275,7 @@ def eval_losses(loader: EvalLoaders | None) -> list[str]:
 
 
 def selected_key(metric: str | None, loaders: EvalLoaders | None) -> str | None:
-    """Return the key of a record that a metric means, given what is evaluated.
+    """Return the key of a record that a metric means, given the evaluated loaders.
 
     Example:
         >>> selected_key("loss", None), selected_key("accuracy", {"near": [], "far": []})

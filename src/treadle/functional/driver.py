@@ -42,11 +42,11 @@ class MetricRule(BestRule):
 
 
 class FaceEpochs(SelectingEpochs):
-    """An epoch driver whose evaluation and best rule are chosen when training is asked for.
+    """Epoch driver whose evaluation and best rule are chosen by each call that trains.
 
     Args:
         engine: runs the steps.
-        task: what evaluations ask for a batch.
+        task: of evaluations.
         evaluate: returns the evaluation of a subclass or of the object, or None.
 
     Example:
@@ -193,7 +193,7 @@ class FaceEpochs(SelectingEpochs):
         return _as_record(result, prefix="")
 
     def _score_result(self, result: Mapping[str, Any]) -> float:
-        """Appends the record of an epoch that an override trained; returns what plateau schedulers watch."""
+        """Appends the record of an epoch that an override trained; returns the value that plateau schedulers watch."""
         means = self.train_record(self.engine.train_means())
         loss = {"train_loss": result.get("train_loss", result.get("loss", means["train_loss"]))}
         numbers = {name: value for name, value in result.items() if name not in ("epoch", "loss", "train_loss", "lr")}

@@ -119,7 +119,7 @@ class ReplacedStep:
 
 
 def step_output(batch: Any, result: Any) -> StepOutput:
-    """Returns what an overridden ``train_step`` gave: its loss, which weighs the samples of the batch, and records.
+    """Returns the loss of an overridden ``train_step``, weighted by the samples of the batch, and its records.
 
     Raises:
         ConfigError: it is no dict, or has no loss.

@@ -186,7 +186,7 @@ class OverriddenEvalTask(EvalTask):
 
 
 def numbers_from(method: str, result: Any) -> Mapping[str, Any]:
-    """Returns what an overridden method of an evaluation returned.
+    """Returns the result of an overridden method of an evaluation.
 
     Raises:
         ConfigError: it is no mapping, as where a ``return`` was forgotten.

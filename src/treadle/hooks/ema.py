@@ -2,50 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
-
 import torch
 from torch import nn
 
-from treadle.engine.hook import BaseHook
-from treadle.errors import ConfigError
+from treadle.hooks.averaging import AveragingHook
 from treadle.optim.ema import Ema, check_average
-
-if TYPE_CHECKING:
-    from treadle.engine import Engine
-
-
-class AveragingHook(BaseHook):
-    """Base of hooks that keep an average of the model under a name."""
-
-    _kind: ClassVar[str]  # its default name; the averaged model is the attribute ``<kind>_model``
-
-    def __init__(self, update_interval: int, device: torch.device | str | int | None, name: str):
-        self.update_interval = update_interval
-        self.device = device
-        self.name = name
-        self._average: Ema | None = None
-
-    @property
-    def state_key(self) -> str:
-        """Its class and name, so that two averages with two names can be kept."""
-        return type(self).__name__ if self.name == self._kind else f"{type(self).__name__}.{self.name}"
-
-    def averages(self, trainer: Engine) -> Mapping[str, Ema]:
-        """Creates the average from the model's present weights."""
-        self._average = self._made(trainer.model)
-        return {self.name: self._average}
-
-    def _made(self, model: nn.Module) -> Ema:
-        raise NotImplementedError
-
-    def _made_average(self) -> Ema:
-        if self._average is None:
-            raise ConfigError(
-                "there is none before training starts or a state is loaded", argument=f"{self._kind}_model"
-            )
-        return self._average
 
 
 class EmaHook(AveragingHook):

@@ -11,7 +11,7 @@ from torch import nn
 from treadle.data.sources import refuse_dataset
 from treadle.distributed import unwrap
 from treadle.engine.evaluation import for_each_batch
-from treadle.hooks.ema import AveragingHook
+from treadle.hooks.averaging import AveragingHook
 from treadle.optim.ema import check_average
 from treadle.optim.swa import Swa, check_start
 

@@ -132,6 +132,29 @@ class Precision:
         self._unscaled = False
         return lowered >= 1.0
 
+    def forget_recorded(self, optimizer: Optimizer) -> Tensor | None:
+        """Forgets that a recorded step was unscaled; returns where each replay leaves whether a gradient was infinite.
+
+        None without a scaler.
+        """
+        if not self.scaled:
+            return None
+        state = self.scaler._per_optimizer_states.pop(id(optimizer))
+        self._unscaled = False
+        (found,) = state["found_inf_per_device"].values()
+        return found  # type: ignore[no-any-return]
+
+    def note_replayed(self, optimizer: Optimizer, found: Tensor | None) -> None:
+        """Notes that a replay has unscaled the gradients.
+
+        Args:
+            optimizer: as recorded.
+            found: what :meth:`forget_recorded` returned.
+        """
+        if found is not None:
+            self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found.device: found}
+            self._unscaled = True
+
     def _saw_gradients(self) -> bool:
         states = self.scaler._per_optimizer_states.values()
         return any(state["found_inf_per_device"] for state in states)

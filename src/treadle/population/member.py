@@ -104,7 +104,7 @@ def member_name(settings: Mapping[str, Any]) -> str:
 
 
 def call_factory(make: Make, member: Member) -> Callable[[], Any]:
-    """Seeds, calls the factory of a population for a member and returns what trains the run.
+    """Seeds, calls the factory of a population for a member and returns the function that trains the run.
 
     Args:
         make: called with the settings, and with ``workspace=`` if it takes that.
@@ -274,6 +274,23 @@ class Watching:
             self.hook.engine = engine
 
 
+class _OfThread(threading.local):
+    hook: MemberHook | None = None
+
+
+_THREAD = _OfThread()
+
+
+def is_paused() -> bool:
+    """Returns whether the member that is trained in this thread has paused at its ``until``.
+
+    Example:
+        >>> is_paused()
+        False
+    """
+    return _THREAD.hook is not None and _THREAD.hook.paused
+
+
 def run_member(make: Make, member: Member, *, turn: Turn = lambda steps: None) -> Outcome:
     """Makes and trains the run of a member in this thread; an error is part of the outcome.
 
@@ -287,6 +304,7 @@ def run_member(make: Make, member: Member, *, turn: Turn = lambda steps: None) -
     """
     started = time.perf_counter()
     watching = Watching(member, turn)
+    _THREAD.hook = watching.hook
     returned: Any = None
     status: Status = "finished"
     error: BaseException | None = None
@@ -296,6 +314,8 @@ def run_member(make: Make, member: Member, *, turn: Turn = lambda steps: None) -
         except (Exception, SystemExit) as raised:  # noqa: BLE001  (one member's error must not end the others)
             error = raised
             status = "stopped" if isinstance(raised, SystemExit) else "failed"
+        finally:
+            _THREAD.hook = None
     hook = watching.hook
     if status == "finished" and hook.paused:
         status = "paused"

@@ -299,6 +299,7 @@ class Pack(Generic[Config, Data, Trainer]):
         resume: bool,
         messages: Console,
         show: Show = lambda report, out: None,
+        paused: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any] | None:
         """Trains, or resumes training, evaluates and writes the run folder; a finished run shows its results.
 
@@ -309,9 +310,10 @@ class Pack(Generic[Config, Data, Trainer]):
             resume: resume from the folder's newest checkpoint; else the files of an earlier run are set aside.
             messages: the console of progress.
             show: prints the results.
+            paused: returns, after the training, whether it goes on another time; the run is not evaluated then.
 
         Returns:
-            The content of ``metrics.json``; None on other ranks than the first.
+            The content of ``metrics.json``; None on other ranks than the first, and of a run that is paused.
 
         Raises:
             ConfigError: a setting is wrong, or not that of the run in this folder.
@@ -322,7 +324,8 @@ class Pack(Generic[Config, Data, Trainer]):
         where = device_of_rank(device)
         config = self.read_settings(settings, device)
         explicit = device is not None
-        return self.run(Run(config, out, where, messages, resume=resume, given=settings, explicit=explicit), show)
+        run = Run(config, out, where, messages, resume=resume, given=settings, explicit=explicit, paused=paused)
+        return self.run(run, show)
 
     def run(self, run: Run[Config], show: Show) -> dict[str, Any] | None:
         """Does what :meth:`train` does, for settings that are read already."""
@@ -352,6 +355,8 @@ class Pack(Generic[Config, Data, Trainer]):
             device = device_line(run.device, explicit=run.explicit)
             print_block({"device": device, **decided, **ranks, "start": start}, run.messages)
             self.fit_logged(run, data, trainer)
+            if run.paused():
+                return None
             alone = dataclasses.replace(run, parallel=None, home=run.out, resume=True, watch=Watch())
             trained = after_ranks(trainer, lambda: self._reopen(alone, data))
             return None if trained is None else self._conclude(alone, data, trained, decided)

@@ -55,6 +55,7 @@ class Run(Generic[Config]):
         explicit: whether the user named the device.
         weights: a checkpoint whose weights a fresh start begins with.
         watch: the hook by which the base class sees the training.
+        paused: returns, after the training, whether it goes on another time; the run is not evaluated then.
     """
 
     config: Config
@@ -70,6 +71,7 @@ class Run(Generic[Config]):
     explicit: bool = False
     weights: Path | None = None
     watch: Watch = field(default_factory=Watch)
+    paused: Callable[[], bool] = lambda: False
 
     @property
     def folder(self) -> Path:

@@ -103,11 +103,13 @@ class SpectraFolder(CheckpointFolder):
         folder = self.path
         assert folder is not None
         self.before_write()
-        self._writer.save_file(
-            lambda buffers: self.engine.state_dict(buffers=buffers),
-            lambda tree: write_epoch(tree, folder, selection),
-            background=background,
-        )
+        state, step = self.engine.state, self.engine.step
+
+        def write(tree: Mapping[str, Any]) -> None:
+            write_epoch(tree, folder, selection)
+            state.record_saved(folder / "checkpoints" / "last.pt", step)  # not before it is
+
+        self._writer.save_file(lambda buffers: self.engine.state_dict(buffers=buffers), write, background=background)
         self.record_written()
 
     def write_checkpoints(self, *, is_best: bool) -> None:

@@ -284,8 +284,6 @@ class SpectraTrainer(EpochFace):
             selection = "improved" if self._epochs.improved else "not improved"
         if self._folder.path is not None:
             self._folder.write_epoch(selection, background=self.cfg.background_saves)
-            if self._folder.last is not None:
-                self._engine.state.record_saved(self._folder.last, self.step)
         if distributed.rank() == 0:
             _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record), extra={"topic": "epoch"})
 

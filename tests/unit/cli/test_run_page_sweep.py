@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from treadle.cli.runpage.records import RunRecords
+from run_page_kit import make_run
+from treadle.cli.runpage.records import RunRecords, read_run
 from treadle.cli.runpage.summary import summarize
 from treadle.cli.runpage.sweep import Column, columns_of, natural, parallel, seeds_of
 
@@ -40,6 +42,20 @@ def test_runs_that_differ_by_a_seed_only_are_one_group():
     assert seeds is not None
     assert seeds.group == [0, 1, 0, 1]
     assert seeds.names == ["lr=1 (2 seeds)", "lr=2 (2 seeds)"]
+
+
+def test_members_of_a_population_are_grouped_by_seeds_that_their_own_settings_lack(tmp_path):
+    names = [f"lr={lr},seed={seed}" for lr in (0.1, 0.2) for seed in (0, 1)]
+    rows = []
+    for number, name in enumerate(names):
+        make_run(tmp_path / name, lr=(0.1, 0.2)[number // 2])
+        (tmp_path / name / "config.json").write_text(json.dumps({"optimizer": {"lr": (0.1, 0.2)[number // 2]}}))
+        rows.append({"name": name, "settings": {"lr": (0.1, 0.2)[number // 2], "seed": number % 2}})
+    (tmp_path / "population.json").write_text(json.dumps({"members": rows}))
+    seeds = seeds_of([read_run(tmp_path / name) for name in names])
+    assert seeds is not None
+    assert seeds.group == [0, 0, 1, 1]
+    assert seeds.names == ["optimizer.lr=0.1 (2 seeds)", "optimizer.lr=0.2 (2 seeds)"]
 
 
 @pytest.mark.parametrize(

@@ -128,3 +128,28 @@ def test_a_pack_refuses_a_wrong_value_of_one_run(tmp_path, capsys):
     assert treadle("train", "spectra", "epochs=3,no", "--out", tmp_path / "out") == 2
     assert "epochs" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_runs_of_a_pack_are_halved_and_those_that_go_on_are_the_same_as_whole_ones(tmp_path, capsys):
+    small = ["data.max_rows=80", "epochs=2", "batch_size=32", "model.d_model=16", "model.num_layers=1", "threads=1"]
+    out, alone = tmp_path / "halved", tmp_path / "alone"
+    options = ["--workers", "0", "--device", "cpu", "--seeds", "0..1", "--halving", "val_loss:1:2"]
+    assert treadle("train", "spectra", *small, *options, "--out", out) == 0
+    rows = json.loads((out / "population.json").read_text())["members"]
+    assert sorted((row["epoch"], row["status"]) for row in rows) == [(1, "paused"), (2, "finished")]
+    assert [(out / row["name"] / "metrics.json").exists() for row in rows] == [row["epoch"] == 2 for row in rows]
+    best = next(row for row in rows if row["epoch"] == 2)
+    assert treadle("train", "spectra", *small, best["name"], "--device", "cpu", "--out", alone) == 0
+    one, two = (torch.load(folder / "best_model.pt") for folder in (out / best["name"], alone))
+    assert all(torch.equal(one[key], two[key]) for key in two)
+    logs = [(folder / "steps.jsonl").read_text() for folder in (out / best["name"], alone)]
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("text", ["val_loss", "val_loss:a", "most:loss:1", ":1", "loss:3,1"])
+def test_a_wrong_rule_of_halving_is_refused_before_a_run_starts(tmp_path, capsys, text):
+    assert treadle("train", "spectra", "--seeds", "0..1", "--halving", text, "--out", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert "is no metric with epochs" in error or "must be rising" in error
+    assert not (tmp_path / "out").exists()

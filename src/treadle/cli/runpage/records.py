@@ -98,7 +98,7 @@ def read_run(folder: Path, name: str | None = None, *, brief: bool = False) -> R
     steps = find(folder, STEPS)
     checkpoints = read_checkpoints(folder, newest_only=brief)
     values = next((one.values for one in checkpoints if one.step is not None), {})
-    config = _config(folder)
+    config = _with_settings_of_member(_config(folder), folder)
     return RunRecords(
         folder,
         name or folder.resolve().name,
@@ -134,6 +134,18 @@ def _config(folder: Path) -> dict[str, Any]:
         or read_json(find(folder, SETTINGS))
     )
     return flat(found) if isinstance(found, Mapping) else {}
+
+
+def _with_settings_of_member(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Adds to the settings of a run those that it has as a member of a population, its seed above all."""
+    population = read_json(folder.resolve().parent / "population.json")
+    members = population.get("members", []) if isinstance(population, Mapping) else []
+    found: Mapping[str, Any] = next(
+        (member["settings"] for member in members if member["name"] == folder.resolve().name), {}
+    )
+    known = {(key.rpartition(".")[2], str(value)) for key, value in config.items()}
+    new = {key: value for key, value in found.items() if (key.rpartition(".")[2], str(value)) not in known}
+    return {**config, **new}
 
 
 def _results(folder: Path) -> dict[str, float]:

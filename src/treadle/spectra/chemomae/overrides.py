@@ -111,16 +111,18 @@ class ExtensionHook(BaseHook):
 
 
 class StepExtension(ExtensionHook):
-    """Extension of a subclass that wants to know of each step."""
+    """State of a subclass, whose ``after_step`` is called after each step."""
 
     def __init__(self, owner: Trainer):
         super().__init__(owner)
         self._applied = 0
 
     def on_before_step(self, trainer: Engine) -> None:
+        """Remember how many steps were applied."""
         self._applied = trainer.applied_steps
 
     def on_after_step(self, trainer: Engine) -> None:
+        """Call ``after_step`` of the subclass with the loss."""
         task = trainer.task
         assert isinstance(task, HookedTask)
         assert task.batch is not None

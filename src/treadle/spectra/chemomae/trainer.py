@@ -352,9 +352,14 @@ class _Folder(SpectraFolder):
     def write_epoch(self, selection: Selection, *, background: bool) -> None:
         """Write weights and the state of an epoch; all ranks take part."""
         self.before_write()
-        self._writer.save_file(
-            lambda buffers: self.engine.state_dict(buffers=buffers), self._write, background=background
-        )
+        state, step, last = self.engine.state, self.engine.step, self.last
+
+        def write(tree: Mapping[str, Any]) -> None:
+            self._write(tree)
+            if last is not None:
+                state.record_saved(last, step)  # not before it is
+
+        self._writer.save_file(lambda buffers: self.engine.state_dict(buffers=buffers), write, background=background)
         self.record_written()
 
     def write_checkpoints(self, *, is_best: bool) -> None:
